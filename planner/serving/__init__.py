@@ -17,7 +17,7 @@ from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import TASK, ServingFile, load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, flags_of_search, serving_question
 from planner.serving.question.question import ServingQuestion
-from planner.serving.question.releases import parse_release, trtllm_of, vllm_of
+from planner.serving.question.releases import parse_release, sglang_of, trtllm_of, vllm_of
 from planner.serving.search import TIE, ServingPlan, ServingResult, search_serving, value_of
 from planner.serving.stated import MOST, require_pool
 
@@ -52,6 +52,7 @@ __all__ = [
     "serving_account",
     "serving_file",
     "serving_question",
+    "sglang_of",
     "step_rows",
     "trtllm_of",
     "value_of",

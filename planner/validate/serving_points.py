@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.serving import trtllm_of, vllm_of
+from planner.serving import sglang_of, trtllm_of, vllm_of
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.estimate import Interval
@@ -143,8 +143,9 @@ def engine_named(backend: str) -> str:
     """Return the engine of a source's words for its software and its release, or an empty string."""
     word, *rest = [*(backend.lower().split() or [""]), ""]
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
-    if found == "vllm":
-        return vllm_of(rest[0].rstrip(","))
+    if found in {"vllm", "sglang"}:
+        release = re.sub(r"-cu[0-9]+$", "", rest[0].rstrip(","))
+        return vllm_of(release) if found == "vllm" else sglang_of(release)
     if found != "trtllm":
         return found
     # Releases 0.x.post are of NVIDIA Dynamo, which counts its own and is younger than TensorRT-LLM 1.2's first.

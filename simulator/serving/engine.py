@@ -36,6 +36,7 @@ class Engine:
     host_sequence_s: float
     runs_ahead: bool
     overlaps_host: bool
+    hybrid_waits: bool
     host_exposed_s: float
     host_exposed_sequence_s: float
     host_request_s: float
@@ -71,7 +72,7 @@ class Engine:
 LARGE_BYTES = 160 * GIB
 # Engines that are described apart for older releases.
 COMPARED = ("vllm", "sglang", "trtllm")  # engines that a question is asked of where several are compared
-RELEASES = {"vllm013": "vllm", "trtllm11": "trtllm", "tensorrt": "trtllm"}
+RELEASES = {"vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 
 @cache

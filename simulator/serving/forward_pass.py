@@ -62,7 +62,7 @@ class ForwardPass:
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
-        self.engine = _as_started(self.deployment)
+        self.engine = _as_started(self.deployment, hybrid=self.model.linear is not None)
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
             gpu=gpu,
@@ -416,9 +416,14 @@ class ForwardPass:
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
 
 
-def _as_started(deployment: Deployment) -> Engine:
+def _as_started(deployment: Deployment, *, hybrid: bool) -> Engine:
     """Return the deployment's engine; one that runs eagerly replays no step, and launches each kernel from Python."""
     engine = engine_of(deployment.engine)
+    if hybrid and engine.hybrid_waits:
+        waits = engine_of("vllm013")
+        engine = replace(
+            engine, host_step_s=waits.host_step_s, host_sequence_s=waits.host_sequence_s, runs_ahead=waits.runs_ahead
+        )
     return replace(engine, graph_batch=0, host_launch_s=engine.host_eager_launch_s) if deployment.eager else engine
 
 

@@ -57,14 +57,12 @@ The largest term of what is off, by group:
   and first tokens wait for it, 1 to 2 s. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a
   little do not; most sources do not say which.
 - **Kernels of experts**: Kimi K2.5 in int4 with vLLM on H200 takes a quarter longer a token than priced at any load. TensorRT-LLM's
-  on Hopper are priced as aiconfigurator's tables have them by themselves: DeepSeek-R1 on H200 went from 21 to 10 % a token and
-  from 22 to 11 % in throughput, and gpt-oss-120b there from 96 to 74 % in throughput, whose rest is not explained. Qwen3 235B in
-  8 bits on H200 became worse (4 to 20 %): its table does not say whether scales are of blocks, as assumed, or of whole matrices, as
-  in NVIDIA's own checkpoints, whose kernels take half as long.
-- **Hybrid networks in SGLang before 0.5.10**: Qwen3.5 takes a fifth longer a token and three times as long to the first one with
-  0.5.9 and nightly builds on B200, while with 0.5.10 on B300 tokens are within 3 % in 16 and 4 bits. SGLang turns its overlap schedule
-  off for such networks where their prefix cache has no buffer (server_args.py, "Disabling overlap schedule since mamba
-  no_buffer is not compatible"); which way a server was started is not stated.
+  on Hopper are priced as aiconfigurator's tables have them by themselves; throughput of gpt-oss-120b on H200, 74 % too high, is not
+  explained by them. That of Qwen3 235B in 8 bits there is 20 % too low: its source does not say whether scales are of blocks, as
+  assumed, or of whole matrices, as in NVIDIA's own checkpoints, whose kernels take half as long.
+- **Hybrid networks in SGLang**: first tokens of Qwen3.5 take three times as long as predicted with 0.5.9 and nightly builds, twice
+  with 0.5.10; tokens of 0.5.10 on B300 are within 3 % in 16 and 4 bits. With four GPUs in 8 bits 0.5.9 lists tokens sooner than with
+  eight: speculative decoding, probably, which is not stated.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
 - **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
@@ -121,7 +119,7 @@ of all configurations.
 """
 AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
+Points that both answer, up to two of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
 made with. vidur is not compared: it answers from profiles of its own, of other GPUs and models.
 """

@@ -106,9 +106,26 @@ def test_releases_of_tensorrt_llm_have_hosts_of_their_own() -> None:
     named = {
         "TensorRT-LLM 0.17": "tensorrt", "trtllm 1.0.0rc3": "trtllm11", "trt 1.1.0rc2.post2": "trtllm11",
         "trtllm 1.2.0rc6.post2": "trtllm", "trtllm 1.3.0rc5": "trtllm", "trtllm 0.8.1.post2": "trtllm",
-        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt", "sglang v0.5.9-cu130": "sglang",
+        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt",
+        "sglang v0.5.9-cu130": "sglang059", "sglang v0.5.10.post1-cu130": "sglang", "sglang": "sglang", "sglang nightly-dev": "sglang059",
     }  # fmt: skip
     assert {name: engine_named(name) for name in named} == named
+
+
+def test_hybrid_networks_wait_for_the_host_in_older_releases_of_sglang() -> None:
+    times = {}
+    for release in ("0.5.9", "0.5.10"):
+        for model in ("Qwen/Qwen3-Next-80B-A3B-Instruct", "llama3-8b"):
+            question = serving_question(ServingFlags(model=model, cluster="dgx-h100", engine=f"sglang=={release}"))
+            deployment = question.deployment(Pool(tp=4))
+            costs = ForwardPass(question.model, question.cluster, deployment, deployment.pool)
+            times[model, release] = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=64, keys=64000.0)
+    waits, hidden = engine_of("vllm013"), engine_of("sglang")
+    longer = waits.step_s(0.0, 64) - hidden.step_s(0.0, 64)
+
+    assert times["llama3-8b", "0.5.9"] == times["llama3-8b", "0.5.10"]
+    hybrid = [times["Qwen/Qwen3-Next-80B-A3B-Instruct", release] for release in ("0.5.9", "0.5.10")]
+    assert hybrid[0] - hybrid[1] == pytest.approx(longer)
 
 
 def test_releases_are_told_apart_of_two_engines_only() -> None:

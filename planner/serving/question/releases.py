@@ -21,6 +21,7 @@ _RELEASE = re.compile(
 )
 _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
+HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
 # From where on the published times of TensorRT-LLM's host are (NVIDIA/TensorRT-LLM pull request 10273, issue 13957).
 HOST_HIDDEN_FROM = "1.2.0rc0"
 WORDS = {
@@ -78,7 +79,7 @@ def split_engine(text: str) -> tuple[str, str]:
         raise BadInput(f"releases of {engine} are not distinguished", remedy=f"of {', '.join(facts())} they are")
     parse_release(release)
     release = release.strip().removeprefix("v")
-    described = {"vllm": vllm_of, "trtllm": trtllm_of}.get(program, lambda _: engine)
+    described = {"vllm": vllm_of, "sglang": sglang_of, "trtllm": trtllm_of}.get(program, lambda _: engine)
     return described(release), release
 
 
@@ -88,6 +89,18 @@ def vllm_of(release: str) -> str:
         return "vllm" if parse_release(release) >= parse_release(OVERLAPS_FROM) else "vllm013"
     except BadInput:
         return "vllm013"
+
+
+def sglang_of(release: str) -> str:
+    """Return the engine that describes a release of SGLang; one that is not stated is the present one, and one that is
+    not readable, such as a nightly build, an older one.
+    """
+    if not release:
+        return "sglang"
+    try:
+        return "sglang" if parse_release(release) >= parse_release(HYBRIDS_FROM) else "sglang059"
+    except BadInput:
+        return "sglang059"
 
 
 def trtllm_of(release: str) -> str:
