@@ -50,8 +50,8 @@ def test_a_topology_on_standard_input_is_explained_in_words(planner):
     done = planner("probe", "--from", "-", "--gpu", "rtx-a6000", "--explain", stdin=TOPO)
 
     assert done.returncode == 0, done.stderr
-    assert "0,1" in done.stdout
-    assert "2,3" in done.stdout
+    assert "GPUs 0, 1 are fully connected" in done.stdout
+    assert "GPUs 2, 3" in done.stdout
 
 
 def test_a_probed_machine_can_be_planned_for(planner, tmp_path):

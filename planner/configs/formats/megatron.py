@@ -33,7 +33,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 HARMLESS = (
     r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
     r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
-    r"|norm-epsilon|layernorm-epsilon|rotary-.*|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
+    r"|norm-epsilon|layernorm-epsilon|rotary-.*|mscale(-all-dim)?|use-rot.*|use-rope.*|rope-.*|no-(load|save|position|masked|bias|rope|async).*"
     r"|use-mcore-models|transformer-impl|use-flash-attn|attention-(softmax|backend).*|num-workers|nproc.per.node|nnodes"
     r"|node.rank|master.*|rdzv.*|standalone|max-restarts|num_gpus|num_nodes|hostfile|moe-(aux|z-loss|router|permute"
     r"|token-drop).*|initial-loss-scale|override-opt.*|exit-.*|manual-gc.*|make-vocab.*|encoder-seq-length"
