@@ -1,6 +1,7 @@
 """Parts of the executor that need no second process, against torch's own or closed forms."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
@@ -274,8 +275,10 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
             device="cpu",
             micro_batches=2,
             workload=SimpleNamespace(tokens_per_step=8),
+            in_pieces=False,
             _precision=nullcontext,
         )
+        trainer._loss = partial(Trainer._loss, trainer)
         x, wanted = torch.randn(8, 64), torch.randn(8, 64)
         Trainer._accumulate(trainer, x, wanted)
         assert [call.held for call in kept] == [[]]  # one bucket, once for both micro batches
