@@ -104,8 +104,11 @@ def test_programs_see_a_little_less_memory_than_nvidia_smi(name, nvidia_smi_mib)
 def test_rates_are_consistent():
     for kind in gpu_kinds():
         for dtype, achieved in kind.achieved_flops.items():
-            # Blackwell Ultra's float4 reaches 0.42 and 0.45 in the tables of engines.
-            assert (0.4 if dtype == "float4" else 0.5) < achieved / kind.peak_flops[dtype] < SLACK, (kind.name, dtype)
+            assert achieved < SLACK * kind.peak_flops[dtype], (kind.name, dtype)
+            if dtype == "float4":  # memory and power keep it further below its peak, but above float8
+                assert achieved > kind.achieved_flops["float8"], kind.name
+            else:
+                assert achieved > 0.5 * kind.peak_flops[dtype], (kind.name, dtype)
         tf32, bf16 = kind.peak_flops.get("tfloat32"), kind.peak_flops.get("bfloat16")
         if tf32 and bf16:
             assert 0.4 < tf32 / bf16 < 0.52, kind.name

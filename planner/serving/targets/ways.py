@@ -97,8 +97,8 @@ def _changes(question: ServingQuestion, machine: Machine) -> Iterator[Iterator[C
     if not question.separate:
         yield iter([("--separate", replace(question, separate=True))])
     if not question.traffic.trace:
-        yield _shorter_prompts(question)
-        yield _shorter_answers(question)
+        yield _shorter(question, "prompt", "--isl")
+        yield _shorter(question, "output", "--osl")
 
 
 def _narrower(question: ServingQuestion) -> Iterator[Change]:
@@ -125,17 +125,10 @@ def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:
             continue  # the machine does not come in this size
 
 
-def _shorter_prompts(question: ServingQuestion) -> Iterator[Change]:
-    traffic = question.traffic
+def _shorter(question: ServingQuestion, name: str, flag: str) -> Iterator[Change]:
+    """Yield half the mean length of `name`, prompt or output, a quarter of it, and so on."""
+    lengths = getattr(question.traffic, name)
     for halving in range(1, HALVINGS + 1):
-        if tokens := traffic.prompt.mean >> halving:
-            shorter = replace(traffic, prompt=replace(traffic.prompt, mean=tokens))
-            yield f"--isl {tokens}", replace(question, traffic=shorter)
-
-
-def _shorter_answers(question: ServingQuestion) -> Iterator[Change]:
-    traffic = question.traffic
-    for halving in range(1, HALVINGS + 1):
-        if tokens := traffic.output.mean >> halving:
-            shorter = replace(traffic, output=replace(traffic.output, mean=tokens))
-            yield f"--osl {tokens}", replace(question, traffic=shorter)
+        if tokens := lengths.mean >> halving:
+            traffic = replace(question.traffic, **{name: replace(lengths, mean=tokens)})
+            yield f"{flag} {tokens}", replace(question, traffic=traffic)
