@@ -16,7 +16,7 @@ from ui import data, panels, rows
 from ui.charts import plans as charts
 from ui.charts.row_types import PlanRow
 from ui.question import state
-from ui.rule_words import rejected_words
+from planner.explain.rule_words import rejected_words
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
