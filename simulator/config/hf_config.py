@@ -410,14 +410,11 @@ def _stretched(reader: ConfigReader, stated: int) -> int:
     Of Llama 3.1's kind, and where no original is given, `max_position_embeddings` says what was reached.
     """
     scaling = reader.config.get("rope_scaling") or reader.config.get("rope_parameters")
-    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in (
-        "yarn",
-        "linear",
-        "dynamic",
-    ):
+    kinds = ("yarn", "linear", "dynamic")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in kinds:
         return 0
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", stated)
-    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in (factor, original)):
+    if type(factor) not in (int, float) or type(original) is not int:
         return 0
     return int(factor * original) if 1 <= factor <= 1024 and 0 < original <= MAX_WIDTH else 0
 
