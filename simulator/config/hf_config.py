@@ -414,7 +414,7 @@ def _stretched(reader: ConfigReader, stated: int) -> int:
     if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in kinds:
         return 0
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", stated)
-    if type(factor) not in (int, float) or type(original) is not int:
+    if not isinstance(factor, int | float) or not isinstance(original, int):
         return 0
     return int(factor * original) if 1 <= factor <= 1024 and 0 < original <= MAX_WIDTH else 0
 
