@@ -7,6 +7,7 @@ gradients are never there at once, so they are not clipped: only their norm is r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -33,9 +34,16 @@ class OptimizerInBackward:
         self.seen: dict[str, Tensor] = {}
         self._local: dict[str, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
         self._squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+        # A parameter that held this would keep itself and its states alive: hooks are no part of what gc can collect.
+        update = weakref.WeakMethod(self._update)
+
+        def hook(parameter: nn.Parameter, name: str) -> None:
+            if (call := update()) is not None:
+                call(name, parameter)
+
         for name, parameter in named:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._update, name))
+                parameter.register_post_accumulate_grad_hook(partial(hook, name=name))
 
     @torch.no_grad()
     def _update(self, name: str, parameter: nn.Parameter) -> None:
@@ -43,7 +51,7 @@ class OptimizerInBackward:
         if grad is None:
             return
         here = local_tensor(grad)
-        groups, square = cuts_of(grad), here.double().square().sum()
+        groups, square = cuts_of(grad), torch.linalg.vector_norm(here, dtype=torch.float64).square()
         self._squares[groups] = self._squares[groups] + square if groups in self._squares else square
         if self.keeps:
             self.seen[name] = grad.clone()

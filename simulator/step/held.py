@@ -138,9 +138,12 @@ def head_peak_bytes(context: CostContext) -> Floats:
 
 def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
     """Return the bytes of a tensor of the loss. Two pieces of the logits, `2N*one`, are no more than twice the
-    logits.
+    logits. A head that is frozen with all else has no gradient, `v h`.
     """
+    adapter = context.runtime.adapter
     nbytes, (axes, _, dtype) = tensor_bytes(tensor, context.sizes, context.dtype_bytes), tensor.partition(":")
+    if axes == "v h" and adapter is not None and adapter.freezes_all:
+        return 0.0 * nbytes
     if not axes.endswith("*one"):
         return nbytes
     return np.minimum(nbytes, tensor_bytes(f"2*t v:{dtype}", context.sizes, context.dtype_bytes))
