@@ -91,21 +91,17 @@ class _HeadLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x) if of_x else None
         grad_head = torch.zeros_like(weight, dtype=torch.promote_types(kind, torch.float32)) if of_head else None
         total = torch.zeros((), dtype=torch.promote_types(kind, torch.float32), device=x.device)
-        for first in range(0, len(x), rows):
-            here = slice(first, first + rows)
-            with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False):
+            for first in range(0, len(x), rows):
+                here = slice(first, first + rows)
                 some = x[here].to(kind)
-                logits = (some @ head.t()).requires_grad_(of_x or of_head)
-                with torch.enable_grad():
-                    part = loss.of_rows(logits, targets[here])
-                total += part.detach()
-                if not logits.requires_grad:
-                    continue
-                (slope,) = torch.autograd.grad(part, logits)
+                part, slope = _loss_and_slope(some @ head.t(), targets[here], loss, slope=of_x or of_head)
+                total += part
                 if grad_x is not None:
                     grad_x[here] = slope @ head
                 if grad_head is not None:
                     _add_product(grad_head, slope.t(), some)
+                del slope  # before the next logits are there
         ctx.save_for_backward(grad_x, grad_head)
         ctx.kind = weight.dtype
         return total
@@ -116,6 +112,13 @@ class _HeadLoss(torch.autograd.Function):
         if grad_x is not None:
             grad_x = grad_x * grad.to(grad_x.dtype)
         return grad_x, None if grad_head is None else grad_head.mul_(grad).to(ctx.kind), None, None
+
+
+def _loss_and_slope(logits: Tensor, targets: Tensor, loss: VocabularyLoss, *, slope: bool) -> tuple[Tensor, Any]:
+    """Return the sum of the loss, and its gradient by the logits, or None where no `slope` is asked for."""
+    with torch.enable_grad():
+        total = loss.of_rows(logits.requires_grad_(slope), targets)
+    return total.detach(), torch.autograd.grad(total, logits)[0] if slope else None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import head_left, head_peaks
@@ -122,6 +123,13 @@ def state_bytes(context: CostContext) -> dict[State, float]:
     return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
 
 
+def autocast_remembers(runtime: Runtime) -> bool:
+    """Return whether narrow copies of weights stay to the end of a forward pass: of those that have gradients (torch,
+    aten/src/ATen/autocast_mode.cpp: cached_cast) and are not cast inside a compiled block.
+    """
+    return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
+
+
 def head_peak_bytes(context: CostContext) -> Floats:
     """Return the bytes of the tensors that are alive together when the loss turns round."""
 
@@ -138,12 +146,9 @@ def head_peak_bytes(context: CostContext) -> Floats:
 
 def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
     """Return the bytes of a tensor of the loss. Two pieces of the logits, `2N*one`, are no more than twice the
-    logits. A head that is frozen with all else has no gradient, `v h`.
+    logits.
     """
-    adapter = context.runtime.adapter
     nbytes, (axes, _, dtype) = tensor_bytes(tensor, context.sizes, context.dtype_bytes), tensor.partition(":")
-    if axes == "v h" and adapter is not None and adapter.freezes_all:
-        return 0.0 * nbytes
     if not axes.endswith("*one"):
         return nbytes
     return np.minimum(nbytes, tensor_bytes(f"2*t v:{dtype}", context.sizes, context.dtype_bytes))
