@@ -27,6 +27,7 @@ DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fl
 # More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
 # and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
 DELTA_KERNELS = 9.0
+TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
 # loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
@@ -68,6 +69,7 @@ class ForwardPass:
             gpu=gpu,
             weights=self.deployment.weights,
             experts=self.engine.experts,
+            program=self.engine.program,
             attention=self.engine.attention,
         )
         measured = self.deployment.measured
@@ -231,7 +233,7 @@ class ForwardPass:
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
         norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
-        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
+        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (TO_EXPERTS if kind.sparse else 0.0)
 
     def _one_pair_s(self) -> float:
         """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
@@ -276,9 +278,11 @@ class ForwardPass:
         # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
         # sum.
         small = 2.0 * local * self.model.hidden * 10
+        listed = self.kernels.listed_experts if kind.sparse else None
+        apart = self._small_kernels(kind) - (TO_EXPERTS if listed and listed.routes else 0.0)
         block = {
             "attention_products": self._attention_products(local),
-            "small_kernels": self.kernels.moved(small, self._small_kernels(kind)) + 2 * self.kernels.start_s,
+            "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,
         }
         if kind.sparse:
             block["experts"] = self._experts(tokens, local)
@@ -332,14 +336,8 @@ class ForwardPass:
         here = moe.experts / pool.ep
         visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
-        up = (2 if model.gated_mlp else 1) * f
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16")
-        time = (
-            time
-            + self.kernels.expert_products(rows, visited, up, h)
-            + self.kernels.expert_products(rows, visited, h, f)
-        )
-        time = time + self.kernels.between_experts(rows, here, h)
+        time = time + self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
         if moe.shared_ffn:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
