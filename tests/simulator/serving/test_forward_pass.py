@@ -156,6 +156,27 @@ def test_parts_add_up_to_the_step() -> None:
             assert sum(passes.parts(**step).values()) == pytest.approx(passes.seconds(**step))
 
 
+def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
+    """No more is hidden than there is to compute; halves compute no less than the whole; one token has no halves."""
+    pool, machine = Pool(dp_attention=16, ep=16), cluster("dgx-h100", 16)
+    plain, halved = (
+        costs("deepseek-v3", machine, pool=pool, weights="float8", two_batches=both) for both in (False, True)
+    )
+    for tokens in (1, 16, 4096, 16_384):
+        step = {"prompt_tokens": tokens, "pairs": 0.0, "sequences": 0, "keys": 0.0, "readers": 1}
+        one, two = plain.parts(**step), halved.parts(**step)
+        sent, left = one.pop("expert_exchange"), two.pop("expert_exchange")
+        for outside in ("host", "launches"):
+            one.pop(outside, None), two.pop(outside, None)
+        if tokens == 1:
+            assert (left, two) == (pytest.approx(sent), pytest.approx(one))
+            continue
+        assert sum(two.values()) >= sum(one.values()) * (1 - 1e-9)
+        assert left + sum(two.values()) >= sent
+        if tokens > 4096:
+            assert left < 0.5 * sent
+
+
 def test_a_prompt_is_scored_for_its_last_token_only() -> None:
     passes = costs("llama3-8b", cluster("dgx-h100", 1))
     short, long = (passes.parts(prompt_tokens=n, pairs=1.0, sequences=0, keys=0.0)["head"] for n in (16, 4096))
