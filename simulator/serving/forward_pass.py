@@ -27,6 +27,10 @@ DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fl
 # More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
 # and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
 DELTA_KERNELS = 9.0
+# Of the rate of attention over prompts, what these kernels reach, and seconds of a chunk, which waits for the one before:
+# 0.27, 0.32, 0.43, 0.60 and 0.93 ms of a prompt of 8,192 tokens with 4 to 64 heads of 128 on B200, 0.24 to 1.31 on H200
+# (SGLang 0.5.14 by themselves, ai-dynamo/aiconfigurator systems/data, gdn_perf.parquet).
+DELTA_SHARE, CHUNK_S = 0.10, 1.9e-6
 TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
@@ -60,6 +64,7 @@ class ForwardPass:
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
+    _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
@@ -92,6 +97,7 @@ class ForwardPass:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
+        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # a token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
@@ -156,7 +162,7 @@ class ForwardPass:
         time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
-            time += self._pair_s * pairs / min(readers, ranks)
+            time += self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             time += self._state_s * sequences / min(sequences, ranks)
@@ -179,7 +185,8 @@ class ForwardPass:
         found["head"] = float(np.interp(written, self._rows, self._head))
         met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
         met += self._state_s * sequences / min(sequences, ranks)
-        found["attention"] = met * share + self._pair_s * pairs / min(readers, ranks)
+        read = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
+        found["attention"] = met * share + read
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -199,7 +206,7 @@ class ForwardPass:
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
-        met = self._pair_s * pairs / min(readers, ranks)
+        met = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
         if sequences:
             met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             met += self._state_s * sequences / min(sequences, ranks)
@@ -336,7 +343,7 @@ class ForwardPass:
         heads, width = linear.value_heads / self.pool.tp, linear.key_dim + linear.value_dim
         inside = 2.0 * DELTA_CHUNK * 1.5 * width
         state = 2.0 * 3 * linear.key_dim * linear.value_dim
-        return np.asarray(rows * heads * (inside + state) / self.kernels.attention_flops_per_s)
+        return np.asarray(rows * heads * (inside + state) / (DELTA_SHARE * self.kernels.attention_flops_per_s))
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
