@@ -25,8 +25,9 @@ from topology.rates.groups import GroupShape
 
 DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fla-org/flash-linear-attention)
 # More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
-# and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
-DELTA_KERNELS = 9.0
+# and inverses of chunks (two), their weights, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution,
+# gates, a gated norm, splitting what is projected, fetching and keeping the state.
+DELTA_KERNELS = 15.0
 # Of the rate of attention over prompts, what these kernels reach, and seconds of a chunk, which waits for the one
 # before: 0.27, 0.32, 0.43, 0.60 and 0.93 ms of a prompt of 8,192 tokens with 4 to 64 heads of 128 on B200, 0.24 to 1.31
 # on H200 (SGLang 0.5.14 by themselves, ai-dynamo/aiconfigurator systems/data, gdn_perf.parquet).
