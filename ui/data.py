@@ -27,6 +27,7 @@ from planner.runs import runs_store
 from planner.search.answer import search_question
 from planner.search.fixes import find_savings
 from planner.search.flips import KNOBS
+from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from simulator.legality.frameworks import framework_named
@@ -166,6 +167,14 @@ def search(question: Inputs) -> SearchResult | None:
     title, start = "Searching all legal plans", _elsewhere(question, options)
     found: SearchResult | None = waiting.ask("search", question.key, *asked, title=title, start=start)
     return found
+
+
+def prepare() -> None:
+    """Answer the question with which the explorer opens, before anybody opens it."""
+    if service.server() is None:
+        question = Inputs()
+        options = SearchOptions(objective=question.objective, top=LISTED)
+        waiting.prepare("search", question.key, question.flags(), question.framework, options)
 
 
 def other_search(question: Inputs) -> SearchResult | None:
@@ -358,7 +367,9 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
-    if result is None and (result := waiting.early("search", asked.key)) is not None:
+    if result is None:
+        result = waiting.early("search", asked.key)
+    if result is not None and result.search.status == PRELIMINARY:
         st.caption(
             ":material/hourglass_top: Preliminary, by the analytical model:"
             " the plans are being simulated, and may change places."

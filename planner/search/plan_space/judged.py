@@ -21,15 +21,20 @@ from topology.time_limit import limited
 Listed = Callable[[Explored], Sequence[int]]
 
 
-def explore(search: BestFirst, replays: Replays, listed: Listed) -> Explored:
+def explore(
+    search: BestFirst, replays: Replays, listed: Listed, tell: Callable[[Explored], None] | None = None
+) -> Explored:
     """Return every plan that could be among those to list, all of which have been judged.
 
     Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn.
+    `tell` receives what there is before each turn.
     When the time is over, those are returned that have been judged by then, if only the first of them.
     """
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     while True:
         found = search.run()
+        if tell is not None:
+            tell(found)
         rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown:
