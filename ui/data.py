@@ -41,7 +41,7 @@ from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.charts.row_types import PlanOnMachine, RatePoint
-from ui.published import nearest, sentence
+from ui.published import nearest, sentence, step_off
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
 
@@ -318,10 +318,8 @@ def published() -> tuple[JsonObject, ...]:
     return () if path is None else validation_rows(str(path), path.stat().st_mtime)
 
 
-def nearest_published(question: Inputs) -> str | None:
-    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises
-    PlannerError.
-    """
+def nearest_published(question: Inputs) -> panels.Near | None:
+    """Return the published run nearest to a question and how far off its prediction is. Raises PlannerError."""
     machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
     kind = machine.slowest_kind if plannable(machine) else None
     if kind is None:
@@ -333,15 +331,7 @@ def nearest_published(question: Inputs) -> str | None:
         gpus=question.gpus or machine.gpu_count,
         framework=question.framework,
     )
-    return None if found is None else sentence(found)
-
-
-def near_words(question: Inputs) -> str:
-    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises
-    PlannerError.
-    """
-    found = nearest_published(question)
-    return f"The nearest published run: {found}." if found else ""
+    return None if found is None else panels.Near(off=step_off(found), sentence=sentence(found))
 
 
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:

@@ -58,7 +58,9 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 title=None,
                 scale=scale("memory", parts_shown),
                 sort=parts_shown,
-                legend=alt.Legend(columns=2, orient="bottom"),  # clear of the capacity's label, on a phone too
+                legend=alt.Legend(
+                    columns=2, orient="bottom", offset=14
+                ),  # clear of the capacity's label, on a phone too
             ),
             order="order:Q",
             tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],

@@ -9,9 +9,15 @@ import altair as alt
 
 # Not used here. altair checks whether pandas is imported, and must not find it half imported by another session.
 import pandas as pd  # noqa: F401
+from altair.utils import schemapi
 
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
 from topology.units import in_gb_per_s
+
+# A page draws a dozen charts whenever it runs, and checking them against the schema takes two thirds of that. Tests
+# check them (`to_dict`).
+schemapi.disable_debug_mode()
+alt.theme.enable("none")  # sizes come from pages
 
 Figure = alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart
 PICK = "pick"  # the selection of charts whose marks are plans

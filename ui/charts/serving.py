@@ -50,7 +50,7 @@ def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log:
     values = [dict(row) for row in rows]
     engines = list(dict.fromkeys(row["engine"] for row in values))
     colour = alt.Color("engine:N", title=None, scale=alt.Scale(domain=engines, range=list(colours(engines).values())))
-    y = alt.Y("value:Q", title=y_title, scale=alt.Scale(type="log" if log else "linear", nice=False))
+    y = alt.Y("value:Q", title=y_title, scale=alt.Scale(type="log" if log else "linear", nice=True, padding=8))
     base = alt.Chart(alt.Data(values=values)).encode(x=alt.X("user:Q", title="tokens/s a user"), y=y)
     line = (
         alt.Chart(alt.Data(values=[row for row in values if row["first"]]))

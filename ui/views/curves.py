@@ -93,7 +93,9 @@ def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
     panels.section("A whole run", f"With plan #{chosen.rank}, and failures and checkpoints as in published runs.")
     left, right = st.columns(2)
     billions = left.number_input("Tokens, billions", 0.1, 1e6, 1000.0, key="tokens", bind="query-params")
-    price = right.number_input("Price of a GPU hour", 0.0, 1000.0, 2.5, key="price", bind="query-params")
+    with right:
+        price = state.price("Price of a GPU hour")
+    state.write_link(price=price)
     run = whole_run(replace(result, plans=(chosen,)), Goal(tokens=billions * 1e9, gpu_price_per_hour=price or None))
     cells: list[panels.Figure] = []
     if run.days is not None and run.gpu_hours is not None:

@@ -97,10 +97,7 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     panels.section(
         f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
     )
-    near = data.near_words(question)
-    panels.figures(panels.estimate_figures(estimate), near)
-    if near:
-        st.caption(panels.plain(near))
+    panels.figures(panels.estimate_figures(estimate), data.nearest_published(question))
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",

@@ -98,7 +98,7 @@ def _published(question: state.Inputs) -> None:
         return
     near = data.nearest_published(question)
     if near:
-        st.markdown(f"**Nearest to your question** · {panels.plain(near)}.")
+        st.markdown(f"**Nearest to your question** · {panels.plain(near.sentence)}.")
     every = rows.compared_rows(published)
     what = st.segmented_control(
         "Show", ["step time", "memory"], default="step time", required=True, key="show", bind="query-params"

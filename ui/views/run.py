@@ -84,7 +84,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
             wrong = _contradiction(str(by), str(image or ""), submit=submit)
             if not wrong and here is not None and device == "cuda" and by == "local" and here < ranked.plan.gpus:
-                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes under Through."
+                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes as the launcher."
             if wrong:
                 st.warning(wrong)
                 return
@@ -103,7 +103,7 @@ def _gpus_words(count: int) -> str:
 def _contradiction(by: str, image: str, *, submit: bool) -> str:
     """Return what in the form does not go together, and what to change; nothing where all does."""
     if by == "local":
-        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them under Through." if submit else ""
+        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them as the launcher." if submit else ""
     if by == "trainjob" and not image.strip():
         return "Kubernetes needs a container image."
     return ""
