@@ -30,7 +30,7 @@ MAX_COUNTS = 5
 
 def show(question: state.Inputs) -> None:
     result, chosen = data.answer()
-    _machine(result)
+    _machine(question, result)
     left, right = st.columns(2, gap="large")
     with left:
         _whole_run(result, chosen)
@@ -41,7 +41,7 @@ def show(question: state.Inputs) -> None:
 
 
 @st.fragment  # a slider runs this part of the page only
-def _machine(result: SearchResult) -> None:
+def _machine(question: state.Inputs, result: SearchResult) -> None:
     panels.section(
         "Another machine",
         "The listed plans if links, memory or FLOP/s were several times what they are, by the analytical model.",
@@ -63,7 +63,7 @@ def _machine(result: SearchResult) -> None:
         )
         for name, column in zip(sliders, st.columns(len(sliders)), strict=True)
     }
-    found = data.changed_machine(result, factors)
+    found = data.changed_machine(question, result, factors)
     last_s = rows.known_to_s(result)
     drawn = [
         {
