@@ -14,6 +14,7 @@ from ui import data, jobs, panels
 from ui.background import service
 from ui.canvas import measured_run
 from ui.question import state
+from ui.views import run_curves
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -29,12 +30,13 @@ def show() -> None:
     _form(result, ranked)
     found = jobs.chosen(COMMANDS)
     if found is not None and found["state"] in jobs.WAITS:
-        jobs.follow(found["job"])
+        jobs.follow(found["job"], run_curves.so_far)
     elif found is not None:
         answer = jobs.ending(found)
         if answer is not None and "text" in answer:
             _job_file(answer)
         measured_run.show_job(found)
+        run_curves.ended(found)
         st.page_link(
             state.view("measured"),
             label="All runs with their predictions",
