@@ -381,7 +381,7 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
             " the plans are being simulated, and may change places."
         )
     if result is not None:
-        shown, found = asked, saved_plans.with_saved(asked, result)
+        shown, found = asked, saved_plans.with_saved(asked, saved_plans.with_likely(result))
     elif last is not None:
         shown, found = last.question, last.result
     else:

@@ -223,12 +223,16 @@ def _show_reasons(error: PlannerError) -> None:
 
 
 def in_words(remedy: str) -> str:
-    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`."""
-    return re.sub(
-        r"--([a-z]+(?:-[a-z]+)*) ",
-        lambda flag: f"{flag[1].replace('-', ' ')} ",
-        re.sub(r"--gpus (\d+)", r"\1 GPUs", remedy),
-    )
+    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`; a command line stays."""
+    return "; ".join(part if COMMAND.search(part) else _fields(part) for part in remedy.split("; "))
+
+
+COMMAND = re.compile(r"\b(?:planner|pip|torchrun) [a-z]")
+
+
+def _fields(part: str) -> str:
+    counted = re.sub(r"--gpus (\d+)", r"\1 GPUs", part)
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*) ", lambda flag: f"{flag[1].replace('-', ' ')} ", counted)
 
 
 def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:

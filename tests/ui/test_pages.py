@@ -324,7 +324,7 @@ def test_kept_runs_stand_beside_their_predictions_in_groups_and_with_their_steps
     test.session_state["own_runs"] = {"selection": {"rows": [0], "columns": [], "cells": []}}
     test.run()
     drawn = [json.loads(chart.proto.spec) for chart in test.get("vega_lite_chart")]
-    titles = {layer["encoding"]["y"].get("title") for spec in drawn for layer in spec.get("layer", ())}
+    titles = {layer["encoding"].get("y", {}).get("title") for spec in drawn for layer in spec.get("layer", ())}
     assert {"loss", "step time, s", "SM clock, MHz"} <= titles
     assert test.exception == []
 
