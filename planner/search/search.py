@@ -156,11 +156,11 @@ def suggest(
 
 def _once(tell: Callable[[Explored], None]) -> Callable[[Explored], None]:
     """Return what tells of the first plans that there are, and of none after them."""
-    told: list[Explored] = []
+    shown: list[Explored] = []
 
     def first(explored: Explored) -> None:
-        if len(explored) and not told:
-            told.append(explored)
+        if len(explored) and not shown:
+            shown.append(explored)
             tell(explored)
 
     return first

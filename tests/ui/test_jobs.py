@@ -53,10 +53,10 @@ def answered():
     found = jobs.Workers("ui.background.worker")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one
-        told = []
-        job = jobs.Job(found, "search", *SHORT, on_progress=lambda: told.append(job.early))
+        shown = []
+        job = jobs.Job(found, "search", *SHORT, on_progress=lambda: shown.append(job.early))
         assert job.ask(PATIENT_S)
-        yield found, job, [early for i, early in enumerate(told) if early is not None and early not in told[:i]]
+        yield found, job, [early for i, early in enumerate(shown) if early is not None and early not in shown[:i]]
     found.close()
 
 
@@ -116,9 +116,9 @@ def test_a_search_answers_twice_before_it_ends(answered):
 
 def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypatch):
     flags = Flags(model="llama3.2-1b", cluster="h200x4", gpus=(4,), seq_len=4096, global_batch=12)
-    told = []
-    answer(flags, "torchtitan", SearchOptions(top=10), early=told.append)
-    found = told[0]
+    shown = []
+    answer(flags, "torchtitan", SearchOptions(top=10), early=shown.append)
+    found = shown[0]
 
     class Searching:
         started, line, result, error, early = time.monotonic(), "simulating plan 1 of 10", None, None, found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
+from planner.explain.rule_words import rejected_words
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io import plan_words
 from planner.search.result import TIED
@@ -16,7 +17,6 @@ from ui import data, panels, rows
 from ui.charts import plans as charts
 from ui.charts.row_types import PlanRow
 from ui.question import state
-from ui.rule_words import rejected_words
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
