@@ -85,7 +85,9 @@ def parse_json(text: str, *, where: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
+        raise BadInput(
+            f"{where} is not valid JSON", why=str(error), remedy="check that it is the file you meant, and whole"
+        ) from error
 
 
 def parse_lines(text: str) -> Iterator[JsonObject]:
@@ -212,7 +214,7 @@ def _write_in_place(path: Path, text: str) -> None:
 def _temporary_prefix(path: Path) -> str:
     """Return how names of temporary files for `path` begin on this host: its process ids mean nothing on others."""
     host = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
-    return f".{path.name[:80]}.{host}."
+    return f".{os.fsdecode(os.fsencode(path.name)[:80])}.{host}."  # names may have 255 bytes
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -173,11 +173,10 @@ def on_fitted_links(comm: Communicator) -> Communicator | None:
     generation = comm.generation
     if generation is None or math.isclose(comm.link_bytes_per_s, generation.link_bytes_per_s):
         return None
-    ratio = generation.link_bytes_per_s / comm.link_bytes_per_s
     return replace(
         comm,
         link_bytes_per_s=generation.link_bytes_per_s,
-        nccl=replace(comm.nccl, nvlink=comm.nccl.nvlink * ratio),
+        nccl=replace(comm.nccl, nvlink=generation.nccl_bytes_per_s / GB),
         generation=generation.fitted or generation,
     )
 

@@ -127,6 +127,7 @@ class Generation:
     spread: float  # half-width of the 80 % interval, relative, on groups like those fitted
     tables: str
     link_bytes_per_s: float  # one GPU's links, of the machines fitted
+    nccl_bytes_per_s: float  # what NCCL counts for them: links x speed of its topo.h
     fitted_ranks: int  # largest group in the tables
     assumed: tuple[str, ...] = ()
     fitted: Generation | None = None  # of which this one is an extrapolation to faster links

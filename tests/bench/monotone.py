@@ -1,5 +1,8 @@
 """Count how often more takes less: `python -m tests.bench.monotone 2500 250`, draws of collectives and of serving.
 
+Every question that is broken is a line of its own, with what is not the same in its two answers: what NCCL's formulas
+choose, or which requests share a step. One whose answers are of the same choice, or the same steps, is a defect.
+
 Steps of engines are asked by `tests/simulator/serving/test_monotone.py`, training by
 `tests/test_answers_metamorphic.py`.
 """
@@ -10,26 +13,41 @@ import argparse
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 
+from simulator.collectives import nccl_model
 from simulator.collectives.cost import OPS, CollectiveModel
 from simulator.config.hf_config import load_model
+from simulator.config.model import Model
+from simulator.serving.batch import Batch, Step
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.estimate import estimate_serving
 from simulator.serving.traffic import Lengths, Traffic
 from topology.catalog.clusters import catalog_names, cluster
 from topology.cluster import Cluster
 from topology.errors import PlannerError
-from topology.rates.groups import group_shape
+from topology.rates.groups import GroupShape, group_shape
 from topology.rates.scaling import scale_flops, scale_network, scale_nvlink
 
 LINKS: dict[str, Callable[[Cluster, float], Cluster]] = {"network": scale_network, "NVLink": scale_nvlink}
 RATES = [2 ** (step / 2) for step in range(-4, 7)]  # times as fast as the catalogue has them
 SIZES = np.unique(np.round(np.geomspace(1, 2**34, 60)))
-Question = tuple[str, str, float]  # relation, where, by how much more takes less (0 or less: it does not)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """`by`: how much more what should take no more takes (0 or less: nothing); `apart`: what is not the same in the two
+    answers, nothing where all that decides is.
+    """
+
+    relation: str
+    where: str
+    by: float
+    apart: str = ""
 
 
 @cache
@@ -48,14 +66,30 @@ def of_collectives(draws: int) -> Iterator[Question]:
         shape = group_shape(size=size, stride=1, gpus_per_node=node, world=gpus)
         sizes = np.unique(np.round(SIZES * 2 ** chance.uniform(-0.4, 0.4)))
         now = collectives(name, gpus).time_s(op, sizes, shape)
-        yield f"{op}: more bytes", name, float(np.max(now[:-1] / now[1:] - 1))
+        yield Question(f"{op}: more bytes", name, float(np.max(now[:-1] / now[1:] - 1)))
         for links in LINKS:
             slow, fast = sorted(chance.sample(RATES, 2))
             for what, rate in (("than there are", 1.0), ("of two that are not there", slow)):
-                other = max(rate, fast)
-                before, after = (collectives(name, gpus, links, one).time_s(op, sizes, shape) for one in (rate, other))
+                models = [collectives(name, gpus, links, one) for one in (rate, max(rate, fast))]
+                before, after = (one.time_s(op, sizes, shape) for one in models)
                 with np.errstate(invalid="ignore"):
-                    yield f"{op}: faster {links} {what}", name, float(np.nanmax(after / before - 1))
+                    more = after / before - 1
+                worst = int(np.nanargmax(more))
+                choices = [_choice(one, op, shape, sizes[worst]) for one in models]
+                yield Question(
+                    f"{op}: faster {links} {what}",
+                    f"{name}, {gpus} GPUs, {sizes[worst]:,.0f} B, {links} x {rate:.3g} and {max(rate, fast):.3g}",
+                    float(more[worst]),
+                    " and ".join(choices) if choices[0] != choices[1] else "",
+                )
+
+
+def _choice(model: CollectiveModel, op: str, shape: GroupShape, size: float) -> str:
+    """Return what NCCL's formulas choose, and by how many channels."""
+    machine = model.communicator(shape).nccl
+    _, pick, lines = nccl_model.choose(machine, op, [size], allow_nvls=shape.nodes == 1)
+    channels = nccl_model.ring_graph(machine).channels
+    return f"{lines[pick[0]].algorithm} {lines[pick[0]].protocol} of {channels} channels" if lines else ""
 
 
 def of_serving(draws: int) -> Iterator[Question]:
@@ -86,12 +120,34 @@ def of_serving(draws: int) -> Iterator[Question]:
             "slower NVLink": (scale_nvlink(machine, 1 / 1.5), deployment, traffic),
         }
         try:
-            now = estimate_serving(model, machine, deployment, traffic).e2e_s.value
-            found = {what: estimate_serving(model, *asked).e2e_s.value for what, asked in more.items()}
+            now, steps = _served(model, machine, deployment, traffic)
+            found = {what: _served(model, *asked) for what, asked in more.items()}
         except PlannerError:  # it does not fit
             continue
         draws -= 1
-        yield from ((f"serving: {what}", model.name, now / then - 1) for what, then in found.items())
+        where = (
+            f"{model.name} on {machine.name}, {deployment.engine}, TP {tp}, {deployment.pool.engines} engines"
+            f"{', prompts apart' if deployment.prefill else ''}, {clients} clients, {prompt} + {output} tokens"
+        )
+        for what, (then, others) in found.items():
+            apart = f"{len(steps)} and {len(others)} steps" if steps != others else ""
+            yield Question(f"serving: {what}", where, now / then - 1, apart)
+
+
+def _served(
+    model: Model, machine: Cluster, deployment: Deployment, traffic: Traffic
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """Return the mean seconds of a request, and of every step its prompts, their tokens and the answers that go on."""
+    steps: list[tuple[int, int, int]] = []
+    following = Batch.next_step
+
+    def noted(batch: Batch) -> Step:
+        step = following(batch)
+        steps.append((len(step.readers), step.prompt_tokens, batch.writing))
+        return step
+
+    with patch.object(Batch, "next_step", noted):
+        return estimate_serving(model, machine, deployment, traffic).e2e_s.value, steps
 
 
 def _twice(lengths: Lengths) -> Lengths:
@@ -99,18 +155,20 @@ def _twice(lengths: Lengths) -> Lengths:
 
 
 def main(draws: int, served: int) -> None:
-    asked, broken, worst = Counter[str](), Counter[str](), dict[str, tuple[float, str]]()
+    asked, broken, worst = Counter[str](), list[Question](), dict[str, float]()
     for source in (of_collectives(draws), of_serving(served)):
-        for relation, where, by in source:
-            asked[relation] += 1
-            if by > 1e-6:
-                broken[relation] += 1
-                worst[relation] = max(worst.get(relation, (0.0, "")), (by, where))
-    print("| relation | questions | broken | by at most | where |\n|---|---:|---:|---:|---|")
+        for question in source:
+            asked[question.relation] += 1
+            if question.by > 1e-6:
+                broken.append(question)
+                worst[question.relation] = max(worst.get(question.relation, 0.0), question.by)
+    counts = Counter(question.relation for question in broken)
+    print("| relation | questions | broken | by at most |\n|---|---:|---:|---:|")
     for relation in sorted(asked):
-        by, where = worst.get(relation, (0.0, ""))
-        print(f"| {relation} | {asked[relation]} | {broken[relation]} | {by:.1%} | {where} |")
-    print(f"\n{sum(asked.values())} questions, {sum(broken.values())} broken")
+        print(f"| {relation} | {asked[relation]} | {counts[relation]} | {worst.get(relation, 0.0):.1%} |")
+    print(f"\n{sum(asked.values())} questions, {len(broken)} broken\n\n| broken | by | not the same |\n|---|---:|---|")
+    for one in sorted(broken, key=lambda one: (one.relation, -one.by)):
+        print(f"| {one.relation}: {one.where} | {one.by:.1%} | {one.apart or 'nothing: a defect'} |")
 
 
 if __name__ == "__main__":

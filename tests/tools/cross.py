@@ -417,7 +417,8 @@ def answered(question: Question, folder: Path) -> tuple[Answer | None, list[str]
         if not (folder / named).exists():
             return None, []
     answer = ask(words)
-    return answer, answer.problems()
+    unread = [line for line in answer.err.splitlines() if "nothing reads" in line]  # of what the product itself wrote
+    return answer, answer.problems() + unread[:1]
 
 
 def main() -> int:

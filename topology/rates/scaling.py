@@ -22,7 +22,6 @@ def _scaled_link(link: Link, factor: float, kinds: frozenset[LinkKind]) -> Link:
     return replace(
         link,
         bytes_per_s=_scaled_rate(link.bytes_per_s, factor),
-        nccl_bytes_per_s=_scaled_rate(link.nccl_bytes_per_s, factor),
         measured_bytes_per_s=_scaled_rate(link.measured_bytes_per_s, factor),
     )
 
@@ -47,15 +46,12 @@ def scale_network(cluster: Cluster, factor: float) -> Cluster:
 
 
 def scale_nvlink(cluster: Cluster, factor: float) -> Cluster:
-    """Return the cluster with every NVLink `factor` times as fast."""
-    kinds = tuple(
-        replace(
-            kind,
-            nvlink_bytes_per_s=kind.nvlink_bytes_per_s * factor,
-            nvlink_nccl_bytes_per_s=kind.nvlink_nccl_bytes_per_s * factor,
-        )
-        for kind in cluster.gpu_kinds
-    )
+    """Return the cluster with every NVLink `factor` times as fast.
+
+    NCCL counts what it counts on this machine, and so chooses algorithms, protocols and channels as here: its formulas
+    know no other links, and at some rates would leave a quicker algorithm sooner (examples/validation/monotone.md).
+    """
+    kinds = tuple(replace(kind, nvlink_bytes_per_s=kind.nvlink_bytes_per_s * factor) for kind in cluster.gpu_kinds)
     changed = {
         i: replace(group.node, links=tuple(_scaled_link(link, factor, _NVLINK) for link in group.node.links))
         for i, group in enumerate(cluster.groups)
