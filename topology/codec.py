@@ -85,7 +85,9 @@ def parse_json(text: str, *, where: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
+        raise BadInput(
+            f"{where} is not valid JSON", why=str(error), remedy="check that it is the file you meant, and whole"
+        ) from error
 
 
 def parse_lines(text: str) -> Iterator[JsonObject]:

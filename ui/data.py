@@ -28,6 +28,7 @@ from planner.runs import runs_store
 from planner.search.answer import search_question
 from planner.search.fixes import find_savings
 from planner.search.flips import KNOBS, OCTAVES, STEPS
+from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from simulator.legality.frameworks import framework_named
@@ -41,7 +42,7 @@ from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.charts.row_types import PlanOnMachine, RatePoint
-from ui.published import nearest, sentence
+from ui.published import nearest, sentence, step_off
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from planner.search.fixes import Fix
     from planner.search.result import RankedPlan, SearchResult
     from planner.search.size_grid import Size
+    from simulator.analytical.estimates import EstimateTable
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
@@ -124,7 +126,14 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
     ]
 
 
-def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _as_it_is(_result: SearchResult, key: str) -> EstimateTable:
+    """Return the listed plans by the analytical model. `key` names the question and the plans."""
+    del key
+    return _result.question.estimate([ranked.plan for ranked in _result.plans])
+
+
+def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
     A step is scaled by the ratio of the analytical model's steps there and here; memory use stays the same. Raises
@@ -141,7 +150,7 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
         if factor != 1:
             machine = scale[name](machine, factor)
     plans = [ranked.plan for ranked in result.plans]
-    now = result.question.estimate(plans)
+    now = _as_it_is(result, " ".join([question.key, *map(plan_name, plans)]))
     then = replace(result.question, cluster=machine).estimate(plans)
     return [
         {
@@ -176,6 +185,14 @@ def search(question: Inputs) -> SearchResult | None:
     title, start = "Searching all legal plans", _elsewhere(question, options)
     found: SearchResult | None = waiting.ask("search", question.key, *asked, title=title, start=start)
     return found
+
+
+def prepare() -> None:
+    """Answer the question with which the explorer opens, before anybody opens it."""
+    if service.server() is None:
+        question = Inputs()
+        options = SearchOptions(objective=question.objective, top=LISTED)
+        waiting.prepare("search", question.key, question.flags(), question.framework, options)
 
 
 def other_search(question: Inputs) -> SearchResult | None:
@@ -257,11 +274,15 @@ def _checked_elsewhere(said: JsonObject, text: str, name: str, launch: str) -> C
     return lambda: remote.RemoteJob(service.client(), "check", asked, lambda answer: answer)
 
 
-def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:
+def simulated(
+    question: Inputs, result: SearchResult, ranked: RankedPlan, *, patience_s: float | None = None
+) -> SimulatedStep | None:
     """Return the simulated step of a plan, or None after showing progress. Raises PlannerError."""
     key = f"{question.key} {plan_name(ranked.plan)}"
     asked = (result.question, ranked.plan)
-    found: SimulatedStep | None = waiting.ask("simulate", key, *asked, title="Simulating the step")
+    found: SimulatedStep | None = waiting.ask(
+        "simulate", key, *asked, title="Simulating the step", patience_s=patience_s
+    )
     return found
 
 
@@ -319,10 +340,8 @@ def published() -> tuple[JsonObject, ...]:
     return () if path is None else validation_rows(str(path), path.stat().st_mtime)
 
 
-def nearest_published(question: Inputs) -> str | None:
-    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises
-    PlannerError.
-    """
+def nearest_published(question: Inputs) -> panels.Near | None:
+    """Return the published run nearest to a question and how far off its prediction is. Raises PlannerError."""
     machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
     kind = machine.slowest_kind if plannable(machine) else None
     if kind is None:
@@ -334,15 +353,7 @@ def nearest_published(question: Inputs) -> str | None:
         gpus=question.gpus or machine.gpu_count,
         framework=question.framework,
     )
-    return None if found is None else sentence(found)
-
-
-def near_words(question: Inputs) -> str:
-    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises
-    PlannerError.
-    """
-    found = nearest_published(question)
-    return f"The nearest published run: {found}." if found else ""
+    return None if found is None else panels.Near(off=step_off(found), sentence=sentence(found))
 
 
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
@@ -353,9 +364,12 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The search result that a page shows, the question that it answers, and the chosen plan."""
+    """The search result that a page shows, the question that it answers, and the chosen plan. `final` is False for
+    what is shown before a search ends.
+    """
 
     question: Inputs
+    final: bool
     result: SearchResult
     ranked: RankedPlan
 
@@ -368,19 +382,23 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
-    if result is None and (result := waiting.early("search", asked.key)) is not None:
+    final = result is not None
+    if result is None:
+        result = waiting.early("search", asked.key)
+    if result is not None and result.search.status == PRELIMINARY:
         st.caption(
             ":material/hourglass_top: Preliminary, by the analytical model:"
             " the plans are being simulated, and may change places."
         )
     if result is not None:
-        shown, found = asked, saved_plans.with_saved(asked, result)
+        shown, found = asked, saved_plans.with_saved(asked, saved_plans.with_likely(result))
     elif last is not None:
         shown, found = last.question, last.result
     else:
         st.stop()
     results()["answer"] = Answer(
         question=shown,
+        final=final,
         result=found,
         ranked=_choose(found) if choose else chosen(found, state.link().get("plan", "")),
     )
@@ -416,6 +434,12 @@ def _choose(result: SearchResult) -> RankedPlan:
 
 def _title(ranked: RankedPlan) -> str:
     return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({plan_settings(ranked.plan)})"
+
+
+def is_final() -> bool:
+    """Return whether the answer that the page shows is that of a search that has ended."""
+    found: Answer = results()["answer"]
+    return found.final
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

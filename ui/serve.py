@@ -98,7 +98,9 @@ def _warm() -> None:
         with contextlib.suppress(Exception):
             import_module(name)
     with contextlib.suppress(Exception):
-        import_module("ui.background.waiting").workers().warm()
+        import_module("ui.background.waiting").workers().warm(2)
+    with contextlib.suppress(Exception):
+        import_module("ui.data").prepare()
 
 
 def _end_with_parent() -> None:

@@ -62,7 +62,7 @@ def suggest(
     progress: Callable[[str], None] | None = None,
     early: Callable[[SearchResult], None] | None = None,
 ) -> Suggested:
-    """Return the answer; `early` receives the plans of a single search before they are simulated.
+    """Return the answer; `early` receives what a single search knows before it ends.
 
     Raises UserError for what cannot be asked, Infeasible where no plan is legal or fits.
     """

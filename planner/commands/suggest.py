@@ -8,7 +8,7 @@ from planner.answers import suggest as answers
 from planner.io import output
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.training import Suggest
-from planner.search.result import SearchResult
+from planner.search.result import PRELIMINARY, SearchResult
 from topology import codec
 from topology.errors import UserError
 
@@ -18,7 +18,8 @@ def suggest(asked: Suggest) -> None:
     if asked.svg is not None:
         refuse_overwrite(asked.svg, force=asked.force)
     try:
-        found = answers.suggest(asked, output.progress, None if asked.json else _print_early)
+        early = _print_early if sys.stderr.isatty() and not asked.json else None
+        found = answers.suggest(asked, output.progress, early)
     finally:
         output.end_progress()
     out, pick = asked.out, asked.pick or 1
@@ -49,7 +50,7 @@ def _draw_run(found: answers.Suggested, asked: Suggest) -> None:
 
 
 def _print_early(found: SearchResult) -> None:
-    if sys.stderr.isatty():
+    if found.search.status == PRELIMINARY:
         from planner.explain.answer_text import answer_sentence  # noqa: PLC0415
 
         output.early_answer(f"Before simulation: {answer_sentence(found.plans[0])}")

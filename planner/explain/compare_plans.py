@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from planner.explain.tables import cluster_line
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
@@ -14,6 +16,7 @@ from planner.question.plan_file import differences
 from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec
+from topology.cluster import Cluster
 from topology.codec import JsonObject
 
 
@@ -41,10 +44,17 @@ def compare_plans(first: Case, second: Case) -> Comparison:
         question=tuple(
             f"{name}: {line}"
             for name in ("model", "cluster", "workload", "runtime")
-            for line in differences(*(getattr(question, name) for question in questions))
+            for line in _differing(*(getattr(question, name) for question in questions))
         ),
         traffic=(traffic_of(questions[0], first.plan, one), traffic_of(questions[1], second.plan, other)),
     )
+
+
+def _differing(one: Any, other: Any) -> list[str]:
+    """Return what differs between two parts of a question; of machines with other GPUs, both in a line."""
+    if isinstance(one, Cluster) and {kind.name for kind in one.gpu_kinds} != {kind.name for kind in other.gpu_kinds}:
+        return [f"{cluster_line(one)} -> {cluster_line(other)}"]
+    return differences(one, other)
 
 
 def comparison_document(found: Comparison, files: Sequence[str]) -> JsonObject:

@@ -8,6 +8,7 @@ from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
 from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount
 from planner.explain.overlap_account import SiteOverlap
+from planner.explain.rule_words import rejected_words
 from planner.explain.tables import (
     changed_lines,
     cluster_line,
@@ -68,7 +69,7 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
             + (f"; {flips}" if flips else "")
         )
     lines += [f"flip      {answer_flip_text(flip)}" for flip in found.flips]
-    counts = ", ".join(f"{name} {count:,}" for name, count in found.rejected.items() if count)
+    counts = "; ".join(f"{why}: {count:,}" for why, count in rejected_words(found.rejected).items() if count)
     lines += [f"rejected  {counts}"] if counts else []
     print_lines(screen, lines)
 

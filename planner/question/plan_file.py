@@ -123,9 +123,7 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
         raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
     require_folder(target)
     if (target.is_file() or target.is_symlink()) and not force:
-        raise BadInput(
-            f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out"
-        )
+        raise BadInput(f"{path} exists", why="a file is not overwritten by accident", remedy="--force or another --out")
 
 
 def require_folder(path: Path) -> None:
@@ -149,7 +147,7 @@ def load_plan(path: str | Path) -> PlanFile:
     """Return a plan file's content, verified to be one. Raises BadInput or BadPlan (exit 2)."""
     data = codec.read_json(path)
     if not isinstance(data, dict) or "plan" not in data or "fingerprints" not in data:
-        raise BadPlan(f"{path} is not a plan file", remedy="make one with planner suggest --out plan.json")
+        raise _no_plan_file(data, path)
     found = data.get("schema_version")
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise BadPlan(f"{path} has no readable schema_version", why=f"found {found!r}")
@@ -173,6 +171,16 @@ def load_plan(path: str | Path) -> PlanFile:
         )
     known = fingerprints(content) | ({} if profile is None else {"profile": profile})
     return replace(content, fingerprints=known, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
+
+
+def _no_plan_file(data: Any, path: str | Path) -> BadPlan:
+    if isinstance(data, dict) and {"model", "cluster", "plan"} <= data.keys():
+        return BadPlan(
+            f"{path} is not a plan file",
+            why="it is a case: what a plan file says besides, the prediction and the whole machine, is not in it",
+            remedy=f"planner estimate --case {shlex.quote(str(path))} --out plan.json",
+        )
+    return BadPlan(f"{path} is not a plan file", remedy="make one with planner suggest --out plan.json")
 
 
 def _part(data: JsonObject, name: str) -> Any:

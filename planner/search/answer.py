@@ -40,7 +40,7 @@ def answer(
     """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
     version).
 
-    `progress` receives progress lines, `early` the plans of a single search before they are simulated. Raises
+    `progress` receives progress lines, `early` what a single search knows before it ends. Raises
     Infeasible (exit 3), and errors of the named inputs.
     """
     deadline = deadline_of(options.time_limit_s)

@@ -118,6 +118,7 @@ class SearchResult:
         return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
 
 
+PRELIMINARY = "preliminary"  # the status of what is shown before a search has ended
 TIED = "a tie with the plan above, as far as the model can tell; the simplest comes first"
 
 

@@ -33,7 +33,7 @@ from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
-from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
+from planner.search.result import PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
@@ -86,15 +86,38 @@ def suggest(
 ) -> SearchResult:
     """Return the best plans for one training step.
 
-    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives the plans as the
-    analytical model sees them, without reasons, before they are simulated. Raises Infeasible (exit 3) when no plan is
-    legal or none fits.
+    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives what is known
+    before: the plans of the analytical model, with the status PRELIMINARY, before their allocations are replayed; and
+    the simulated plans before their reasons are known. Raises Infeasible (exit 3) when no plan is legal or none fits.
     """
     options = options or SearchOptions()
     started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
     if options.objective not in OBJECTIVES:
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
     nodes = enumerate_nodes(question, bounds=options.bounds)
+
+    def result(
+        found: _Found, finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()
+    ) -> SearchResult:
+        listed = in_order(finalists[: len(found.plans)], options.objective)
+        rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
+        return SearchResult(
+            question=question,
+            search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
+            plans=_rank(question, listed, options, reasons=reasons and options.flips),
+            rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
+            assumed=assumed,
+            likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),
+        )
+
+    def preliminary(explored: Explored) -> SearchResult:
+        plans = _listed_plans(explored, AssignedPipelines(), options, question.cluster)
+        table = question.estimate(plans)
+        finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
+        found = _Found(plans=plans, may_fit=[], everything=explored, asked=explored, assigned=AssignedPipelines())
+        first = result(found, finalists, reasons=False)
+        return replace(first, search=replace(first.search, status=PRELIMINARY))
+
     if not len(nodes):
 
         def ways() -> list[str]:
@@ -103,7 +126,8 @@ def suggest(
         raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
     screening = Screening(question)
     replays = Replays(question)
-    found = _explore(screening, question.framework, nodes, options, replays, deadline, progress)
+    tell_first = None if early is None or over(deadline) else _once(lambda first: early(preliminary(first)))
+    found = _explore(screening, question.framework, nodes, options, replays, deadline, progress, tell_first)
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
@@ -114,33 +138,32 @@ def suggest(
         ]
     fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
-    rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
-
-    def result(finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()) -> SearchResult:
-        listed = in_order(finalists[: len(found.plans)], options.objective)
-        return SearchResult(
-            question=question,
-            search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
-            plans=_rank(question, listed, options, reasons=reasons and options.flips),
-            rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
-            assumed=assumed,
-            likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),
-        )
-
     simulated: list[Finalist] | None = finalists
     if options.simulate:
-        if early is not None and not over(deadline):
-            early(result(finalists, reasons=False))
         try:
             simulated = predict_all(question, finalists, replays, progress, deadline=deadline)
         except Unproved:
             simulated = None
     if simulated is not None and not over(deadline):
+        if early is not None and options.reasons and options.flips:
+            early(result(found, simulated, reasons=False))
         with suppress(Unproved):
-            return result(simulated, reasons=options.reasons)
+            return result(found, simulated, reasons=options.reasons)
     left_out = NOT_SIMULATED if simulated is None else NOT_EXPLAINED
     with limited(None):
-        return result(simulated or finalists, reasons=False, assumed=(left_out,))
+        return result(found, simulated or finalists, reasons=False, assumed=(left_out,))
+
+
+def _once(tell: Callable[[Explored], None]) -> Callable[[Explored], None]:
+    """Return what tells of the first plans that there are, and of none after them."""
+    shown: list[Explored] = []
+
+    def first(explored: Explored) -> None:
+        if len(explored) and not shown:
+            shown.append(explored)
+            tell(explored)
+
+    return first
 
 
 def _no_plan(
@@ -196,8 +219,12 @@ def _explore(
     replays: Replays,
     deadline: float | None,
     progress: Callable[[str], None] | None,
+    tell_first: Callable[[Explored], None] | None,
 ) -> _Found:
-    """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit."""
+    """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit.
+
+    `tell_first` receives the first that are costed.
+    """
     objective, recomputes = options.objective, options.bounds.words("recompute") or framework.recomputes
     cluster = screening.scenario.cluster
     nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
@@ -232,7 +259,7 @@ def _explore(
             added = [plan for plan in _one_per_grid([*sure, *plans], options)[: options.top] if plan not in sure]
             return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
 
-        explored = explore(search, replays, listed)
+        explored = explore(search, replays, listed, tell_first)
         if not stages or (len(explored) and objective in {"memory", "pareto"}):
             return explored, AssignedPipelines()
         if len(explored) and over(deadline):

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from simulator.config.attention_kinds import latent_attention, layers_of_type, linear_attention
-from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
+from simulator.config.config_reader import MAX_LAYERS, MAX_WIDTH, ConfigReader, show
 from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_names_near, name_of_file
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES
@@ -172,7 +172,8 @@ def _read(reader: ConfigReader) -> Model:
     ffn = _feed_forward(reader, hidden, moe, gated=gated, all_sparse=moe is not None and not moe.dense_layers)
     linear = linear_attention(reader, layers) if family.linear else None
     window, sliding = (0, ()) if linear else _sliding(reader, layers)
-    max_positions = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
+    stated = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
+    max_positions = max(stated, _stretched(reader, stated))
     norm, norm_bias = _norm(reader)
     qkv_bias, out_bias, mlp_bias = _biases(reader)
     if moe and reader.family.generic:
@@ -401,6 +402,21 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
     if family.mlp_bias_key:
         mlp = reader.flag(family.mlp_bias_key, default=mlp)
     return qkv, out, mlp
+
+
+def _stretched(reader: ConfigReader, stated: int) -> int:
+    """Return the positions that a stretched rotary embedding reaches: the factor times those it was trained with.
+
+    Of Llama 3.1's kind, and where no original is given, `max_position_embeddings` says what was reached.
+    """
+    scaling = reader.config.get("rope_scaling") or reader.config.get("rope_parameters")
+    kinds = ("yarn", "linear", "dynamic")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in kinds:
+        return 0
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", stated)
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return 0
+    return int(factor * original) if 1 <= factor <= 1024 and 0 < original <= MAX_WIDTH else 0
 
 
 def _positions(reader: ConfigReader, max_positions: int) -> tuple[int, bool]:

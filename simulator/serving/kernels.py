@@ -5,7 +5,10 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from topology.cluster import GpuKind
+from topology.codec import convert
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
 # against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
@@ -42,12 +46,38 @@ SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernels:
+    """What kernels of experts take, added up; meanings in expert_kernels.toml."""
+
+    fixed_s: float
+    expert_s: float
+    read: float
+    rate: float
+    passed: float
+    routes: bool
+
+
+@cache
+def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
+    """Return kernels of experts by (engine, generation, format)."""
+    where = "expert_kernels.toml"
+    tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
+    return {
+        (engine, generation, format_): convert(found, ExpertKernels, where=f"{where} [{engine}.{generation}.{format_}]")
+        for engine, generations in tables.items()
+        for generation, formats in generations.items()
+        for format_, found in formats.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Kernel times on one GPU with weights of one format; activations are 16 bits wide between products."""
 
     gpu: GpuKind
     weights: str
-    experts: str = "triton"  # whose kernels multiply them, see engines.toml
+    experts: str = "triton"  # what multiplies them, see engines.toml
+    program: str = ""  # the engine, where expert_kernels.toml lists its own
     attention: str = "cudnn"
 
     @property
@@ -99,6 +129,30 @@ class Kernels:
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
 
+    @property
+    def listed_experts(self) -> ExpertKernels | None:
+        """What expert_kernels.toml says of these kernels; None where it says nothing."""
+        return expert_kernels().get((self.program, self.generation, self.weights))
+
+    @property
+    def generation(self) -> str:
+        return self.gpu.architecture.split()[0].lower()
+
+    def experts_s(self, rows: Floats, visited: Floats, here: float, hidden: float, width: float, up: int) -> Floats:
+        """Return seconds of `rows` in all through `here` experts, `visited` of which have rows: each has `up` products
+        to `width` and one back to `hidden`. Sorting and summing are part of it.
+        """
+        known = self.listed_experts
+        if known is None:
+            time = self.expert_products(rows, visited, up * width, hidden)
+            return time + self.expert_products(rows, visited, hidden, width) + self.between_experts(rows, here, hidden)
+        elements = (up + 1) * hidden * width
+        time = known.fixed_s + known.expert_s * here + known.passed * rows * hidden / self.gpu.memory_bytes_per_s
+        read = np.minimum(visited, rows) * elements * WEIGHT_BYTES[self.weights]
+        time = time + read / (known.read * self.gpu.memory_bytes_per_s)
+        time = time + 2 * rows * elements / (known.rate * self.gpu.peak_flops[self.multiplied_in])
+        return np.asarray(np.where(rows > 0, time, 0.0))
+
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left
         out.
@@ -106,7 +160,7 @@ class Kernels:
         In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see
         GROUPED. Cutlass' kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
-        generation = self.gpu.architecture.split()[0].lower()
+        generation = self.generation
         touched = np.minimum(experts, rows)
         moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
         reading = moved / self.bytes_per_s
@@ -123,7 +177,7 @@ class Kernels:
     def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:
         """Return seconds of sorting `rows` to so many experts on a GPU, casting them, and summing what comes back."""
         plain = self.moved(2.0 * rows * hidden * 2, 0.0)
-        if self.experts != "cutlass" or self.gpu.architecture.split()[0].lower() != "hopper":
+        if self.experts != "cutlass" or self.generation != "hopper":
             return plain
         passed = PASSED["float8" if self.weights == "float8" else "other"]
         return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, SORTED_S + SORTED_EXPERT_S * experts, 0.0)

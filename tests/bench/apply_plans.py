@@ -38,7 +38,6 @@ from planner.question.plan_file import PlanFile, load_plan, plan_file, save_plan
 from planner.question.question import question_of  # noqa: E402
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, job_run  # noqa: E402
 from planner.runs.run_report import load_run  # noqa: E402
-from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.fitting import calibration_fit  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
 from topology import codec  # noqa: E402
@@ -59,10 +58,9 @@ WARM_UP = 2
 
 def write_plan(name: str, asked: Asked, cluster: Cluster, profile: Profile | None, folder: Path) -> None:
     """Predict one plan and save it; the plan file holds the prediction."""
-    runtime = Runtime(name="meshwright", compile=asked.compiled)
     known = calibration_fit.calibrated(profile, cluster)
     question = question_of(
-        asked.network, cluster, asked.workload, framework="meshwright", runtime=runtime, calibration=known
+        asked.network, cluster, asked.workload, framework="meshwright", runtime=asked.runtime, calibration=known
     )
     content = plan_file(question, asked.plan, question.estimate([asked.plan]).estimate(0))
     save_plan(content, folder / f"{name}.plan.json", force=True)

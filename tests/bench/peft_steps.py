@@ -1,21 +1,23 @@
-"""Steps of LoRA by peft next to transformers' own decoder on one GPU: seconds, allocated and reserved bytes.
+"""Steps of transformers' own decoder on one GPU, with LoRA (peft) or by optimizers: seconds and bytes.
 
-`python tests/bench/peft_steps.py OUT` needs transformers, peft and a GPU; models have random weights.
+`python tests/bench/peft_steps.py OUT [--runs optimizers]` needs transformers, peft, bitsandbytes (for its 8-bit AdamW)
+and a GPU; models have random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SHAPES = {
     "llama3.2-1b": (16, 2048, 32, 8, 64, 8192, 128256, True),
+    "llama3.2-3b": (28, 3072, 24, 8, 128, 8192, 128256, True),
     "llama3-8b": (32, 4096, 32, 8, 128, 14336, 128256, False),
 }
 # Model, rank (0: all weights are trained), modules, dropout, recomputation, sequence length, micro batch.
@@ -28,10 +30,28 @@ RUNS = [
     ("llama3-8b", 16, "all-linear", 0.05, False, 2048, 1),
     ("llama3-8b", 16, "q_proj,v_proj", 0.0, False, 2048, 2),
 ]
+# The same, all weights trained, and the optimizer.
+OPTIMIZERS = [
+    (model, 0, "", 0.0, full, 4096, batch, optimizer)
+    for model, full, batch in (("llama3.2-1b", False, 2), ("llama3.2-3b", False, 2), ("llama3-8b", True, 1))
+    for optimizer in ("adamw", "adamw8bit", "muon")
+]
 STEPS, WARM_UP = 8, 4
 
 
-def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, object]:
+def optimizers(kind: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return what updates the trained parameters: for Muon, AdamW has what is no hidden matrix."""
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if kind == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return [AdamW8bit(trained.values(), lr=1e-4)]
+    hidden = [one for name, one in trained.items() if kind == "muon" and one.ndim == 2 and ".layers." in name]
+    rest = [one for one in trained.values() if not any(one is other for other in hidden)]
+    return [torch.optim.AdamW(rest, lr=1e-4, fused=True), *([torch.optim.Muon(hidden, lr=1e-3)] if hidden else [])]
+
+
+def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw") -> dict[str, object]:
     layers, hidden, heads, kv, head_dim, ffn, vocab, tied = SHAPES[name]
     config = LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv,
@@ -45,13 +65,15 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, ob
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if rank:
+        from peft import LoraConfig, get_peft_model
+
         targets = modules if modules == "all-linear" else modules.split(",")
         known = LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
         model = get_peft_model(model, known, autocast_adapter_dtype=False)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    seconds = []
+    updates = optimizers(kind, model)
+    seconds, update_s = [], []
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
@@ -60,14 +82,25 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, ob
         begin = time.perf_counter()
         model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for one in updates:
+            one.step()
+            one.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+    memory = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    for _ in range(3):  # the update by itself
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for one in updates:
+            one.step()
+        torch.cuda.synchronize()
+        update_s.append(time.perf_counter() - begin)
     return {
+        "update_s": sorted(update_s)[1],
         "step_s": sorted(seconds[WARM_UP:])[STEPS // 2],
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        **memory,
         "trained": sum(p.numel() for p in trained),
     }
 
@@ -75,12 +108,17 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch) -> dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
-    out, found = parser.parse_args().out, []
-    for one in RUNS:
+    parser.add_argument("--runs", choices=("adapters", "optimizers"), default="adapters")
+    asked, found = parser.parse_args(), []
+    out = asked.out
+    for one in OPTIMIZERS if asked.runs == "optimizers" else RUNS:
+        gc.collect()  # a model refers to itself
         torch.cuda.empty_cache()
         try:
             found.append({"run": one, **run(*one)})
         except torch.OutOfMemoryError as error:
+            found.append({"run": one, "problem": str(error)[:100]})
+        except ImportError as error:
             found.append({"run": one, "problem": str(error)[:100]})
         out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": found}))
         print(found[-1], flush=True)

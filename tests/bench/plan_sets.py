@@ -5,7 +5,8 @@ context (ring, all-gather, by heads) and expert parallelism and their combinatio
 recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
 that nothing had been adjusted on when it ran; `h200x2-next` once more with others (two of its pipelines cannot be run:
 their models tie embedding and head); `h200x1-fresh` is of one GPU, where host, kernels, recomputation and memory are
-all there is, and so is `h200x1-next`, which has not been run. `regret1`, `regret2`, `regret2-later` and `regret4` are
+all there is, and so is `h200x1-next`, which has not been run;
+`h200x1-savers` are memory savers and LoRA at 1B to 8B. `regret1`, `regret2`, `regret2-later` and `regret4` are
 three questions, each answered by the planner: its first choice and the plans that it lists next.
 """
 
@@ -18,10 +19,12 @@ from typing import Any
 from planner.calibrate.measurements import shallow
 from planner.question.question import question_of
 from planner.search.search import SearchOptions, suggest
+from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from topology.cluster import Cluster
@@ -39,6 +42,12 @@ class Asked:
     compiled: bool = False
     layers: int | None = None
     traced: bool = True
+    savers: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        return Runtime(name="meshwright", compile=self.compiled, savers=self.savers, adapter=self.adapter)
 
     @property
     def network(self) -> Model:
@@ -95,6 +104,15 @@ def fresh(
     return Asked(model=model, layers=layers, seq_len=seq_len, batch=batch, plan=plan, compiled=compiled, traced=False)
 
 
+def saved(asked: Asked, *savers: str) -> Asked:
+    return replace(asked, savers=savers)
+
+
+def lora(asked: Asked, rank: int) -> Asked:
+    return replace(asked, adapter=Adapter(rank=rank, target_modules=("all-linear",)))
+
+
+BOTH = (CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD)
 SP = {"sequence_parallel": True}
 FOUR = {"micro_batch_size": 4}
 TWO = {"micro_batch_size": 2}
@@ -230,6 +248,21 @@ AXES: dict[str, dict[str, Asked]] = {
         "qwen8b-compiled": fresh("qwen3-8b", Plan(**TWO), batch=2, seq_len=2048, layers=12, compiled=True),
         "3b-compiled-full": fresh("llama3.2-3b", Plan(recompute="full"), batch=1, seq_len=16384, compiled=True),
         "7b-compiled": fresh("llama2-7b", Plan(**FOUR), batch=4, seq_len=1024, layers=16, compiled=True),
+    },
+    "h200x1-savers": {
+        "1b": saved(fresh("llama3.2-1b", Plan(**TWO), batch=2)),
+        "1b-pieces": saved(fresh("llama3.2-1b", Plan(**TWO), batch=2), CHUNKED_LOSS),
+        "1b-in-backward": saved(fresh("llama3.2-1b", Plan(**TWO), batch=2), OPTIMIZER_IN_BACKWARD),
+        "1b-both": saved(fresh("llama3.2-1b", Plan(**TWO), batch=2), *BOTH),
+        "1b-lora": lora(fresh("llama3.2-1b", Plan(**TWO), batch=2), 16),
+        "1b-pieces-accumulated": saved(fresh("llama3.2-1b", Plan(**FOUR), batch=8, seq_len=2048), CHUNKED_LOSS),
+        "3b-both": saved(fresh("llama3.2-3b", Plan(), batch=1, seq_len=8192), *BOTH),
+        "3b-both-full": saved(fresh("llama3.2-3b", Plan(recompute="full", **FOUR), batch=4, seq_len=8192), *BOTH),
+        "3b-lora": lora(fresh("llama3.2-3b", Plan(**TWO), batch=2), 64),
+        "3b-pieces-compiled": saved(fresh("llama3.2-3b", Plan(**TWO), batch=2, compiled=True), CHUNKED_LOSS),
+        "8b-both-full": saved(fresh("llama3-8b", Plan(recompute="full"), batch=1), *BOTH),
+        "8b-lora-full": lora(fresh("llama3-8b", Plan(recompute="full", **TWO), batch=2), 16),
+        "8b-lora-pieces": saved(lora(fresh("llama3-8b", Plan(), batch=1), 16), CHUNKED_LOSS),
     },
     "h200x4": {
         "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),

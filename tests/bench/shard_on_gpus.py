@@ -137,6 +137,7 @@ def _cases(asked: argparse.Namespace):
             for schedule in ("1f1b", "gpipe"):
                 yield f"two stages, {schedule}", lambda row, how=schedule: runs.stages(row, bench, how)
         elif part == "ways":
+            yield "attention, other batches and lengths", lambda row: runs.sizes(row, bench)
             for way in WAYS:
                 yield f"feed-forward, {way}", lambda row, way=way: runs.way(row, bench, way)
         else:
@@ -177,6 +178,9 @@ def table(rows: Path) -> str:
             lines.append(
                 f"| {row['what']} | {(row.get('failed') or row['skipped'])[:200]} | | | | | | |".replace("\n", " ")
             )
+            continue
+        if "predicted_s" not in row:  # compared and not timed
+            lines.append(f"| {row['what']} | {100 * row['error_of_largest']:.2g} % | | | | | | |")
             continue
         best = row.get("graph_s") or row["launched_s"]
         own = row.get("hand_written_s")

@@ -1,4 +1,4 @@
-"""Modules of transformers and diffusers at the shapes of published models, and how their weights are placed.
+"""Modules of transformers 5 and diffusers at the shapes of published models, and how their weights are placed.
 
 A module is made on the device that it runs on, with the same values on every rank. `small` has narrow ones with the
 same code, for a rehearsal on the CPU.
@@ -109,8 +109,8 @@ MODULES = (
         _vision,
         "tensor parallel",
         {
-            **dict.fromkeys(("*query.*", "*key.*", "*value.*", "*intermediate.dense.*"), COLUMNS),
-            "*output.dense.weight": ROWS,
+            **dict.fromkeys(("*q_proj.*", "*k_proj.*", "*v_proj.*", "*fc1.*"), COLUMNS),
+            **dict.fromkeys(("*o_proj.weight", "*fc2.weight"), ROWS),
         },
     ),
     Real(
@@ -135,3 +135,17 @@ class FeedForward(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Attending(torch.nn.Module):
+    """Causal attention of Llama 3 8B's widths with a residual, for any batch and length."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(-2))

@@ -4,6 +4,7 @@ timed.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,12 @@ from planner.sharding.plans.report import Limits
 from planner.sharding.problem.problem import MemoryLimit
 from simulator.config.hf_config import load_model
 from tests.bench.shard_on_gpus import LAYERS, TOKENS, cluster_here, median_s
-from tests.bench.shard_real_modules import MODULES, FeedForward, Real
+from tests.bench.shard_real_modules import COLUMNS, MODULES, ROWS, Attending, FeedForward, Real
 from topology.errors import UserError
 
 Row = dict[str, Any]
 MICRO_BATCHES = 4  # of the programs with stages
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -106,7 +108,7 @@ def run_row(
     values |= sharded.ranks.pieces({n: leaf for n, leaf in zip(names, leaves, strict=True) if n in program.inputs})
     # torch 2.11's cuDNN attention reads a gradient as the first one lay that came with queries, keys and values like
     # these (executor/sharding/operations.py): rows before this one may have had such in another layout.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    with sdpa_kernel(NOT_CUDNN):
         whole, *others = pytree.tree_leaves(module(*args, **kwargs))
     torch.manual_seed(2)
     weight = torch.randn(whole.shape, device=bench.device).to(whole.dtype) / whole.shape[-2]
@@ -280,6 +282,36 @@ def way(row: Row, bench: Bench, how: int | str) -> None:
         return api.request(captured, mesh, chunks=ways, **asked)
 
     run_row(row, bench, module, (x,), {}, document)
+
+
+def sizes(row: Row, bench: Bench) -> None:
+    """A module sharded as a person does it, called with other batches and lengths than it was captured with."""
+    width, heads, tokens = (32, 4, 16) if bench.cpu else (4096, 32, TOKENS)
+    torch.manual_seed(7)
+    alone = Attending(width, heads).to(bench.device, bench.dtype)
+
+    def drawn(batch: int, length: int) -> torch.Tensor:
+        return torch.randn(batch, length, width, device=bench.device).to(bench.dtype)
+
+    placements = {**dict.fromkeys(("q.weight", "k.weight", "v.weight"), COLUMNS), "out.weight": ROWS}
+    mesh = {"d": dist.get_world_size()}
+    sharded = api.shard(
+        copy.deepcopy(alone), (drawn(1, tokens),), mesh=mesh, placements=placements, cluster=cluster_here()
+    )
+    row["error_of_largest"], row["sizes"] = 0.0, [(1, tokens), (1, tokens // 2), (2, tokens // 4), (1, tokens)]
+    for batch, length in row["sizes"]:
+        x, weight = drawn(batch, length), drawn(batch, length)
+        ours = sharded(x).full_tensor()
+        (ours * weight).sum().backward()
+        with sdpa_kernel(NOT_CUDNN):
+            (alone(x) * weight).sum().backward()
+            whole = alone(x)
+        pairs = [(ours.detach(), whole.detach())]
+        for mine, other in zip(sharded.parameters(), alone.parameters(), strict=True):
+            pairs.append((mine.grad.full_tensor(), other.grad))
+            mine.grad = other.grad = None
+        off = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        row["error_of_largest"] = max(row["error_of_largest"], off)
 
 
 def memory(row: Row, bench: Bench, share: float) -> None:

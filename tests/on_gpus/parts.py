@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,15 +112,51 @@ def commands(place: Place, tell: Tell) -> None:
         place, "export", "export", "plan.json", "--to=torchrun", "--out=run.sh", "--force", limit_s=60
     )
     if code == 0:
-        tools = place.out / "tools"
-        tools.mkdir(exist_ok=True)
-        torchrun = tools / "torchrun"
-        torchrun.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n')
-        torchrun.chmod(0o755)
-        code, text, seconds = started(
-            place, "torchrun", ["env", f"PATH={tools}:{os.environ['PATH']}", "sh", "run.sh"], 120
-        )
+        code, text, seconds = started(place, "torchrun", [*_with_tools(place), "sh", "run.sh"], 120)
     tell(row(place, "commands", "planner export --to torchrun, run as it stands", code, text, seconds))
+    if place.gpus > 1:
+        nodes(place, tell)
+
+
+def nodes(place: Place, tell: Tell) -> None:
+    """Two nodes as a person starts them, here on one machine with a GPU each: they meet, and the plan saves memory."""
+    gpu = next((word for word in ("H100", "H200") if word in _gpu_name()), "H200")
+    words = [*MODEL, "--framework=meshwright", f"--cluster=2x1x{gpu}", "--dp-shard=2", "--global-batch=4"]
+    words += ["--micro-batch=2", "--saver=chunked_loss,optimizer_in_backward", "--out=nodes.json", "--force"]
+    code, text, seconds = planner(place, "nodes-estimate", "estimate", *words, limit_s=60)
+    if code == 0:
+        with socket.socket() as asked:
+            asked.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{asked.getsockname()[1]}"
+        job = ["--launcher=torchrun", f"--endpoint={endpoint}", "--out=nodes", "--force", "--steps=5", "--budget=100s"]
+        code, text, seconds = planner(place, "nodes-written", "apply", "nodes.json", *job, limit_s=60)
+    if code == 0:
+        both = "export CUDA_VISIBLE_DEVICES=1; sh nodes/node.sh & export CUDA_VISIBLE_DEVICES=0; sh nodes/node.sh"
+        code, text, seconds = started(place, "nodes-run", [*_with_tools(place), "sh", "-c", f"{both} && wait $!"], 110)
+    if code == 0:
+        collect = ["-m", "executor.run.apply", f"--request={place.out}/nodes/request.json", f"--out={place.out}/nodes"]
+        code, text, _ = started(place, "nodes-end", [sys.executable, *collect, "--nodes=2", "--collect"], 60)
+    report = place.out / "nodes" / "run.json"
+    found = json.loads(report.read_text()) if code == 0 and report.is_file() else {}
+    said = f"{found['status']}; step {(found['measured']['step_s'] or {}).get('median')} s" if found else ""
+    fine = found.get("status") == "finished" and found.get("complete") is True
+    tell(row(place, "commands", "planner apply --launcher torchrun, two nodes", code, text, seconds, said, fine=fine))
+
+
+def _with_tools(place: Place) -> list[str]:
+    """Return the words before a command that finds this Python and its torchrun by their usual names."""
+    tools = place.out / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, words in {"torchrun": "-m torch.distributed.run", "python3": ""}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (tools / name).chmod(0o755)
+    return ["env", f"PATH={tools}:{os.environ['PATH']}"]
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0)
 
 
 def tune(place: Place, tell: Tell) -> None:

@@ -21,6 +21,7 @@ from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
 from tests.bench.plan_sets import shortened
 from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row
@@ -47,7 +48,12 @@ class Case:
     compiled: bool = False
     experts: bool = False
     adapter: Adapter | None = None
+    savers: tuple[str, ...] = ()
     ends: str = "finished"
+
+    @property
+    def runtime(self) -> Runtime:
+        return Runtime(name="meshwright", compile=self.compiled, adapter=self.adapter, savers=self.savers)
 
     @property
     def model(self) -> Model:
@@ -57,6 +63,7 @@ class Case:
 LORA = Adapter(rank=16, target_modules=("all-linear",))
 FROZEN = Adapter(kind="frozen", target_modules=("embed_tokens", "mlp"))
 PAIR: dict[str, Any] = {"micro_batch_size": 2}
+SAVED: dict[str, Any] = {"savers": (CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD)}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, **PAIR}
 ALL_MODES = ("chunked", "ring", "copy_engine", "fused")
 MIXED = {
@@ -73,6 +80,9 @@ ONE = {
     "LoRA": Case(plan=Plan(**PAIR), adapter=LORA),
     "LoRA, blocks recomputed, compiled": Case(plan=Plan(recompute="full", **PAIR), adapter=LORA, compiled=True),
     "embedding and feed-forward frozen": Case(plan=Plan(**PAIR), adapter=FROZEN),
+    "loss in pieces": Case(plan=Plan(**PAIR), savers=(CHUNKED_LOSS,)),
+    "loss in pieces, optimizer in backward": Case(plan=Plan(**PAIR), **SAVED),
+    "loss in pieces, optimizer in backward, compiled": Case(plan=Plan(**PAIR), compiled=True, **SAVED),
     "memory full": Case(plan=Plan(micro_batch_size=64), batch=64, seq_len=8192, ends="out_of_memory"),
 }
 OVERLAPPED = {
@@ -98,7 +108,11 @@ COMPILED = {
     f"{name}, compiled": replace(PLAIN[name], compiled=True)
     for name in ("DDP", "FSDP", "TP", "CP all-gather", "PP 1F1B", "EP")
 }
-ADAPTED = {"FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA)}
+ADAPTED = {
+    "FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA),
+    "FSDP, loss in pieces, optimizer in backward": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, **SAVED),
+    "DDP, loss in pieces": Case(plan=Plan(dp_replicate=2, **PAIR), batch=4, savers=(CHUNKED_LOSS,)),
+}
 TWO = {**OVERLAPPED, **PLAIN, **ADAPTED, **COMPILED}
 
 
@@ -117,7 +131,7 @@ def content_of(case: Case, cluster: Cluster) -> PlanFile:
         cluster,
         Workload(seq_len=case.seq_len, global_batch_size=case.batch),
         framework="meshwright",
-        runtime=Runtime(name="meshwright", compile=case.compiled, adapter=case.adapter),
+        runtime=case.runtime,
     )
     return plan_file(question, case.plan, question.estimate([case.plan]).estimate(0))
 
@@ -150,8 +164,7 @@ def run_shared(cases: Mapping[str, Case], out: Path, budget_s: float, tell: Call
         # A vocabulary that gloo carries in seconds, by way of host memory.
         model = replace(shortened("qwen3-30b-a3b", 2), vocab=NARROW["vocab"]) if case.experts else narrow
         workload = Workload(seq_len=1024, global_batch_size=case.batch)
-        runtime = Runtime(name="meshwright", adapter=case.adapter)
-        question = question_of(model, cluster, workload, framework="meshwright", runtime=runtime)
+        question = question_of(model, cluster, workload, framework="meshwright", runtime=case.runtime)
         content = plan_file(question, case.plan, question.estimate([case.plan]).estimate(0))
         on_cpu = cpu_run(content, None)  # which asks for no machine; on the GPU after all, in the plan's types
         return replace(on_cpu, device="cuda", gpus=(0, 0), runtime=content.runtime, notes=("two ranks share a GPU",))

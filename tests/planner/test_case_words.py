@@ -97,5 +97,5 @@ def test_the_runtime_of_a_plan_file_is_one_of_a_case() -> None:
     runtime = Runtime(cuda_graph=True, graph_scopes=("attn",), fused=("layers", "linear_loss"))
 
     assert load_case({**CASE, "runtime": codec.to_builtins(runtime)}).question.runtime == runtime
-    with pytest.raises(BadPlan, match="runtime.fused has 'liger'"):
+    with pytest.raises(BadPlan, match=r"runtime\.fused has 'liger'"):
         load_case({**CASE, "runtime": {**codec.to_builtins(runtime), "fused": ["liger"]}})

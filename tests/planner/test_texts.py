@@ -15,6 +15,8 @@ from tests.planner.conftest import ROOT
 TEXTS = ROOT / "tests" / "data" / "texts"
 ASKED = "--model tiny-llama --cluster dgx-h100 --gpus 4 --seq-len 512 --global-batch 8"
 PLAN = "--tp 2 --dp-shard 2 --pp 1 --micro-batch 1 --recompute full"
+SERVED = "--task serve --model llama3-8b --cluster dgx-h100 --gpus 1"
+QWEN = "examples/plans/qwen3_8b_tp2_fsdp4.json"
 COMMANDS = {
     "suggest": [
         f"suggest {ASKED} {PLAN} --no-simulate",
@@ -44,6 +46,31 @@ COMMANDS = {
     "collective": ["collective --cluster dgx-h100 --gpus 8", "collective --bytes 1k"],
     "probe": ["probe --from tests/data/topo/47_3x_a6000_one_pair.txt", "probe --from README.md"],
     "doctor": ["doctor --cluster h200x4", "doctor --cluster h200x4 --expect dgx-h200", "doctor --budget forever"],
+    "suggest --task serve": [
+        f"suggest {SERVED} --isl 1000 --osl 100 --concurrency 8",
+        f"suggest {SERVED} --isl 1000 --osl 1 --concurrency 8",
+        f"suggest {SERVED} --isl 120000 --osl 100",
+        f"suggest {SERVED} --isl 1000 --osl 100 --concurrency 8 --ttft 0.001",
+    ],
+    "explain": [f"explain {QWEN} --no-flips", "explain README.md", "explain /nonexistent"],
+    "compare": [f"compare {QWEN} examples/plans/qwen3_30b_experts.json", f"compare {QWEN} README.md"],
+    "export": [
+        f"export {QWEN} --to torchtitan",
+        f"export {QWEN} --to deepspeed",
+        f"export {QWEN} --to jax",
+        "export README.md --to torchtitan",
+    ],
+    "validate": ["validate --example", "validate examples/plans/qwen3_8b_tp2_fsdp4.json", "validate README.md"],
+    "learn": ["learn --example", "learn README.md --runtime mine --out /nonexistent/mine.json"],
+    "shard": ["shard examples/sharding/layer.json", "shard README.md"],
+    "trace": [f"trace {ASKED} {PLAN} --out README.md", "trace README.md"],
+    "apply": [f"apply {QWEN}", "apply README.md"],
+    "tune": [f"tune {ASKED} --budget 0", "tune --resume README.md", "tune --launcher lsf --resume README.md"],
+    "calibrate": ["calibrate --cluster dgx-h100 --dry-run --budget 10", "calibrate --cluster dgx-h10"],
+    "report": ["report /nonexistent"],
+    "runs": ["runs"],
+    "ui": ["ui --port 99999999"],
+    "service": ["service --port 0x"],
     "check": [
         "check examples/check/torchtitan_llama3_70b_8xb200.toml --cluster dgx-b200",
         "check examples/check/megatron_gpt3_175b.sh",
@@ -55,6 +82,7 @@ COMMANDS = {
 def words_of(done) -> str:
     """Return an exit code and both streams, with `#` for every number, and for the space that depends on its width."""
     text = done.stdout + "".join(f"error stream: {line}\n" for line in done.stderr.splitlines())
+    text = re.sub(r"(?<=\()[\d,.]+-[\d,.]+(?=\))|(?<= )[\d.]+x$", "#", text, flags=re.MULTILINE)
     text = re.sub(r"(?<![\w.])(?<!\w-)\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w|\.\d)", "#", text)
     return f"exit {done.returncode}\n" + re.sub(r" {2,}", "  ", re.sub(r" +$", "", text, flags=re.MULTILINE))
 
@@ -68,7 +96,7 @@ def test_a_command_prints_the_words_of_its_file(planner, monkeypatch, request, c
         assert "Traceback" not in done.stderr, words
         assert done.stdout == "" or done.returncode != 2, words
         found += f"$ planner {words}\n{words_of(done)}\n"
-    file = TEXTS / f"{command}.txt"
+    file = TEXTS / f"{command.replace(' --', '_').replace(' ', '_')}.txt"
     if request.config.getoption("--update-goldens"):
         file.parent.mkdir(exist_ok=True)
         file.write_text(found, "utf-8")

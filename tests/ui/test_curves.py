@@ -22,6 +22,7 @@ from planner.search.plan_space.candidates import Bounds  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
 from ui import data  # isort: skip
 from ui.background import work  # isort: skip
+from ui.question.state import Inputs  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def steps(rows, name="after_s"):
 
 
 def test_a_machine_that_is_not_changed_has_the_listed_steps(result):
-    rows = data.changed_machine(result, {"network": 1.0, "FLOP/s": 1.0})
+    rows = data.changed_machine(Inputs(), result, {"network": 1.0, "FLOP/s": 1.0})
 
     assert steps(rows) == pytest.approx(steps(rows, "before_s"))
     assert steps(rows) == pytest.approx([ranked.estimate.step_s.value for ranked in result.plans])
@@ -49,7 +50,7 @@ def test_a_slower_machine_is_not_faster(result, name, scale):
     plans, machine, factors = [ranked.plan for ranked in result.plans], result.question.cluster, (0.25, 1.0, 4.0)
     tables = [replace(result.question, cluster=scale(machine, factor)).estimate(plans) for factor in factors]
     bare = [table.step_s - table.breakdown_s["contention"] - table.breakdown_s["allocator"] for table in tables]
-    slow, fast = (steps(data.changed_machine(result, {name: factor})) for factor in (0.25, 4.0))
+    slow, fast = (steps(data.changed_machine(Inputs(), result, {name: factor})) for factor in (0.25, 4.0))
 
     for s, n, f in zip(*bare, strict=True):
         assert s >= n * 0.999 >= f * 0.998
@@ -57,7 +58,8 @@ def test_a_slower_machine_is_not_faster(result, name, scale):
 
 
 def test_less_memory_holds_fewer_plans(result):
-    kept = [sum(row["fits"] for row in data.changed_machine(result, {"memory": factor})) for factor in (0.25, 1.0, 4.0)]
+    machines = [data.changed_machine(Inputs(), result, {"memory": factor}) for factor in (0.25, 1.0, 4.0)]
+    kept = [sum(row["fits"] for row in rows) for rows in machines]
 
     assert kept == sorted(kept)
     assert kept[0] < kept[-1]

@@ -15,6 +15,7 @@ from planner.question.flags import Flags
 from planner.question.prediction import Method
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
+from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said
@@ -48,25 +49,26 @@ def running(job):
 
 @pytest.fixture(scope="module")
 def answered():
-    """Return workers, and a job that one of them has done."""
+    """Return workers, a job that one of them has done, and what it answered early."""
     found = jobs.Workers("ui.background.worker")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one
-        job = jobs.Job(found, "search", *SHORT)
+        shown = []
+        job = jobs.Job(found, "search", *SHORT, on_progress=lambda: shown.append(job.early))
         assert job.ask(PATIENT_S)
-        yield found, job
+        yield found, job, [early for i, early in enumerate(shown) if early is not None and early not in shown[:i]]
     found.close()
 
 
 def test_a_worker_answers_as_this_process_does(answered):
-    _, job = answered
+    _, job, _ = answered
     here = answer(*SHORT)
     assert [ranked.plan for ranked in job.result.plans] == [ranked.plan for ranked in here.plans]
     assert [r.estimate.step_s for r in job.result.plans] == [r.estimate.step_s for r in here.plans]
 
 
 def test_the_next_question_finds_the_process_warm(answered):
-    workers, _ = answered
+    workers, *_ = answered
     time.sleep(0.2)
     (idle,) = workers._idle
     second = jobs.Job(workers, "search", *SHORT)
@@ -99,19 +101,24 @@ def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, limit, error
     assert psutil.wait_procs([process], timeout=10)[1] == []
 
 
-def test_a_search_answers_early_by_the_closed_form(answered):
-    """The same plans, before they are simulated; what they are then said to take is the final answer."""
-    _, job = answered
-    early, final = job.early, job.result
-    assert {one.method for one in early.plans} == {Method.ANALYTICAL}
-    assert {one.method for one in final.plans} == {Method.SIMULATION}
-    assert sorted(map(str, (one.plan for one in early.plans))) == sorted(map(str, (one.plan for one in final.plans)))
-    assert early.search.legal == final.search.legal
+def test_a_search_answers_twice_before_it_ends(answered):
+    """First by the analytical model, as preliminary; then simulated, without what would change the answer."""
+    _, job, (first, then) = answered
+    final = job.result
+    assert first.search.status == PRELIMINARY
+    assert {one.method for one in first.plans} == {Method.ANALYTICAL}
+    assert first.search.legal == final.search.legal
+    assert [one.plan for one in then.plans] == [one.plan for one in final.plans]
+    assert [one.estimate for one in then.plans] == [one.estimate for one in final.plans]
+    assert {one.method for one in then.plans} == {Method.SIMULATION}
+    assert not any(one.flips for one in then.plans)
 
 
 def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypatch):
     flags = Flags(model="llama3.2-1b", cluster="h200x4", gpus=(4,), seq_len=4096, global_batch=12)
-    found = answer(flags, "torchtitan", SearchOptions(top=10, simulate=False, reasons=False))
+    shown = []
+    answer(flags, "torchtitan", SearchOptions(top=10), early=shown.append)
+    found = shown[0]
 
     class Searching:
         started, line, result, error, early = time.monotonic(), "simulating plan 1 of 10", None, None, found

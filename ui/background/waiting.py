@@ -24,12 +24,14 @@ MAX_RESULTS = {
     "numbers": 16,
     "check": 16,
     "other": 16,
-    "simulate": 4,
+    "simulate": 8,
     "sizes": 32,
     "serve": 32,
     "pareto": 16,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
+GLANCE_S = 0.05  # between two looks whether there is an early answer
+SERVER = "server"  # in the place of a session: what this server asks before anybody does
 
 
 @st.cache_resource(show_spinner=False)
@@ -47,7 +49,11 @@ def _finished() -> dict[tuple[str, str], Any]:
 @st.cache_resource(show_spinner=False)
 def _shared() -> SharedJobs:
     """Return the running jobs of all sessions."""
-    return SharedJobs(lambda session: not runtime.exists() or runtime.get_instance().is_active_session(session))
+
+    def is_open(session: str) -> bool:
+        return session == SERVER or not runtime.exists() or runtime.get_instance().is_active_session(session)
+
+    return SharedJobs(is_open)
 
 
 def _session() -> str:
@@ -56,11 +62,18 @@ def _session() -> str:
     return "" if context is None else context.session_id
 
 
-def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], PendingAnswer] | None = None) -> Any:
+def ask(
+    kind: str,
+    key: str,
+    *arguments: Any,
+    title: str,
+    start: Callable[[], PendingAnswer] | None = None,
+    patience_s: float | None = None,
+) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
-    `start` starts it elsewhere than in a process here. Sessions that ask for the same share a job. A session waits for
-    one of a kind: asking for another key leaves it.
+    `start` starts it elsewhere than in a process here; the page waits for it PATIENCE_S, or `patience_s`. Sessions
+    that ask for the same share a job. A session waits for one of a kind: asking for another key leaves it.
     """
     finished = _finished()
     if (kind, key) in finished:
@@ -76,14 +89,35 @@ def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Pe
         kept.clear()
         begin = start or partial(Job, workers(), kind, *arguments)
         job = kept[key] = _shared().join(_session(), kind, key, begin)
-    if not job.ask(st.session_state.get("_patience_s", PATIENCE_S)):
-        _panel(kind, key, job, title, seen=job.early is not None)
+    to_the_end_s = st.session_state.get("_patience_s")  # who tests pages waits for no early answers
+    if to_the_end_s is None:
+        ended = _answers(job, PATIENCE_S if patience_s is None else patience_s)
+    else:
+        ended = job.ask(to_the_end_s)
+    if not ended:
+        _panel(kind, key, job, title, seen=job.early)
         return None
-    _shared().ended(kind, key)
+    _keep(kind, key, job)
     if job.error is not None:
         raise job.error
-    _share(finished, kind, key, job.result)
     return job.result
+
+
+def prepare(kind: str, key: str, *arguments: Any) -> None:
+    """Work out what the first session will ask, which joins the job if it is there before the end."""
+    job = _shared().join(SERVER, kind, key, partial(Job, workers(), kind, *arguments))
+    while not job.ask(1.0):
+        pass
+    _keep(kind, key, job)
+
+
+def _answers(job: PendingAnswer, patience_s: float) -> bool:
+    """Return whether a job is done, after waiting for that, or for an early answer, `patience_s` at most."""
+    ends = time.monotonic() + patience_s
+    while not job.ask(max(0.0, min(GLANCE_S, ends - time.monotonic()))):
+        if job.early is not None or time.monotonic() >= ends:
+            return False
+    return True
 
 
 def early(kind: str, key: str) -> Any:
@@ -92,21 +126,25 @@ def early(kind: str, key: str) -> Any:
     return None if job is None else job.early
 
 
-def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
-    """Keep a result for all sessions; of each kind only the newest MAX_RESULTS."""
+def _keep(kind: str, key: str, job: PendingAnswer) -> None:
+    """Keep the result of a job that has ended for all sessions; of each kind only the newest MAX_RESULTS."""
+    _shared().ended(kind, key)
+    if job.error is not None:
+        return
+    finished = _finished()
     same_kind = [pair for pair in list(finished) if pair[0] == kind]
     for old in same_kind[: max(0, len(same_kind) + 1 - MAX_RESULTS[kind])]:
         finished.pop(old, None)
-    finished[kind, key] = result
+    finished[kind, key] = job.result
 
 
-@st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: PendingAnswer, title: str, *, seen: bool) -> None:
+@st.fragment(run_every=0.25)
+def _panel(kind: str, key: str, job: PendingAnswer, title: str, *, seen: Any) -> None:
     """Show the progress of a job. Only this fragment of the page runs again until the job is done, or answers early.
 
-    `seen` says that the page shows the early answer already.
+    `seen` is the early answer that the page shows already.
     """
-    if job.ask(0) or (job.early is not None and not seen):
+    if job.ask(0) or job.early is not seen:
         st.rerun()
     with st.container(border=True):
         left, right = st.columns([5, 1], vertical_alignment="center")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
+from planner.explain.rule_words import rejected_words
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io import plan_words
 from planner.search.result import TIED
@@ -16,7 +17,6 @@ from ui import data, panels, rows
 from ui.charts import plans as charts
 from ui.charts.row_types import PlanRow
 from ui.question import state
-from ui.rule_words import rejected_words
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
@@ -59,7 +59,7 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     if question.objective == "memory":
         _against_the_fastest(question, best)
-    _figures(result, data.near_words(question))
+    _figures(result, data.nearest_published(question))
     table = rows.plan_rows(result)
     best_name = table[0]["plan"]
 
@@ -115,7 +115,7 @@ def show(question: state.Inputs) -> None:
         st.code(question.command(), language="bash", wrap_lines=True)
 
 
-def _figures(result: SearchResult, near: str) -> None:
+def _figures(result: SearchResult, near: panels.Near | None) -> None:
     best, search = result.plans[0].estimate, result.search
     panels.figures(
         [

@@ -110,7 +110,9 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     if machine is not whole:
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     assumed += cluster_caveats(machine)
-    traffic = _traffic(flags, machine.gpu_count, assumed)
+    model = load_model(flags.model or MODEL)
+    traffic = _traffic(flags, machine.gpu_count, model.max_positions, assumed)
+    _refuse_beyond(model, traffic)
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
     stored = stored_weights(flags.model or MODEL)
@@ -119,7 +121,6 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         raise UserError(
             f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
         )
-    model = load_model(flags.model or MODEL)
     return ServingQuestion(
         model=model,
         cluster=machine,
@@ -202,8 +203,25 @@ def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: 
     return found
 
 
-def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
-    """Return what clients send. Raises UserError for flags that exclude each other, BadInput for a file of requests."""
+def _refuse_beyond(model: Model, traffic: Traffic) -> None:
+    """Raise UserError for requests that are longer than the model has positions: no engine starts with that limit."""
+    longest, positions = traffic.longest, model.max_positions
+    if positions and longest > positions:
+        mean = traffic.prompt.mean + traffic.output.mean
+        shorter = int(traffic.prompt.mean - mean * (1 - positions / longest)) - 1
+        lengths = f"--isl {shorter}, or " if shorter > 0 and not traffic.trace else ""
+        raise UserError(
+            f"requests of {longest:,} tokens are longer than the {positions:,} positions of {model.name}",
+            why="engines refuse to start with such a limit",
+            remedy=f"{lengths}a config.json with the rope_scaling that you serve it with, as --model",
+        )
+
+
+def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str]) -> Traffic:
+    """Return what clients send to a model of so many positions (0: not known).
+
+    Raises UserError for flags that exclude each other, BadInput for a file of requests.
+    """
     cached = flags.cached_prompt or 0.0
     if flags.requests is not None:
         _refuse_beside(flags, "--requests", ("isl", "osl", "vary", "request_rate", "arrivals", "concurrency"))
@@ -217,8 +235,9 @@ def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
         concurrency = CLIENTS_PER_GPU * gpus
         assumed.append(f"{concurrency:,} clients ({CLIENTS_PER_GPU} per GPU), each asking again when it is answered")
     vary = VARY if flags.vary is None else flags.vary
+    short = min(1.0, 0.8 * positions / (PROMPT + ANSWER)) if positions else 1.0  # the longest vary by a fifth
     prompt, answer = (
-        Lengths(mean=_said(given, default, what, assumed), low=1 - vary, high=1 + vary)
+        Lengths(mean=_said(given, int(short * default), what, assumed), low=1 - vary, high=1 + vary)
         for given, default, what in ((flags.isl, PROMPT, "a prompt"), (flags.osl, ANSWER, "an answer"))
     )
     if flags.vary is None:

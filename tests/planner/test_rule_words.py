@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from planner.explain.rule_words import RULE_WORDS, rejected_words
 from simulator.legality.rule import Grade
 from simulator.legality.rules import RULES
-from ui.rule_words import RULE_WORDS, rejected_words
 
 
 def test_every_rule_that_rejects_has_words():
