@@ -132,9 +132,9 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 1b0553f5, before linear attention and degrees that rows multiply were mended. vidur is not
-compared: its package has no profiles, and the tables of attention in its repository (microsoft/vidur @7d47513, data/profiling)
-could not be had; Llama 2 7B and 70B and Llama 3 8B and 70B are the only models of these points that it profiles.
+made with. Ours are of commit 1b0553f5. vidur is not compared: its package has no profiles, and the tables of attention in its
+repository (microsoft/vidur @7d47513, data/profiling) could not be had; Llama 2 7B and 70B and Llama 3 8B and 70B are the only
+models of these points that it profiles.
 
 aiconfigurator is ahead in first tokens of DeepSeek-R1 with TensorRT-LLM on B200, where two of ten points (one measurement
 listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +305
