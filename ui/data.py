@@ -6,6 +6,7 @@ values are frozen, so they are shared between sessions (`cache_resource`) and no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from planner.question.plan_file import plan_file
 from planner.runs import runs_store
 from planner.search.answer import search_question
 from planner.search.fixes import find_savings
-from planner.search.flips import KNOBS
+from planner.search.flips import KNOBS, OCTAVES, STEPS
 from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
@@ -41,7 +42,7 @@ from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.charts.row_types import PlanOnMachine, RatePoint
-from ui.published import nearest, sentence
+from ui.published import nearest, sentence, step_off
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from planner.search.fixes import Fix
     from planner.search.result import RankedPlan, SearchResult
     from planner.search.size_grid import Size
+    from simulator.analytical.estimates import EstimateTable
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
@@ -92,30 +94,46 @@ def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer
 
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
-    """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4.
+    """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4, where flip points
+    were looked for and where they are.
 
-    The clusters are scaled, and the steps in the proportion that the listed plans have, as for flip points
-    (`planner.search.flips`), so that curves cross where those are. No step is longer than on slower links: where NCCL
-    chooses worse on faster ones, the curve is a bound.
+    The clusters are scaled, and the steps follow the curves that flip points were read off (`planner.search.flips`): a
+    plan has no step where its curve ends. No step is longer than on slower links: where NCCL chooses worse on faster
+    ones, the curve is a bound.
     """
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
-    factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
-    machines = [knob.scale(result.question.cluster, factor) for factor in factors]
+    ranked = {one.plan: one for one in result.plans}
+    flips = [flip for plan in plans if plan in ranked for flip in ranked[plan].flips if flip.quantity == quantity]
+    looked_at = {step / STEPS for step in range(-OCTAVES * STEPS, OCTAVES * STEPS + 1)}
+    shifts = sorted(looked_at | {math.log2(flip.at / flip.now) for flip in flips})
+    machines = [knob.scale(result.question.cluster, 2.0**shift) for shift in shifts]
     each_on = [machine for machine in machines for _ in plans]
-    steps = result.question.estimate([*plans] * len(factors), each_on=each_on).step_s.reshape(len(factors), len(plans))
-    listed = {one.plan: one.estimate.step_s.value for one in result.plans}
-    here = steps[factors.index(1.0)]
-    scale = [listed.get(plan, step) / step for plan, step in zip(plans, here, strict=True)]
-    curves = np.minimum.accumulate(steps * scale, axis=0)
+    steps = result.question.estimate([*plans] * len(shifts), each_on=each_on).step_s.reshape(len(shifts), len(plans))
+    for column, plan in enumerate(plans):
+        if one := ranked.get(plan):
+            steps[:, column] *= one.estimate.step_s.value / steps[shifts.index(0.0), column]
+            known = {curve.sign: curve for curve in one.rate_curves if curve.quantity == quantity}
+            for row, shift in enumerate(shifts):
+                if curve := known.get(int(np.sign(shift))):
+                    steps[row, column] *= curve.factor(abs(shift)) if abs(shift) <= curve.end else np.nan
+    curves = np.fmin.accumulate(steps, axis=0)
     return [
-        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
-        for row, factor in enumerate(factors)
+        {"rate": now * 2.0**shift, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
+        for row, shift in enumerate(shifts)
         for column, plan in enumerate(plans)
+        if not np.isnan(steps[row, column])
     ]
 
 
-def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
+@st.cache_resource(max_entries=16, show_spinner=False)
+def _as_it_is(_result: SearchResult, key: str) -> EstimateTable:
+    """Return the listed plans by the analytical model. `key` names the question and the plans."""
+    del key
+    return _result.question.estimate([ranked.plan for ranked in _result.plans])
+
+
+def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
     """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
 
     A step is scaled by the ratio of the analytical model's steps there and here; memory use stays the same. Raises
@@ -132,7 +150,7 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
         if factor != 1:
             machine = scale[name](machine, factor)
     plans = [ranked.plan for ranked in result.plans]
-    now = result.question.estimate(plans)
+    now = _as_it_is(result, " ".join([question.key, *map(plan_name, plans)]))
     then = replace(result.question, cluster=machine).estimate(plans)
     return [
         {
@@ -256,11 +274,15 @@ def _checked_elsewhere(said: JsonObject, text: str, name: str, launch: str) -> C
     return lambda: remote.RemoteJob(service.client(), "check", asked, lambda answer: answer)
 
 
-def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:
+def simulated(
+    question: Inputs, result: SearchResult, ranked: RankedPlan, *, patience_s: float | None = None
+) -> SimulatedStep | None:
     """Return the simulated step of a plan, or None after showing progress. Raises PlannerError."""
     key = f"{question.key} {plan_name(ranked.plan)}"
     asked = (result.question, ranked.plan)
-    found: SimulatedStep | None = waiting.ask("simulate", key, *asked, title="Simulating the step")
+    found: SimulatedStep | None = waiting.ask(
+        "simulate", key, *asked, title="Simulating the step", patience_s=patience_s
+    )
     return found
 
 
@@ -318,10 +340,8 @@ def published() -> tuple[JsonObject, ...]:
     return () if path is None else validation_rows(str(path), path.stat().st_mtime)
 
 
-def nearest_published(question: Inputs) -> str | None:
-    """Return the published run nearest to a question and how far off its prediction is, as a sentence. Raises
-    PlannerError.
-    """
+def nearest_published(question: Inputs) -> panels.Near | None:
+    """Return the published run nearest to a question and how far off its prediction is. Raises PlannerError."""
     machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
     kind = machine.slowest_kind if plannable(machine) else None
     if kind is None:
@@ -333,15 +353,7 @@ def nearest_published(question: Inputs) -> str | None:
         gpus=question.gpus or machine.gpu_count,
         framework=question.framework,
     )
-    return None if found is None else sentence(found)
-
-
-def near_words(question: Inputs) -> str:
-    """Return what is known of how far off such predictions are, for badges; empty where nothing is. Raises
-    PlannerError.
-    """
-    found = nearest_published(question)
-    return f"The nearest published run: {found}." if found else ""
+    return None if found is None else panels.Near(off=step_off(found), sentence=sentence(found))
 
 
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
@@ -352,9 +364,12 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The search result that a page shows, the question that it answers, and the chosen plan."""
+    """The search result that a page shows, the question that it answers, and the chosen plan. `final` is False for
+    what is shown before a search ends.
+    """
 
     question: Inputs
+    final: bool
     result: SearchResult
     ranked: RankedPlan
 
@@ -367,6 +382,7 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
+    final = result is not None
     if result is None:
         result = waiting.early("search", asked.key)
     if result is not None and result.search.status == PRELIMINARY:
@@ -375,13 +391,14 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
             " the plans are being simulated, and may change places."
         )
     if result is not None:
-        shown, found = asked, saved_plans.with_saved(asked, result)
+        shown, found = asked, saved_plans.with_saved(asked, saved_plans.with_likely(result))
     elif last is not None:
         shown, found = last.question, last.result
     else:
         st.stop()
     results()["answer"] = Answer(
         question=shown,
+        final=final,
         result=found,
         ranked=_choose(found) if choose else chosen(found, state.link().get("plan", "")),
     )
@@ -417,6 +434,12 @@ def _choose(result: SearchResult) -> RankedPlan:
 
 def _title(ranked: RankedPlan) -> str:
     return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({plan_settings(ranked.plan)})"
+
+
+def is_final() -> bool:
+    """Return whether the answer that the page shows is that of a search that has ended."""
+    found: Answer = results()["answer"]
+    return found.final
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

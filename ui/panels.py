@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import streamlit as st
 
@@ -66,15 +66,24 @@ def section(title: str, about: str = "") -> None:
 Figure = tuple[str, str, str] | tuple[str, str, str, str] | tuple[str, str, str, str, object]
 
 
-def figures(cells: Sequence[Figure], near: str = "") -> None:
-    """Show a row of figures, which wraps on a narrow screen. `near` says how far off such numbers were."""
+class Near(NamedTuple):
+    """The published run nearest to a question: how far off its predicted step is, and what it was, in words."""
+
+    off: str
+    sentence: str
+
+
+def figures(cells: Sequence[Figure], near: Near | None = None) -> None:
+    """Show a row of figures, which wraps on a narrow screen. `near` stands next to the range of the first, a step."""
     with st.container(horizontal=True, gap="small", key=f"figures_{cells[0][0].lower().replace(' ', '_')}"):
         for label, value, about, *more in cells:
             below, source = (*more, None, None)[:2]
             with st.container(border=True, gap="xxsmall"):
                 st.metric(label, value, below or None, help=about or None, delta_color="off", delta_arrow="off")
+                if near is not None and label == cells[0][0]:
+                    st.markdown(f":small[nearest published run: {plain(near.off)}]", help=plain(f"{near.sentence}."))
                 if source is not None:
-                    badge(source, near)
+                    badge(source)
 
 
 def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figure]:
@@ -94,7 +103,7 @@ def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figur
 
 def chart(drawn: Drawing, *, key: str, alt: str) -> None:
     """Show a chart in its own colours; `alt` describes it in words."""
-    st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
+    st.vega_lite_chart(spec=drawn.to_dict(validate=False), theme=None, key=key, alt=alt, width="stretch")
 
 
 def plan_chart(drawn: Drawing, *, key: str, alt: str, chosen: Sequence[str], on_pick: Callable[[str], None]) -> None:
@@ -110,7 +119,10 @@ def plan_chart(drawn: Drawing, *, key: str, alt: str, chosen: Sequence[str], on_
             on_pick(str(picked[0]["plan"]))
 
     with st.container(key=key):
-        st.altair_chart(drawn, theme=None, key=own, alt=alt, width="stretch", on_select=pick, selection_mode=PICK)
+        spec = drawn.to_dict(validate=False)
+        st.vega_lite_chart(
+            spec=spec, theme=None, key=own, alt=alt, width="stretch", on_select=pick, selection_mode=PICK
+        )
 
 
 def step_difference(found: StepDifference, about: str, *, key: str) -> None:
@@ -211,12 +223,16 @@ def _show_reasons(error: PlannerError) -> None:
 
 
 def in_words(remedy: str) -> str:
-    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`."""
-    return re.sub(
-        r"--([a-z]+(?:-[a-z]+)*) ",
-        lambda flag: f"{flag[1].replace('-', ' ')} ",
-        re.sub(r"--gpus (\d+)", r"\1 GPUs", remedy),
-    )
+    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`; a command line stays."""
+    return "; ".join(part if COMMAND.search(part) else _fields(part) for part in remedy.split("; "))
+
+
+COMMAND = re.compile(r"\b(?:planner|pip|torchrun) [a-z]")
+
+
+def _fields(part: str) -> str:
+    counted = re.sub(r"--gpus (\d+)", r"\1 GPUs", part)
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*) ", lambda flag: f"{flag[1].replace('-', ' ')} ", counted)
 
 
 def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -246,10 +262,10 @@ def purpose() -> None:
     st.markdown(PURPOSE)
 
 
-def badge(source: object, near: str = "") -> None:
+def badge(source: object) -> None:
     """Show where a number comes from as a coloured word: measured, calibrated, datasheet or assumed."""
     word = str(source)
-    st.badge(SOURCE_WORDS.get(word, word), color=SOURCES.get(word, "gray"), help=plain(near) or None)
+    st.badge(SOURCE_WORDS.get(word, word), color=SOURCES.get(word, "gray"))
 
 
 def bring_files() -> None:

@@ -36,13 +36,18 @@ def sentence(row: Mapping[str, Any]) -> str:
     """Return what a compared run was and how far off its prediction is."""
     about, error = row["about"], row["error"]
     source = words(row["file"].removesuffix(".json"))
-    parts = [f"step predicted {_off(error['step'], 'long', 'short')}"]
+    parts = [f"step predicted {step_off(row)}"]
     parts += [f"memory {_off(error['memory'], 'high', 'low')}"] if error["memory"] is not None else []
     billions = about["parameters"] / 1e9
     size = f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"
     by = "" if about["framework"] == "any" else f" with {about['framework']}"
     what = f"{size} B parameters on {about['gpus']:,} x {about['gpu']}{by}"
     return f"{what} ({source}): {', '.join(parts)}"
+
+
+def step_off(row: Mapping[str, Any]) -> str:
+    """Return how far off the predicted step of a compared run is."""
+    return _off(row["error"]["step"], "long", "short")
 
 
 def _off(error: float, more: str, less: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import log2
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from planner.explain.answer_text import fits_text
@@ -344,6 +345,19 @@ def run_row(run: RunSummary) -> dict[str, str | float | None]:
         "predicted memory": gib(run.predicted_peak_bytes),
         "measured memory": gib(run.measured_peak_bytes),
         "memory": run.memory_error,
+    }
+
+
+def group_row(name: str, runs: Sequence[RunSummary]) -> dict[str, str | float | None]:
+    """Return saved runs of a group as a row: how many, their steps, and how far off their predictions are."""
+    measured = [run.measured_step_s for run in runs if run.measured_step_s]
+    errors = [run.step_error for run in runs if run.step_error is not None]
+    return {
+        "group": name,
+        "runs": len(runs),
+        "median step": in_seconds(median(measured)) if measured else "",
+        "step, mean absolute error": f"{mean(map(abs, errors)):.1%}" if errors else "",
+        "step, median error": f"{median(errors):+.1%}" if errors else "",
     }
 
 

@@ -1,6 +1,6 @@
-"""Plans that a person made and saved for a question. Pages list them below the plans of the answer.
+"""Plans that pages list below those of the answer: faster ones that may fit, and those that a person saved.
 
-They are files on this machine, one folder per question.
+Saved plans are files on this machine, one folder per question.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from pathlib import Path
 import platformdirs
 import streamlit as st
 
+from planner.explain.answer_text import LEAST_GAIN
 from planner.question.prediction import Prediction, predict
 from planner.search.result import RankedPlan, SearchResult
+from simulator.config.estimate import chance
 from simulator.config.plan import Plan
 from topology import codec
 from topology.errors import BadInput, PlannerError
@@ -48,6 +50,25 @@ def plans(question: Inputs) -> tuple[Plan, ...]:
         except PlannerError:
             continue
     return tuple(found[:MOST])
+
+
+def with_likely(result: SearchResult) -> SearchResult:
+    """Return the result with the faster plans that may fit below those that surely do."""
+    below = tuple(
+        RankedPlan(
+            rank=rank,
+            plan=one.plan,
+            estimate=one.estimate,
+            method=one.method,
+            tie=rank,
+            fit_probability=one.fit_probability,
+            lost_because=f"{one.faster:.0%} less time, but {chance(one.fit_probability)} likely to fit",
+            problems=result.question.problems(one.plan),
+        )
+        for rank, one in enumerate(result.likely, len(result.plans) + 1)
+        if one.faster >= LEAST_GAIN
+    )
+    return replace(result, plans=(*result.plans, *below))
 
 
 def with_saved(question: Inputs, result: SearchResult) -> SearchResult:

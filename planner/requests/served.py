@@ -7,4 +7,6 @@ RUNS = frozenset({"apply", "tune"})  # commands that use the machine itself: one
 SHORT = frozenset({"estimate", "compare"})  # answered within seconds, whatever is asked
 # What commands write in any case: the flag that names it, and a name.
 ALWAYS_WRITTEN = {"apply": ("out", "run"), "trace": ("out", "trace.json"), "tune": ("state", "state.jsonl")}
+# What a command that takes long writes while it runs, below the folder of its job.
+SO_FAR = {"apply": "run/records/rank0.jsonl", "tune": ALWAYS_WRITTEN["tune"][1]}
 CONTINUED = "resume"  # a file that is sent, and goes on in the place of what would be written

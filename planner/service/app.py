@@ -212,7 +212,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         async for found in service.changes(user, job):
             yield ServerSentEvent(data=found, event=found.state)
 
-    @app.get("/v1/jobs/{job}/state", summary="The state file of a tuning that runs, as far as written.", tags=["jobs"])
+    @app.get("/v1/jobs/{job}/state", summary="What a tuning or a run has written so far.", tags=["jobs"])
     def state(job: str, user: User) -> Response:
         service.read(user, job)
         return Response(service.queue.state_so_far(user, job), media_type="application/octet-stream")

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
 from planner.remote.settings import Settings
 from planner.requests.flag import Flag
-from planner.requests.served import ALWAYS_WRITTEN, RUNS, SHORT
+from planner.requests.served import RUNS, SHORT, SO_FAR
 from planner.runs.scheduled import cancel_below
 from planner.service.outcome import ending, error_text, prepared, scheduled
 from planner.service.store.files import Files
@@ -110,12 +110,13 @@ class Dispatcher:
             threading.Thread(target=cancel_below, args=(folder,), daemon=True, name="cancel").start()
 
     def state_so_far(self, job: str) -> bytes:
-        """Return the state file of a tuning that runs here, as far as it is written; nothing where there is none."""
+        """Return the state file of a tuning that runs here, or the records of a run's first rank, as far as they are
+        written; nothing where there is none.
+        """
         running = self._running.get(job)
-        flag, name = ALWAYS_WRITTEN.get("" if running is None else running.claim.command, ("", ""))
-        if running is None or flag != "state":
+        if running is None or running.claim.command not in SO_FAR:
             return b""
-        with suppress(OSError), (running.folder / name).open("rb") as file:
+        with suppress(OSError), (running.folder / SO_FAR[running.claim.command]).open("rb") as file:
             return file.read(MOST_STATE_BYTES)
         return b""
 

@@ -92,7 +92,7 @@ class Queue:
         return JobList.of(self.jobs.newest(user, limit)).jobs
 
     def state_so_far(self, user: str, job: str) -> bytes:
-        """Return what a tuning of a user that runs here has written of its state; nothing where there is none."""
+        """Return what a tuning or a run of a user has written here so far; nothing where there is none."""
         return self.dispatcher.state_so_far(job) if self.jobs.read(user, job) is not None else b""
 
     def cancel(self, user: str, job: str) -> None:

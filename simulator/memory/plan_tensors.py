@@ -13,7 +13,7 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
-from simulator.runtimes.library import ModelOperators, head_peaks
+from simulator.runtimes.library import ModelOperators, head_peaks, turns_at_once
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away
 from simulator.step.context import CostContext
@@ -85,7 +85,9 @@ class PlanTensors:
             if unit.block == "head":
                 peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
                 kept = bool(self.context.spec.layer.metrics_after)
-                self._passes[key] = self._tensors.head_passes(operators, peaks, kept=kept)
+                self._passes[key] = self._tensors.head_passes(
+                    operators, peaks, kept=kept, at_once=turns_at_once(self.context.runtime)
+                )
             else:
                 mode = self.context.spec.recompute[word] if word else RecomputeSpec()
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors

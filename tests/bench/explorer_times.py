@@ -28,9 +28,19 @@ PATIENT_MS = 300_000  # a machine that does other things too
 LONG = "plans?model=llama3-405b&gpus=16384&framework=megatron-lm&batch={batch}"
 # The figures of the batch that was asked for: the sentence in the page's last lines names it.
 FIRST = """batch => document.querySelector("[data-testid='stMetricValue']") && !document.querySelector(".st-key-last_answer")
-    && (!batch || document.body.innerText.includes(`global batch ${batch} `))"""
-DONE = f"""batch => !/Searching all legal plans/.test(document.body.innerText) && ({FIRST})(batch)"""
-ROWS = ("first page", "first answer of a new question on 512 GPUs", "the same, plans simulated", "a slider of What if")
+    && (!batch || document.body.innerText.includes(`global batch ${batch.toLocaleString("en-US")} `))"""
+# Plans are simulated: what is still worked out then is what would change the answer.
+DONE = f"""batch => !/Preliminary, by the analytical model/.test(document.body.innerText) && ({FIRST})(batch)"""
+SEARCHING = "Searching all legal plans"
+ROWS = (
+    "first page, with the answer",
+    "first answer of a new question on 64 GPUs",
+    "the same, plans simulated",
+    "first answer of a new question on 512 GPUs",
+    "that, plans simulated",
+    "a slider of What if",
+    "a ticked row of the first page",
+)
 
 
 class Explorer:
@@ -64,13 +74,12 @@ class Explorer:
         page.context.close()
         return took
 
-    def question(self) -> tuple[float, float]:
-        """Change the batch of a question on 512 GPUs to one that was never asked: by the analytical model, and
-        simulated.
-        """
+    def question(self, model: str, gpus: int) -> tuple[float, float]:
+        """Change the batch of a question to one that was never asked: by the analytical model, and simulated."""
         page = self.fresh()
-        page.goto(f"{self.address}/plans?model=llama3-8b&gpus=512&batch={self._another()}")
+        page.goto(f"{self.address}/plans?model={model}&gpus={gpus}&batch={self._another()}")
         page.wait_for_function(DONE, arg=self.batch, polling=20)
+        page.get_by_text(SEARCHING).wait_for(state="hidden")
         field = page.get_by_label("Global batch", exact=True)
         field.fill(str(self._another()))
 
@@ -101,12 +110,32 @@ class Explorer:
         page.context.close()
         return took
 
+    def row(self) -> float:
+        """Tick the second plan of the first page, and wait until the page shows it."""
+        page = self.fresh()
+        page.goto(f"{self.address}/?model=llama3-8b&gpus=16")
+        page.get_by_role("heading", name=re.compile("#1 ")).wait_for()
+        page.get_by_text("The whole timeline").wait_for()
+        page.wait_for_timeout(1000)
+        box = page.locator("[data-testid='stDataFrame']").first.bounding_box()
+        assert box is not None
+
+        def ticked() -> None:
+            page.mouse.click(box["x"] + 20, box["y"] + 35 * 2 + 17)  # rows of a table are 35 pixels high
+            page.get_by_role("heading", name=re.compile("#2 ")).wait_for()
+
+        took = self.timed(ticked)
+        page.context.close()
+        return took
+
     def rows(self) -> list[tuple[tuple[str, ...], Callable[[], tuple[float, ...]]]]:
         """Return what is timed together, by the names of its rows."""
         return [
             (ROWS[:1], lambda: (self.first_page(),)),
-            (ROWS[1:3], self.question),
-            (ROWS[3:], lambda: (self.slider(),)),
+            (ROWS[1:3], lambda: self.question("llama3-70b", 64)),
+            (ROWS[3:5], lambda: self.question("llama3-8b", 512)),
+            (ROWS[5:6], lambda: (self.slider(),)),
+            (ROWS[6:], lambda: (self.row(),)),
         ]
 
     def _another(self) -> int:
@@ -141,10 +170,10 @@ def main() -> None:
             for turn in range(repeat):
                 for number, (names, does) in enumerate(explorer.rows()):
                     page = explorer.fresh()  # a long search of its own for each, which must not end before
-                    page.goto(f"{address}/{LONG.format(batch=2048 + 512 * (3 * turn + number))}")
-                    page.get_by_text("Searching all legal plans").wait_for()
+                    page.goto(f"{address}/{LONG.format(batch=2048 + 512 * (len(ROWS) * turn + number))}")
+                    page.get_by_text(SEARCHING).wait_for()
                     for name, took in zip(names, does(), strict=True):
-                        running_still = page.get_by_text("Searching all legal plans").count() > 0
+                        running_still = page.get_by_text(SEARCHING).count() > 0
                         alongside[name] += [took] if running_still else []
                     page.context.close()
         browser.close()

@@ -2,15 +2,18 @@
 
     python tests/bench/service_load.py --clients 200 --seconds 600 > load.md
     python tests/bench/service_load.py --clients 20 --kill server --times 50 --postgres
+    python tests/bench/service_load.py --clients 200 --seconds 180 --heavy 6
 
 Each client asks for estimates, one in ten for a search, waits for the answer, and asks again. An answer is right when
 it is about the batch that was asked for. Killed are worker processes, the server (which is then started again), or the
-database (stopped and started).
+database (stopped and started). With `--heavy`, two other users have asked for so many searches on 16,384 GPUs before,
+and clients ask for estimates only.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import random
@@ -29,11 +32,14 @@ from planner.remote.client import Client
 from tests.service.postgres import Server, binaries
 from tests.service.running import Process, service
 from topology.errors import PlannerError
+from topology.units import in_gib
 
 # A small model, so that the service is measured and not the simulation.
 ESTIMATES = [{"model": "tiny-llama", "cluster": "h200x4", "gpus": gpus} for gpus in (1, 2, 4)]
-SEQ_LEN = 8192  # the default
 SEARCH = {"model": "tiny-llama", "cluster": "h200x4", "gpus": 2}
+HEAVY = {"model": "llama3-405b", "gpus": 16384, "framework": "megatron-lm"}
+CLIENTS, OTHERS = "clients", ("ada", "bob")
+USERS = {user: hashlib.sha256(f"{user} has a long token".encode()).hexdigest() for user in (CLIENTS, *OTHERS)}
 
 
 @dataclass
@@ -50,14 +56,18 @@ class Count:
     enough: threading.Event = field(default_factory=threading.Event)  # nothing more is asked
 
 
-def client(url: str, until: float, seed: int, seen: Count) -> None:
-    """Ask until the time is over or enough was killed, and wait for every answer."""
+def asking(url: str, user: str) -> Client:
+    return Client(url, token=f"{user} has a long token", patience_s=300)
+
+
+def client(url: str, until: float, seed: int, seen: Count, searches: float) -> None:
+    """Ask until the time is over or enough was killed, and wait for every answer. `searches` is their share."""
     draw = random.Random(seed)
     time.sleep(draw.random() * 2)
-    with Client(url, patience_s=300) as asked:
+    with asking(url, CLIENTS) as asked:
         while time.monotonic() < until and not seen.enough.is_set():
             batch = 4 * draw.randint(1, 16)
-            command, flags = ("suggest", SEARCH) if draw.random() < 0.1 else ("estimate", draw.choice(ESTIMATES))
+            command, flags = ("suggest", SEARCH) if draw.random() < searches else ("estimate", draw.choice(ESTIMATES))
             began = time.monotonic()
             try:
                 job = asked.submit(command, {**flags, "global_batch": batch})
@@ -83,7 +93,7 @@ def right(document: dict[str, Any], gpus: int, batch: int) -> bool:
     if document["command"] == "suggest":
         return bool(result["question"]["workload"]["global_batch_size"] == batch)
     tokens = result["estimate"]["tokens_per_s_per_gpu"] * result["estimate"]["step_s"]["value"]
-    return bool(abs(tokens * gpus / SEQ_LEN - batch) < 0.01 * batch)
+    return bool(abs(tokens * gpus / result["workload"]["seq_len"] - batch) < 0.01 * batch)
 
 
 def disturb(what: str, times: int, running: Process, database: Server | None, until: float) -> int:
@@ -117,6 +127,7 @@ def main() -> None:
     reported.add_argument("--kill", choices=["worker", "server", "database"])
     reported.add_argument("--times", type=int, default=50)
     reported.add_argument("--postgres", action="store_true")
+    reported.add_argument("--heavy", type=int, default=0)
     said = reported.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mw-load-")))
@@ -130,20 +141,32 @@ def main() -> None:
             database.start()
             stack.callback(database.stop, "immediate")
         url = database.url if database else None
-        running = stack.enter_context(service(folder / "service", database=url, workers=2, lease_s=5.0, rate_per_s=1e6))
+        settings = {"database": url, "workers": 2, "lease_s": 5.0, "rate_per_s": 1e6, "users": USERS}
+        running = stack.enter_context(service(folder / "service", **settings))
+        others = [stack.enter_context(asking(running.url, user)) for user in OTHERS]
+        for number in range(said.heavy):
+            others[number % 2].submit("suggest", {**HEAVY, "global_batch": 2048 + 512 * number})
         seen, until = Count(), time.monotonic() + said.seconds
         began = time.monotonic()
         threads = [
-            threading.Thread(target=client, args=(running.url, until, seed, seen)) for seed in range(said.clients)
+            threading.Thread(target=client, args=(running.url, until, seed, seen, 0.0 if said.heavy else 0.1))
+            for seed in range(said.clients)
         ]
         for thread in threads:
             thread.start()
+        time.sleep(min(20.0, said.seconds / 3))
+        before = psutil.Process(running.process.pid).memory_info().rss
         killed = disturb(said.kill, said.times, running, database, until) if said.kill else 0
         if said.kill:
             seen.enough.set()
         for thread in threads:
             thread.join()
+        after = psutil.Process(running.process.pid).memory_info().rss
         show(said, seen, killed, time.monotonic() - began, running)
+        print(f"memory of the server: {in_gib(before, 2)} after the first seconds, {in_gib(after, 2)} at the end")
+        if said.heavy:
+            states = Counter(job["state"] for other in others for job in other.jobs(limit=said.heavy))
+            print(f"heavy searches of {len(OTHERS)} users at the end: {dict(states)}")
 
 
 def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, running: Process) -> None:
@@ -153,14 +176,16 @@ def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, run
     from planner.service.store.tables import JOBS
 
     url = running.settings.database_url.replace("postgresql:", "postgresql+psycopg:")
+    ours = JOBS.c.owner == CLIENTS
     with create_engine(url).connect() as connection:
-        rows = dict(connection.execute(select(JOBS.c.state, func.count()).group_by(JOBS.c.state)).all())
-        most = connection.execute(select(func.max(JOBS.c.fence))).scalar_one()
-        keys = connection.execute(select(func.count(JOBS.c.idempotency_key.distinct()))).scalar_one()
+        rows = dict(connection.execute(select(JOBS.c.state, func.count()).where(ours).group_by(JOBS.c.state)).all())
+        most = connection.execute(select(func.max(JOBS.c.fence)).where(ours)).scalar_one()
+        keys = connection.execute(select(func.count(JOBS.c.idempotency_key.distinct())).where(ours)).scalar_one()
     at = sorted(seen.seconds)
     ranks = {f"p{q}": at[min(len(at) - 1, len(at) * q // 100)] for q in (50, 95, 99)} if at else {}
     accepted = sum(rows.values())
     what = f"{said.kill} killed {killed} times" if said.kill else "nothing killed"
+    what += f", next to {said.heavy} heavy searches of two users" if said.heavy else ""
     print(
         f"| {said.clients} clients, {seconds:.0f} s, {'PostgreSQL' if said.postgres else 'SQLite'}, {what} | {accepted} "
         f"| {rows.get('done', 0)} | {rows.get('failed', 0)} | {accepted - rows.get('done', 0) - rows.get('failed', 0)} "

@@ -286,7 +286,7 @@ def test_no_run_yet_says_how_to_make_one(explorer):
     assert "planner apply" in text
 
 
-def test_kept_runs_stand_beside_their_predictions(explorer):
+def test_kept_runs_stand_beside_their_predictions_in_groups_and_with_their_steps(explorer, tmp_path):
     from planner.runs.runs_store import save_run
     from simulator.config.hf_config import load_model
 
@@ -305,13 +305,28 @@ def test_kept_runs_stand_beside_their_predictions(explorer):
         "predicted": {"step_s": {"value": 0.9}, "memory": {"peak_bytes": {"value": 40 * 2**30}}},
         "measured": {"step_s": {"median": 1.0}, "memory_by_rank": [{"peak_allocated_bytes": 50 * 2**30}]},
     }
-    save_run(document, "/somewhere")
+    (tmp_path / "records").mkdir()
+    steps = [{"kind": "step", "seconds": 1.0, "loss": loss, "sm_clock_hz": 1.4e9} for loss in (3.0, 2.0)]
+    (tmp_path / "records" / "rank0.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps) + '{"kind"')
+    save_run(document, tmp_path)
+    other = {"taken_at": "2026-11-21T10:00:00+00:00", "model": msgspec.to_builtins(load_model("llama3-70b"))}
+    save_run({**document, **other}, "/somewhere")
 
     test = explorer("measured")
-    row = table(test, "model").iloc[0]
-    assert row["model"] == "llama3-8b"
+    row = table(test, "model").set_index("model").loc["llama3-8b"]
     assert row["step"] == pytest.approx(-10.0)  # percent
     assert row["memory"] == pytest.approx(-20.0)
+
+    test.selectbox(key="runs_group").set_value("model")
+    test.multiselect(key="runs_model").set_value(["llama3-8b"]).run()
+    assert [*table(test, "group")["group"]] == [*table(test, "model")["model"]] == ["llama3-8b"]
+    assert table(test, "group")["step, mean absolute error"].item() == "10.0%"
+    test.session_state["own_runs"] = {"selection": {"rows": [0], "columns": [], "cells": []}}
+    test.run()
+    drawn = [json.loads(chart.proto.spec) for chart in test.get("vega_lite_chart")]
+    titles = {layer["encoding"].get("y", {}).get("title") for spec in drawn for layer in spec.get("layer", ())}
+    assert {"loss", "step time, s", "SM clock, MHz"} <= titles
+    assert test.exception == []
 
 
 def test_without_the_repository_the_published_runs_say_where_they_are(explorer, monkeypatch):

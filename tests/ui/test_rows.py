@@ -9,6 +9,7 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.health.diagnose import diagnose
 from ui import rows
+from ui.panels import in_words
 
 TOPO = ROOT / "tests" / "data" / "topo"
 
@@ -58,3 +59,16 @@ def test_a_machine_of_the_catalogue_says_datasheet(name):
     assert value.endswith("GB/s")
     assert "datasheet" in about
     assert "Measured" not in about
+
+
+@pytest.mark.parametrize(
+    ("remedy", "shown"),
+    [
+        ("--gpus 128", "128 GPUs"),
+        ("a longer --time-limit 60; or --framework megatron-lm ", "a longer time limit 60; or framework megatron-lm "),
+        ("planner probe --out here.json", "planner probe --out here.json"),
+        ("--gpus 8; planner doctor --json says more", "8 GPUs; planner doctor --json says more"),
+    ],
+)
+def test_flags_are_shown_as_fields_and_command_lines_keep_their_dashes(remedy, shown):
+    assert in_words(remedy) == shown

@@ -16,6 +16,7 @@ for _name in ("fastapi", "sqlalchemy", "alembic"):
 from ui import jobs  # noqa: E402 - after the packages that it needs
 from ui.background import service  # noqa: E402 - after the packages that it needs
 from ui.question.state import Inputs  # noqa: E402 - as above
+from ui.run_steps import points_of  # noqa: E402 - as above
 
 PATIENT_S = 120.0
 
@@ -50,8 +51,17 @@ def settled(test, words):
 def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
     pytest.importorskip("torch", reason="torch runs plans")
     test = begin(explorer)
+    (kept,) = queue.jobs.newest(service.USER, 10)
+    seen = []
+    ends = time.monotonic() + PATIENT_S
+    while service.jobs().read(kept["id"])["state"] in {"queued", "running"}:
+        assert time.monotonic() < ends
+        seen.append(points_of(service.jobs().so_far(kept["id"]).decode(), "run"))
+        time.sleep(0.1)
     settled(test, ["The run:"])
 
+    assert any(0 < len({point["step"] for point in points}) < 10 for points in seen)  # while it ran
+    assert "Its steps" in said(test)
     assert "finished" in said(test)
     assert "those of one process" in said(test)
     shown = table(test, "measured")

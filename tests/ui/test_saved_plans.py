@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from planner.question.flags import Flags
+from planner.search.answer import answer
+from planner.search.result import MayFit
+from planner.search.search import SearchOptions
 from simulator.config.plan import PLAN_FIELDS
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, said, table
@@ -50,6 +56,21 @@ def test_saved_plans_are_those_of_their_question_and_damaged_files_are_passed_ov
             saved_plans.save(first, Plan(dp_shard=size + 1, cp=1, pp=2))
     with pytest.raises(BadInput, match="saved for this question"):
         saved_plans.save(first, Plan(tp=8))
+
+
+def test_a_faster_plan_that_may_fit_is_a_row_of_its_own():
+    flags = Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8)
+    found = answer(flags, "torchtitan", SearchOptions(top=2, simulate=False, reasons=False))
+    other = found.plans[1]
+
+    def of(faster):
+        one = MayFit(plan=other.plan, estimate=other.estimate, method=other.method, fit_probability=0.85, faster=faster)
+        return saved_plans.with_likely(replace(found, plans=found.plans[:1], likely=(one,)))
+
+    first, row = of(0.08).plans
+    assert first == found.plans[0]
+    assert (row.rank, row.plan, row.lost_because) == (2, other.plan, "8% less time, but 85% likely to fit")
+    assert len(of(0.001).plans) == 1  # nobody would choose it
 
 
 def test_two_questions_are_compared_for_the_same_batch(explorer):

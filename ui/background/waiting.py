@@ -24,7 +24,7 @@ MAX_RESULTS = {
     "numbers": 16,
     "check": 16,
     "other": 16,
-    "simulate": 4,
+    "simulate": 8,
     "sizes": 32,
     "serve": 32,
     "pareto": 16,
@@ -62,11 +62,18 @@ def _session() -> str:
     return "" if context is None else context.session_id
 
 
-def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], PendingAnswer] | None = None) -> Any:
+def ask(
+    kind: str,
+    key: str,
+    *arguments: Any,
+    title: str,
+    start: Callable[[], PendingAnswer] | None = None,
+    patience_s: float | None = None,
+) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
-    `start` starts it elsewhere than in a process here. Sessions that ask for the same share a job. A session waits for
-    one of a kind: asking for another key leaves it.
+    `start` starts it elsewhere than in a process here; the page waits for it PATIENCE_S, or `patience_s`. Sessions
+    that ask for the same share a job. A session waits for one of a kind: asking for another key leaves it.
     """
     finished = _finished()
     if (kind, key) in finished:
@@ -83,7 +90,11 @@ def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Pe
         begin = start or partial(Job, workers(), kind, *arguments)
         job = kept[key] = _shared().join(_session(), kind, key, begin)
     to_the_end_s = st.session_state.get("_patience_s")  # who tests pages waits for no early answers
-    if not (_answers(job) if to_the_end_s is None else job.ask(to_the_end_s)):
+    if to_the_end_s is None:
+        ended = _answers(job, PATIENCE_S if patience_s is None else patience_s)
+    else:
+        ended = job.ask(to_the_end_s)
+    if not ended:
         _panel(kind, key, job, title, seen=job.early)
         return None
     _keep(kind, key, job)
@@ -100,9 +111,9 @@ def prepare(kind: str, key: str, *arguments: Any) -> None:
     _keep(kind, key, job)
 
 
-def _answers(job: PendingAnswer) -> bool:
-    """Return whether a job is done, after waiting for that, or for an early answer, PATIENCE_S at most."""
-    ends = time.monotonic() + PATIENCE_S
+def _answers(job: PendingAnswer, patience_s: float) -> bool:
+    """Return whether a job is done, after waiting for that, or for an early answer, `patience_s` at most."""
+    ends = time.monotonic() + patience_s
     while not job.ask(max(0.0, min(GLANCE_S, ends - time.monotonic()))):
         if job.early is not None or time.monotonic() >= ends:
             return False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 from ui.charts.row_types import TermRow
 
 LABEL_PX = 62  # of the words next to a bar
@@ -22,26 +22,26 @@ def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
     # On a phone, too, there is room for the words next to the longest bar.
     most = max((abs(row["delta"]) for row in rows), default=1.0)
     reach = f"{most} * max(width, 130) / max(width - {2 * LABEL_PX}, 50)"
-    base = alt.Chart(alt.Data(values=list(rows))).encode(
+    base = alt.Chart(table(rows)).encode(
         y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=240)),
         x=alt.X(
             "delta:Q",
             title=unit,
             scale=alt.Scale(domainMin=alt.ExprRef(f"-({reach})"), domainMax=alt.ExprRef(reach), nice=False),
         ),
-        tooltip=["name:N", alt.Tooltip("text:N", title="difference")],
+        tooltip=[alt.Tooltip("name:N"), alt.Tooltip("text:N", title="difference")],
     )
     more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))
     bars = base.mark_bar(height=18, cornerRadius=2).encode(color=more)
     right = (
         base.transform_filter("datum.delta > 0")
         .mark_text(align="left", dx=5, fontSize=12, color=p.ink)
-        .encode(text="text:N")
+        .encode(text=alt.Text("text:N"))
     )
     left = (
         base.transform_filter("datum.delta <= 0")
         .mark_text(align="right", dx=-5, fontSize=12, color=p.ink)
-        .encode(text="text:N")
+        .encode(text=alt.Text("text:N"))
     )
-    zero = alt.Chart(alt.Data(values=[{"delta": 0}])).mark_rule(color=p.quiet).encode(x="delta:Q")
+    zero = alt.Chart(table([{"delta": 0}])).mark_rule(color=p.quiet).encode(x=alt.X("delta:Q"))
     return finished(alt.layer(zero, bars, right, left).properties(height=30 * max(1, len(rows)) + 40), dark)

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BAD, BLUE, GOOD, GREY
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 from ui.charts.row_types import SizeRow
 
 
@@ -17,7 +17,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure
 
     Rows are those of `ui.data.changed_machine`, with `label`, `before` and `after` in words.
     """
-    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+    base = alt.Chart(table(rows)).encode(
         y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
         tooltip=[
             alt.Tooltip("label:N", title="plan"),
@@ -27,7 +27,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure
         ],
     )
     x = alt.X("before_s:Q", title="step time, s", scale=alt.Scale(zero=False))
-    line = base.mark_rule(color=GREY, strokeWidth=2).encode(x=x, x2="after_s:Q")
+    line = base.mark_rule(color=GREY, strokeWidth=2).encode(x=x, x2=alt.X2("after_s:Q"))
     now = base.mark_point(size=80, strokeWidth=2, color=GREY).encode(x=x)
     then = base.mark_point(size=90, filled=True, opacity=1).encode(
         x=alt.X("after_s:Q"),
@@ -47,7 +47,7 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
     """
     p = paper(dark)
     numbers = [row["gpus"] for row in rows]
-    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+    base = alt.Chart(table(rows)).encode(
         x=alt.X(
             "gpus:Q",
             title="GPUs",
@@ -59,7 +59,7 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
     )
     line = base.mark_line(color=GOOD, strokeWidth=2)
     points = base.mark_point(color=GOOD, filled=True, size=80, opacity=1)
-    text = base.mark_text(dy=-12, fontSize=11, color=p.ink).encode(text="text:N")
+    text = base.mark_text(dy=-12, fontSize=11, color=p.ink).encode(text=alt.Text("text:N"))
     return finished(alt.layer(line, points, text).properties(height=230), dark)
 
 
@@ -69,7 +69,7 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     """
     p = paper(dark)
     rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
-    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+    base = alt.Chart(table(rows)).encode(
         x=alt.X("micro_batch:N", sort=None, title="sequences a micro batch", axis=alt.Axis(labelAngle=0, orient="top")),
         y=alt.Y("length:N", sort=None, title="tokens a sequence"),
         tooltip=[
@@ -86,7 +86,7 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     filled = filled.encode(opacity=alt.Opacity("tokens_per_s:Q", scale=depth, legend=None))
     hollow = base.transform_filter(~fits).mark_rect(cornerRadius=3, fillOpacity=0, stroke=BAD, strokeOpacity=0.45)
     here = base.transform_filter(alt.datum.here).mark_rect(cornerRadius=3, fillOpacity=0, stroke=p.ink, strokeWidth=2.5)
-    upper = base.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text="upper:N")
-    lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text="lower:N")
+    upper = base.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("upper:N"))
+    lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text=alt.Text("lower:N"))
     lengths = len({row["length"] for row in rows})
     return finished(alt.layer(filled, hollow, here, upper, lower).properties(height=44 * lengths + 60), dark)

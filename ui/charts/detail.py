@@ -10,7 +10,7 @@ import altair as alt
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, GOOD, GREY, MEMORY
 from topology.units import GIB
-from ui.charts.look import Figure, finished, ink_on, paper, scale, words
+from ui.charts.look import Figure, finished, ink_on, paper, scale, table, words
 from ui.charts.row_types import SavingRow
 
 LEAST_SHOWN_BYTES = 0.005 * GIB
@@ -48,7 +48,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         axis=alt.Axis(domain=False, ticks=False, labelLimit=190),
     )
     bars = (
-        alt.Chart(alt.Data(values=values))
+        alt.Chart(table(values))
         .mark_bar(stroke=p.page, strokeWidth=1)
         .encode(
             x=x,
@@ -58,16 +58,18 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 title=None,
                 scale=scale("memory", parts_shown),
                 sort=parts_shown,
-                legend=alt.Legend(columns=2, orient="bottom"),  # clear of the capacity's label, on a phone too
+                legend=alt.Legend(
+                    columns=2, orient="bottom", offset=14
+                ),  # clear of the capacity's label, on a phone too
             ),
-            order="order:Q",
-            tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],
+            order=alt.Order("order:Q"),
+            tooltip=[alt.Tooltip("stage:N"), alt.Tooltip("category:N"), alt.Tooltip("text:N", title="size")],
         )
     )
-    capacity_rule = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "text": f"{gib_text(capacity)} GiB available"}]))
-    rule = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
+    capacity_rule = alt.Chart(table([{"gib": capacity / GIB, "text": f"{gib_text(capacity)} GiB available"}]))
+    rule = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x=alt.X("gib:Q"))
     label = capacity_rule.mark_text(align="right", dx=-5, color=p.quiet, fontSize=11, baseline="top").encode(
-        x="gib:Q", y=alt.value(-14), text="text:N"
+        x=alt.X("gib:Q"), y=alt.value(-14), text=alt.Text("text:N")
     )
     row = 34 if len(stages) <= 16 else 13
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
@@ -79,18 +81,20 @@ def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Fi
     """
     p = paper(dark)
     most = max([capacity_gib, *(row["from_gib"] for row in rows)]) * 1.04
-    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+    base = alt.Chart(table(rows)).encode(
         y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False)),
         tooltip=[alt.Tooltip("change:N", title="change"), alt.Tooltip("text:N", title="frees")],
     )
     bars = base.mark_bar(height=18, cornerRadius=2).encode(
         x=alt.X("to_gib:Q", title="GiB that the allocator reserves", scale=alt.Scale(domain=[0, most], nice=False)),
-        x2="from_gib:Q",
+        x2=alt.X2("from_gib:Q"),
         color=alt.condition(alt.datum.quicker, alt.value(GOOD), alt.value(GREY)),
     )
-    text = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(x="to_gib:Q", text="text:N")
-    rule = alt.Chart(alt.Data(values=[{"gib": capacity_gib}]))
-    rule = rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
+    text = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(
+        x=alt.X("to_gib:Q"), text=alt.Text("text:N")
+    )
+    rule = alt.Chart(table([{"gib": capacity_gib}]))
+    rule = rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x=alt.X("gib:Q"))
     return finished(alt.layer(bars, text, rule).properties(height=28 * len(rows) + 50), dark)
 
 
@@ -116,17 +120,33 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
         )
         at += 0.0 if row.get("total") else row["seconds"]
     top = max((v["to"] for v in values), default=1.0)
-    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
-    x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.04], nice=False))
-    base = alt.Chart(alt.Data(values=values)).encode(
-        y=y, tooltip=["name:N", alt.Tooltip("text:N", title="takes"), alt.Tooltip("meaning:N", title="what it is")]
+    y = alt.Y(
+        "name:N",
+        sort=None,
+        title=None,
+        axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8),
     )
-    bars = base.mark_bar(height=20, cornerRadius=2).encode(x=x, x2="to:Q", color=alt.Color("colour:N", scale=None))
+    x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.04], nice=False))
+    base = alt.Chart(table(values)).encode(
+        y=y,
+        tooltip=[
+            alt.Tooltip("name:N"),
+            alt.Tooltip("text:N", title="takes"),
+            alt.Tooltip("meaning:N", title="what it is"),
+        ],
+    )
+    bars = base.mark_bar(height=20, cornerRadius=2).encode(
+        x=x, x2=alt.X2("to:Q"), color=alt.Color("colour:N", scale=None)
+    )
     # Where there is room on a narrow page: behind short bars, before those that end far right, inside the longest.
-    behind = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
-    before = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(x="from:Q", text="text:N")
+    behind = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(
+        x=alt.X("to:Q"), text=alt.Text("text:N")
+    )
+    before = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(
+        x=alt.X("from:Q"), text=alt.Text("text:N")
+    )
     inside = base.mark_text(align="right", dx=-6, fontSize=12).encode(
-        x="to:Q", text="text:N", color=alt.Color("on:N", scale=None)
+        x=alt.X("to:Q"), text=alt.Text("text:N"), color=alt.Color("on:N", scale=None)
     )
     far = top / 2
     texts = (

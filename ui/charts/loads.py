@@ -12,7 +12,7 @@ from planner.explain.traffic import NETWORK, NVLINK, PCIE, Traffic
 from planner.pictures.node_layout import Cable, NodeView
 from planner.pictures.palette import BLUE, GREY, ORANGE, SKY, VERMILION
 from simulator.config.plan import Plan
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 
 # Mean load over the step: what a colour stands for begins here.
 LEVELS = (
@@ -167,18 +167,18 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
         scale=alt.Scale(domain=[words for words, _ in used], range=[colour for _, colour in used]),
     )
     tooltip = [alt.Tooltip("node:N"), alt.Tooltip("what:N"), alt.Tooltip("load:N", title="mean load")]
-    base = alt.Chart(alt.Data(values=gpus)).encode(x=alt.X("x:Q", axis=None, scale=scale), y=y)
+    base = alt.Chart(table(gpus)).encode(x=alt.X("x:Q", axis=None, scale=scale), y=y)
     # As large as the room between two GPUs lets them be, and no larger than the row.
     size = alt.ExprRef(f"pow(min(20, 0.86 * width / {edge + 1.2}), 2)")
     squares = base.mark_point(shape="square", filled=True, opacity=1, size=size).encode(color=colours, tooltip=tooltip)
-    links = alt.Chart(alt.Data(values=cables)).encode(y=y, tooltip=tooltip)
+    links = alt.Chart(table(cables)).encode(y=y, tooltip=tooltip)
     lines = links.mark_rule().encode(
-        x=alt.X("from:Q", scale=scale, axis=None), x2="to:Q", color=colours, size=alt.Size("size:Q", scale=None)
+        x=alt.X("from:Q", scale=scale, axis=None), x2=alt.X2("to:Q"), color=colours, size=alt.Size("size:Q", scale=None)
     )
     words = links.mark_text(dy=-9, fontSize=11, color=p.ink).encode(
-        x=alt.X("middle:Q", scale=scale, axis=None), text="load:N"
+        x=alt.X("middle:Q", scale=scale, axis=None), text=alt.Text("load:N")
     )
     hub = links.mark_bar(color=p.quiet, height=alt.RelativeBandSize(1)).encode(
-        x=alt.X("to:Q", scale=scale, axis=None), x2="end:Q"
+        x=alt.X("to:Q", scale=scale, axis=None), x2=alt.X2("end:Q")
     )
     return finished(alt.layer(lines, hub, squares, words).properties(height=alt.Step(34)), dark)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import altair as alt
 
 # Not used here. altair checks whether pandas is imported, and must not find it half imported by another session.
 import pandas as pd  # noqa: F401
+from altair.utils import schemapi
 
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
 from topology.units import in_gb_per_s
+
+# A page draws a dozen charts whenever it runs, and checking them against the schema takes two thirds of that. Tests
+# check them (`to_dict`).
+schemapi.disable_debug_mode()
+alt.theme.enable("none")  # sizes come from pages
 
 Figure = alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart
 PICK = "pick"  # the selection of charts whose marks are plans
@@ -57,6 +63,11 @@ def rate_range(bytes_per_s: Sequence[float]) -> str:
     return low if low == high else f"{low.removesuffix(' GB/s')} to {high}"
 
 
+def table(rows: Iterable[Mapping[str, Any]]) -> alt.Data:
+    """Return rows as the data of a chart. As a tuple: altair would copy a list for each layer and encoding."""
+    return alt.Data(values=tuple(dict(row) for row in rows))
+
+
 def picked() -> alt.Parameter:
     """Return the selection of one plan by a click on its mark."""
     return alt.selection_point(name=PICK, fields=["plan"], on="click", toggle=False)
@@ -79,7 +90,7 @@ def finished(chart: Figure, dark: bool) -> Figure:
             titleFontSize=12,
             titleFontWeight="normal",
         )
-        .configure_axisX(tickCount=alt.ExprRef("max(3, ceil(width / 80))"))
+        .configure_axisX(tickCount=alt.ExprRef("max(3, ceil(width / 80))"), labelBound=True)
         .configure_axisY(labelPadding=6)
         .configure_legend(
             labelColor=p.ink,

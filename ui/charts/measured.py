@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from planner.pictures.palette import GOOD, GREY, VERMILION
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 from ui.charts.row_types import ComparedRow
 
 INTERVALS = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
@@ -24,7 +24,7 @@ def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
     domain = [min(every) * 0.8, max(every) * 1.25] if every else [0.1, 10]
     axis = alt.Scale(type="log", domain=domain, nice=False)
     points = (
-        alt.Chart(alt.Data(values=values))
+        alt.Chart(table(values))
         .mark_point(filled=True, size=48, opacity=0.75)
         .encode(
             x=alt.X("measured:Q", title=f"measured, {unit}", scale=axis, axis=alt.Axis(tickCount=6, format="~g")),
@@ -42,7 +42,7 @@ def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
         )
     )
     equal = (
-        alt.Chart(alt.Data(values=[{"x": domain[0], "y": domain[0]}, {"x": domain[1], "y": domain[1]}]))
+        alt.Chart(table([{"x": domain[0], "y": domain[0]}, {"x": domain[1], "y": domain[1]}]))
         .mark_line(color=p.quiet, strokeDash=[4, 3], strokeWidth=1)
         .encode(x=alt.X("x:Q", scale=axis), y=alt.Y("y:Q", scale=axis))
     )
@@ -58,7 +58,7 @@ def errors(rows: Sequence[ComparedRow], *, dark: bool) -> Figure:
     sources = list(dict.fromkeys(row["source"] for row in rows))
     y = alt.Y("source:N", sort=sources, title=None, axis=alt.Axis(labelLimit=330, domain=False, ticks=False))
     x = alt.X("percent:Q", title="predicted less measured, %", scale=alt.Scale(domain=[-60, 60], nice=False))
-    base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
+    base = alt.Chart(table(values)).encode(x=x, y=y)
     ticks = base.mark_tick(thickness=1.6, size=18, opacity=0.7).encode(
         color=alt.Color(
             "interval:N",
@@ -68,8 +68,6 @@ def errors(rows: Sequence[ComparedRow], *, dark: bool) -> Figure:
         ),
         tooltip=["id:N", alt.Tooltip("text:N", title="error")],
     )
-    middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x="median(percent):Q")
-    zero = (
-        alt.Chart(alt.Data(values=[{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x="percent:Q")
-    )
+    middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x=alt.X("median(percent):Q"))
+    zero = alt.Chart(table([{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=alt.X("percent:Q"))
     return finished(alt.layer(zero, ticks, middle).properties(height=34 * max(1, len(sources)) + 40), dark)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 from ui.charts.row_types import PartRow
 
 
@@ -24,12 +24,12 @@ def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:
         for row in rows
     ]
     top = max((row["parameters"] / 1e9 for row in rows), default=1.0)
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=200)),
         x=alt.X("b:Q", title="billion parameters", scale=alt.Scale(domain=[0, top * 1.2], nice=False)),
     )
     bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="text:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text=alt.Text("text:N"))
     return finished(alt.layer(bars, text).properties(height=36 * max(1, len(values)) + 30), dark)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import altair as alt
 
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from ui.charts.look import Figure, finished, paper, picked
+from ui.charts.look import Figure, finished, paper, picked, table
 from ui.charts.row_types import PlanRow, RatePoint
 
 
@@ -57,9 +57,9 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
         alt.Tooltip("tokens:N", title="tokens/s per GPU"),
         alt.Tooltip("mfu:N", title="MFU"),
     ]
-    base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
+    base = alt.Chart(table(values)).encode(x=x, y=y)
     line = (
-        alt.Chart(alt.Data(values=[dict(row) for row in front(rows)]))
+        alt.Chart(table(front(rows)))
         .mark_line(interpolate="step-after", color=GOOD, strokeWidth=1.5, opacity=0.6)
         .encode(x=x, y=y)
     )
@@ -72,15 +72,13 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
         tooltip=tooltip,
     )
     named = alt.FieldOneOfPredicate(field="place", oneOf=["on the front"])
-    numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text="rank:Q").transform_filter(named)
+    numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text=alt.Text("rank:Q")).transform_filter(named)
     points = points.add_params(picked())
     ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
-    capacity_rule = alt.Chart(
-        alt.Data(values=[{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}])
-    )
-    limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
+    capacity_rule = alt.Chart(table([{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}]))
+    limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y=alt.Y("limit:Q"))
     label = capacity_rule.mark_text(align="left", dy=-7, color=p.quiet, fontSize=11).encode(
-        y="limit:Q", x=alt.value(6), text="text:N"
+        y=alt.Y("limit:Q"), x=alt.value(6), text=alt.Text("text:N")
     )
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
@@ -91,7 +89,7 @@ def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Fig
     values = [{**row, "sure to fit": "surely fits" if row["sure"] else "may not fit"} for row in rows]
     low, high = min(row["low_s"] for row in rows), max(row["high_s"] for row in rows)
     margin = 0.04 * (high - low) or 0.04 * high
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
         tooltip=[
             alt.Tooltip("chips:N", title="plan"),
@@ -106,7 +104,9 @@ def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Fig
         title="step time, s",
         scale=alt.Scale(domain=[max(0.0, low - margin), high + margin], nice=False, zero=False),
     )
-    bars = base.mark_bar(height=9, cornerRadius=4, color=GOOD, opacity=0.5 if dark else 0.35).encode(x=x, x2="high_s:Q")
+    bars = base.mark_bar(height=9, cornerRadius=4, color=GOOD, opacity=0.5 if dark else 0.35).encode(
+        x=x, x2=alt.X2("high_s:Q")
+    )
     mark = SKY if dark else GOOD
     marks = base.mark_point(size=90, strokeWidth=2, color=mark, filled=False).encode(
         x=alt.X("step_s:Q"),
@@ -131,7 +131,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     values = [{"rule": rule, "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
     top = max((*rows.values(), 1))
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=None),
         tooltip=[alt.Tooltip("rule:N", title="reason"), alt.Tooltip("text:N", title="candidates")],
     )
@@ -143,10 +143,10 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     )
     # Reasons stand above their bars: next to them, they would leave a phone no room for bars.
     why = base.mark_text(align="left", baseline="bottom", dy=-2, color=p.ink, fontSize=12).encode(
-        x=alt.value(0), text="rule:N"
+        x=alt.value(0), text=alt.Text("rule:N")
     )
     bars = base.mark_bar(color=PURPLE, height=12, yOffset=7, cornerRadiusEnd=3).encode(x=x, x2=alt.datum(0.7))
-    text = base.mark_text(align="left", dx=5, dy=7, color=p.quiet, fontSize=12).encode(x=x, text="text:N")
+    text = base.mark_text(align="left", dx=5, dy=7, color=p.quiet, fontSize=12).encode(x=x, text=alt.Text("text:N"))
     return finished(alt.layer(why, bars, text).properties(height=alt.Step(38)), dark)
 
 
@@ -160,7 +160,7 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
     values = [{**row, "gb": row["rate"] / 1e9} for row in rows]
     x = alt.X("gb:Q", title=f"{quantity}, GB/s one way", scale=alt.Scale(type="log", nice=False))
     lines = (
-        alt.Chart(alt.Data(values=values))
+        alt.Chart(table(values))
         .mark_line(strokeWidth=2.5)
         .encode(
             x=x,
@@ -182,10 +182,10 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
     )
     marks = [{"gb": now / 1e9, "text": f"now {now / 1e9:.3g}"}]
     marks += [{"gb": flip / 1e9, "text": f"flips at {flip / 1e9:.3g}"}] if flip else []
-    rules = alt.Chart(alt.Data(values=marks)).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=x)
+    rules = alt.Chart(table(marks)).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=x)
     label = (
-        alt.Chart(alt.Data(values=marks))
+        alt.Chart(table(marks))
         .mark_text(align="left", dx=5, fontSize=11, color=p.quiet, baseline="top")
-        .encode(x=x, y=alt.value(4), text="text:N")
+        .encode(x=x, y=alt.value(4), text=alt.Text("text:N"))
     )
     return finished(alt.layer(rules, lines, label).properties(height=300), dark)

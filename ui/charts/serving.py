@@ -11,7 +11,7 @@ from planner.pictures.palette import BLUE
 from planner.pictures.pareto import colours
 from planner.serving.reports.plan_text import words
 from topology.units import two_digits
-from ui.charts.look import Figure, finished, paper, picked
+from ui.charts.look import Figure, finished, paper, picked, table
 
 LABEL_PX = 90  # of the words next to a bar
 
@@ -26,7 +26,7 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
         if value >= 0.005 * whole
     ]
     top = 1e3 * max(seconds.values()) if values else 1.0
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=260)),
         x=alt.X(
             "ms:Q",
@@ -37,7 +37,7 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
         ),
     )
     bars = base.mark_bar(color=BLUE, height=18, cornerRadiusEnd=3)
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="text:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text=alt.Text("text:N"))
     return finished(alt.layer(bars, text).properties(height=28 * max(1, len(values)) + 30), dark)
 
 
@@ -50,12 +50,12 @@ def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log:
     values = [dict(row) for row in rows]
     engines = list(dict.fromkeys(row["engine"] for row in values))
     colour = alt.Color("engine:N", title=None, scale=alt.Scale(domain=engines, range=list(colours(engines).values())))
-    y = alt.Y("value:Q", title=y_title, scale=alt.Scale(type="log" if log else "linear", nice=False))
-    base = alt.Chart(alt.Data(values=values)).encode(x=alt.X("user:Q", title="tokens/s a user"), y=y)
+    y = alt.Y("value:Q", title=y_title, scale=alt.Scale(type="log" if log else "linear", nice=True, padding=8))
+    base = alt.Chart(table(values)).encode(x=alt.X("user:Q", title="tokens/s a user"), y=y)
     line = (
-        alt.Chart(alt.Data(values=[row for row in values if row["first"]]))
+        alt.Chart(table([row for row in values if row["first"]]))
         .mark_line(strokeWidth=2, opacity=0.7)
-        .encode(x="user:Q", y=y, color=colour, order="user:Q")
+        .encode(x=alt.X("user:Q"), y=y, color=colour, order=alt.Order("user:Q"))
     )
     points = base.mark_point(filled=True, opacity=0.9, stroke=p.page, strokeWidth=1).encode(
         color=colour,

@@ -11,7 +11,7 @@ from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
 from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
-from ui.charts.look import Figure, finished, ink_on, paper
+from ui.charts.look import Figure, finished, ink_on, paper, table
 from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
@@ -67,7 +67,9 @@ def node(
             levels = [(words, hue) for _, words, hue in LEVELS if any(line["level"] == words for line in lines)]
             levels += [(UNKNOWN, p.rule)] if any(line["level"] == UNKNOWN for line in lines) else []
             colours = alt.Scale(domain=[words for words, _ in levels], range=[hue for _, hue in levels])
-        base = alt.Chart(alt.Data(values=lines)).encode(x=x, y=y, detail="link:N", order="step:Q", tooltip=tooltip)
+        base = alt.Chart(table(lines)).encode(
+            x=x, y=y, detail=alt.Detail("link:N"), order=alt.Order("step:Q"), tooltip=tooltip
+        )
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
                 color=alt.condition(
@@ -138,7 +140,7 @@ def _parts(
     layers = []
     tooltip = [alt.Tooltip("about:N", title="part")]
     if rest:
-        base = alt.Chart(alt.Data(values=rest)).encode(x=x, y=y, tooltip=tooltip)
+        base = alt.Chart(table(rest)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(
             base.mark_point(
                 filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
@@ -153,13 +155,13 @@ def _parts(
                 if row["side"] == side and not (many and side != "above") and not (crowded and row["kind"] == "nic")
             ]
             if named:
-                words = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, text="label:N")
+                words = alt.Chart(table(named)).encode(x=x, y=y, text=alt.Text("label:N"))
                 fitting = alt.ExprRef(f"width < {30 + 52 * view.width:.0f} ? 0 : 1")
                 # An outline in the background colour keeps lines from crossing the letters.
                 layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how))
                 layers.append(words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how))
     if gpus:
-        base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=tooltip)
+        base = alt.Chart(table(gpus)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(
             base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
                 fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
@@ -168,7 +170,7 @@ def _parts(
         if not many:
             layers.append(
                 base.mark_text(fontSize=12, fontWeight="bold").encode(
-                    text="label:N", color=alt.Color("on:N", scale=None)
+                    text=alt.Text("label:N"), color=alt.Color("on:N", scale=None)
                 )
             )
     return layers
@@ -212,10 +214,16 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figur
     axis = partial(alt.Axis, labelAngle=0, grid=False, domain=False, ticks=False)
     if count > 16:
         axis = partial(axis, values=list(range(0, count, 8)))
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         x=alt.X("to:O", title="to GPU", axis=axis(orient="top")),
         y=alt.Y("from:O", title="from GPU", axis=axis()),
-        tooltip=["from:O", "to:O", "class:N", "kind:N", alt.Tooltip("text:N", title="one transfer, one direction")],
+        tooltip=[
+            alt.Tooltip("from:O"),
+            alt.Tooltip("to:O"),
+            alt.Tooltip("class:N"),
+            alt.Tooltip("kind:N"),
+            alt.Tooltip("text:N", title="one transfer, one direction"),
+        ],
     )
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
         color=alt.Color(
@@ -232,7 +240,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figur
     if few:
         size = 11 if count <= 8 else 10
         words = base.mark_text(fontSize=size, fontWeight="bold")
-        layers.append(words.encode(text="class:N", color=alt.Color("on:N", scale=None)))
+        layers.append(words.encode(text=alt.Text("class:N"), color=alt.Color("on:N", scale=None)))
     return finished(alt.layer(*layers).properties(height=max(220, min(520, 44 * count + 60))), dark)
 
 
@@ -246,7 +254,7 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
         for row in rows
         for hue in (GROUPS[row[axis] % len(GROUPS)],)
     ]
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         x=alt.X(
             "gpu:O",
             title="GPU of the node",
@@ -264,5 +272,5 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
     layers = [boxes]
     if columns <= 16:
         words = base.mark_text(fontSize=11, fontWeight="bold")
-        layers.append(words.encode(text="group:Q", color=alt.Color("on:N", scale=None)))
+        layers.append(words.encode(text=alt.Text("group:Q"), color=alt.Color("on:N", scale=None)))
     return finished(alt.layer(*layers).properties(height=max(110, min(620, 22 * nodes + 60))), dark)

@@ -10,7 +10,7 @@ import altair as alt
 
 from planner.pictures.palette import BLUE, GREEN
 from planner.tune.history import Believed, History
-from ui.charts.look import Figure, finished, paper
+from ui.charts.look import Figure, finished, paper, table
 
 
 def posterior(found: History, *, dark: bool) -> dict[str, Figure]:
@@ -31,7 +31,7 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Fig
         {"trials": one.trials, "value": one.value, "low": one.low, "high": one.high, "measured": one.measured_s}
         for one in steps
     ]
-    base = alt.Chart(alt.Data(values=values)).encode(
+    base = alt.Chart(table(values)).encode(
         x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d"))
     )
     tooltip = [
@@ -41,7 +41,7 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Fig
         alt.Tooltip("high:Q", title="80% to, s", format=".4~g"),
     ]
     band = base.mark_area(opacity=0.25, color=BLUE).encode(
-        y=alt.Y("low:Q", scale=scale, title="s a step"), y2="high:Q", tooltip=tooltip
+        y=alt.Y("low:Q", scale=scale, title="s a step"), y2=alt.Y2("high:Q"), tooltip=tooltip
     )
     middle = base.mark_line(color=BLUE, strokeWidth=2).encode(y=alt.Y("value:Q", scale=scale), tooltip=tooltip)
     measured = (
@@ -58,7 +58,7 @@ def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
     """Draw the probability that a better plan is left over the number of trials, and where a tuning stops."""
     values = [{"trials": trials, "chance": 100 * chance} for trials, chance in enumerate(chances)]
     line = (
-        alt.Chart(alt.Data(values=values))
+        alt.Chart(table(values))
         .mark_line(point=True, color=BLUE)
         .encode(
             x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d")),
@@ -67,8 +67,8 @@ def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
         )
     )
     stop = (
-        alt.Chart(alt.Data(values=[{"chance": 5}]))
+        alt.Chart(table([{"chance": 5}]))
         .mark_rule(color=paper(dark).quiet, strokeDash=[4, 3])
-        .encode(y="chance:Q")
+        .encode(y=alt.Y("chance:Q"))
     )
     return finished(alt.layer(line, stop).properties(height=220), dark)

@@ -29,7 +29,7 @@ class ServingInputs:
     weights: str
     cache: str
     aim: str
-    price: int | None
+    price: float | None
     ttft: int | None
     tpot: int | None
 
@@ -48,7 +48,7 @@ class ServingInputs:
             gpu=about.gpu,
             gpus=None if about.gpus is None else str(about.gpus),
             objective=Objective(self.aim),
-            gpu_price=None if self.price is None else float(self.price),
+            gpu_price=self.price,
             load=Load(
                 isl=self.isl,
                 osl=self.osl,
@@ -87,27 +87,27 @@ def ask(about: state.Inputs) -> ServingInputs:
         )
     with first[3]:
         rate = state.number("Requests/s", "rate", state.MAX_CLIENTS, "none", "Poisson arrivals, instead of clients.")
-    second = st.columns(7, gap="small")
-    with second[0]:
+    kept = [str(st.session_state[key]) for key in ("engine", "weights", "cache", "aim")]
+    with st.expander(f"Engine, formats, price, targets: {', '.join(kept)}"):  # a phone sees the answer first
+        formats, bounds = st.columns(4, gap="small"), st.columns(3, gap="small")
+    with formats[0]:
         engine = state.choice("Engine", list(engines()), "engine", "Its scheduler, its limits, its host time.")
-    with second[1]:
+    with formats[1]:
         weights = state.choice(
             "Weights", [state.AS_STORED, *WEIGHT_BYTES], "weights", "Their format; as stored: the checkpoint's."
         )
-    with second[2]:
+    with formats[2]:
         cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
-    with second[3]:
+    with formats[3]:
         aim = state.choice(
             "Objective", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
         )
-    with second[4]:
-        price = state.number(
-            "GPU price, an hour", "price", state.MAX_PRICE, "not given", "Of one GPU, in any currency."
-        )
-    with second[5]:
-        ttft = state.number("Target: first token, ms", "ttft", state.MAX_TARGET_MS, "none", "At most, on average.")
-    with second[6]:
-        tpot = state.number("Target: further token, ms", "tpot", state.MAX_TARGET_MS, "none", "At most, on average.")
+    with bounds[0]:
+        price = state.price("Price of a GPU hour")
+    with bounds[1]:
+        ttft = state.number("First token, ms at most", "ttft", state.MAX_TARGET_MS, "no target", "On average.")
+    with bounds[2]:
+        tpot = state.number("Further token, ms at most", "tpot", state.MAX_TARGET_MS, "no target", "On average.")
     found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
     state.write_link(**found, cache=cache, aim=aim, price=price, ttft=ttft, tpot=tpot)
     return ServingInputs(

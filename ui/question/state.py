@@ -116,6 +116,14 @@ def _count(most: int) -> Callable[[str], int | None]:
     return read
 
 
+def _price(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if 0 < value <= MAX_PRICE else None
+
+
 def _among(options: Callable[[], list[str]]) -> Callable[[str], str | None]:
     return lambda word: word if word in options() else None
 
@@ -161,7 +169,7 @@ FIELDS = {
     "weights": Field(label="format of weights", default=AS_STORED, read=_among(lambda: [AS_STORED, *WEIGHT_BYTES])),
     "cache": Field(label="format of the cache", default="bfloat16", read=_among(lambda: list(CACHE_BYTES))),
     "aim": Field(label="serving objective", default="throughput", read=_among(lambda: list(SERVING_OBJECTIVES))),
-    "price": Field(label="price of a GPU", default=None, read=_count(MAX_PRICE)),
+    "price": Field(label="price of a GPU", default=None, read=_price),
     "ttft": Field(label="target of the first token", default=None, read=_count(MAX_TARGET_MS)),
     "tpot": Field(label="target of a token", default=None, read=_count(MAX_TARGET_MS)),
 }
@@ -244,7 +252,7 @@ def ask(*, row: bool, training: bool) -> Inputs:
     What only training asks for is not drawn where not `training`, and stays as it was.
     """
     if row:
-        first, second, third, fourth = st.columns([3, 3, 2, 2], gap="small")
+        first, second, third, fourth = st.columns(4, gap="small")
     else:
         st.sidebar.caption("The question, for all pages")
         first = second = third = fourth = st.sidebar
@@ -339,6 +347,22 @@ def number(label: str, key: str, most: int, empty: str, text: str) -> int | None
         persist_state="session",
     )
     return None if value is None else int(value)
+
+
+def price(label: str) -> float | None:
+    """Draw the price of a GPU hour, which the link holds, and return it; None where it is not known."""
+    value = st.number_input(
+        label,
+        min_value=0.01,
+        max_value=float(MAX_PRICE),
+        value=None,
+        step=0.5,
+        placeholder="not given",
+        key="price",
+        help="Of one GPU, in any currency.",
+        persist_state="session",
+    )
+    return None if value is None else float(value)
 
 
 def example(name: str) -> Path | None:

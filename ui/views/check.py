@@ -97,6 +97,11 @@ def _answer(found: JsonObject, name: str) -> None:
     serving = found.get("task") == "serve"
     for question in found.get("questions") or []:
         panels.finding("info", question["what"], [("say it with", question["remedy"])])
+    for problem in found["problems"]:
+        grade = {"illegal": "error", "legal-but-slow": "warning"}.get(str(problem["grade"]), "info")
+        panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem.get("nearest", []))))])
+    if found["unknown"]:
+        st.markdown(f"**Not understood, and not counted:** {panels.plain(', '.join(found['unknown']))}")
     if found["estimate"] is None and found["legal"] is False:
         st.markdown(":red[:material/error:] **Not legal:** it would not run.")
     elif found["estimate"] is None:
@@ -106,11 +111,6 @@ def _answer(found: JsonObject, name: str) -> None:
     else:
         estimate = codec.convert(found["estimate"], Estimate, where="estimate", others=True)
         panels.figures(panels.estimate_figures(estimate, "Step as it is"))
-    for problem in found["problems"]:
-        grade = {"illegal": "error", "legal-but-slow": "warning"}.get(str(problem["grade"]), "info")
-        panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem.get("nearest", []))))])
-    if found["unknown"]:
-        st.markdown(f"**Not understood, and not counted:** {panels.plain(', '.join(found['unknown']))}")
     changes, best = found["changes"], found["best"]
     if changes:
         panels.section("The one change that gains most", panels.plain(changes[0]["what"]))

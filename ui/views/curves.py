@@ -30,7 +30,7 @@ MAX_COUNTS = 5
 
 def show(question: state.Inputs) -> None:
     result, chosen = data.answer()
-    _machine(result)
+    _machine(question, result)
     left, right = st.columns(2, gap="large")
     with left:
         _whole_run(result, chosen)
@@ -41,7 +41,7 @@ def show(question: state.Inputs) -> None:
 
 
 @st.fragment  # a slider runs this part of the page only
-def _machine(result: SearchResult) -> None:
+def _machine(question: state.Inputs, result: SearchResult) -> None:
     panels.section(
         "Another machine",
         "The listed plans if links, memory or FLOP/s were several times what they are, by the analytical model.",
@@ -63,7 +63,7 @@ def _machine(result: SearchResult) -> None:
         )
         for name, column in zip(sliders, st.columns(len(sliders)), strict=True)
     }
-    found = data.changed_machine(result, factors)
+    found = data.changed_machine(question, result, factors)
     last_s = rows.known_to_s(result)
     drawn = [
         {
@@ -93,7 +93,9 @@ def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
     panels.section("A whole run", f"With plan #{chosen.rank}, and failures and checkpoints as in published runs.")
     left, right = st.columns(2)
     billions = left.number_input("Tokens, billions", 0.1, 1e6, 1000.0, key="tokens", bind="query-params")
-    price = right.number_input("Price of a GPU hour", 0.0, 1000.0, 2.5, key="price", bind="query-params")
+    with right:
+        price = state.price("Price of a GPU hour")
+    state.write_link(price=price)
     run = whole_run(replace(result, plans=(chosen,)), Goal(tokens=billions * 1e9, gpu_price_per_hour=price or None))
     cells: list[panels.Figure] = []
     if run.days is not None and run.gpu_hours is not None:

@@ -45,7 +45,7 @@ def show(question: state.Inputs) -> None:
         f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** ·"
         f" {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
-    panels.figures(panels.estimate_figures(ranked.estimate), data.near_words(question))
+    panels.figures(panels.estimate_figures(ranked.estimate), data.nearest_published(question))
     if ranked.lost_because == saved_plans.OWN:
         st.button("Remove it", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:
@@ -215,7 +215,8 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
         with column:
             panels.section(
                 f"Step time over {quantity}",
-                "By the analytical model. Above are the crossings that hold where both plans are predicted anew.",
+                "By the analytical model, put right where both plans were predicted anew. Lines cross at the flip"
+                " points above; one that ends may cross further on, where nothing was predicted.",
             )
             drawn = plan_charts.sensitivity(
                 data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()

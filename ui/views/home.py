@@ -14,10 +14,12 @@ from planner.pictures.memory import stage_parts
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.result import TIED
 from ui import data, differences, panels, rows
+from ui.canvas.step import waits_for
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words
 from ui.charts.row_types import PlanRow
+from ui.charts.thumbnail import thumbnail
 from ui.question import state
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def show(question: state.Inputs) -> None:
         _table(result, chosen, second)
     with right:
         if second is None:
-            _detail(question, chosen)
+            _detail(question, result, chosen)
         else:
             _comparison(chosen, second)
     _next(question, result, chosen)
@@ -92,15 +94,12 @@ def _stop_comparing() -> None:
     st.session_state["second"] = None
 
 
-def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
+def _detail(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     estimate = ranked.estimate
     panels.section(
         f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
     )
-    near = data.near_words(question)
-    panels.figures(panels.estimate_figures(estimate), near)
-    if near:
-        st.caption(panels.plain(near))
+    panels.figures(panels.estimate_figures(estimate), data.nearest_published(question))
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",
@@ -117,11 +116,29 @@ def _detail(question: state.Inputs, ranked: RankedPlan) -> None:
     panels.chart(fall, key="home_step", alt=about)
     drawn = charts.memory(stage_parts(estimate.memory), estimate.memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="home_memory", alt=f"Memory by category: {', '.join(rows.memory_figure(estimate.memory))}")
+    if data.is_final():
+        _timeline(question, result, ranked)
     st.page_link(
         state.view("detail"),
         label="Placement, timeline, sensitivity, and changes",
         icon=":material/troubleshoot:",
         query_params=state.link(),
+    )
+
+
+def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
+    """Show the simulated step in small; the page does not wait for it."""
+    found = data.simulated(question, result, ranked, patience_s=0.0)
+    if found is None:
+        return
+    drawn = thumbnail(found.line, last_s=last_digit_s(ranked.estimate.step_s), dark=panels.dark())
+    panels.chart(drawn, key="home_timeline", alt=f"The simulated step in small. {waits_for(found)}")
+    st.caption(waits_for(found))
+    st.page_link(
+        state.view("detail"),
+        label="The whole timeline",
+        icon=":material/view_timeline:",
+        query_params={**state.link(), "tab": "Timeline"},
     )
 
 

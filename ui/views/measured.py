@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -12,8 +13,15 @@ from topology.errors import PlannerError
 from ui import data, ledger, panels, rows
 from ui.charts import measured as charts
 from ui.question import state
+from ui.views import run_curves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from planner.runs.runs_store import RunSummary
 
 SHOWN_DRAWS = 5
+MOST_CURVES = 6  # runs that can be distinguished
 
 
 def show(question: state.Inputs) -> None:
@@ -58,19 +66,59 @@ def _own() -> None:
             icon=":material/play_circle:",
         )
         return
-    errors = [run.step_error for run in runs if run.step_error is not None]
+    shown = _filtered(runs)
+    errors = [run.step_error for run in shown if run.step_error is not None]
     if errors:
         panels.figures(
             [
-                ("Runs", str(len(runs)), ""),
+                ("Runs", str(len(shown)), ""),
                 ("Step, mean absolute error", f"{mean(map(abs, errors)):.1%}", "predicted against measured"),
                 ("Step, median error", f"{median(errors):+.1%}", "signed: negative where the prediction is too fast"),
             ]
         )
-    table = panels.in_percent([rows.run_row(run) for run in runs], "step", "memory")
-    st.dataframe(table, hide_index=True, width="stretch", placeholder="-", column_config=_RUNS)
+    if not shown:
+        st.caption("No run is left: take a filter away.")
+        return
+    table = panels.in_percent([rows.run_row(run) for run in shown], "step", "memory")
+    st.caption("Tick runs to see their steps.")
+    ticked = st.dataframe(
+        table,
+        hide_index=True,
+        width="stretch",
+        placeholder="-",
+        column_config=_RUNS,
+        key="own_runs",
+        on_select="rerun",
+        selection_mode="multi-row",
+    )
+    chosen = [shown[i] for i in ticked["selection"]["rows"] if i < len(shown)][:MOST_CURVES]
+    run_curves.saved(chosen)
 
 
+def _filtered(runs: Sequence[RunSummary]) -> list[RunSummary]:
+    """Let a person choose runs by what they were, and show them in groups; return those chosen, group by group."""
+    places = st.columns(4, gap="small")
+    kept = list(runs)
+    for place, (title, what) in zip(places, _GROUPS.items(), strict=False):
+        options = sorted({what(run) for run in runs})
+        wanted = place.multiselect(title.capitalize(), options, key=f"runs_{title}", placeholder="all")
+        kept = [run for run in kept if not wanted or what(run) in wanted]
+    group = places[-1].selectbox("In groups by", [NO_GROUPS, *_GROUPS], key="runs_group")
+    if group == NO_GROUPS or group is None:
+        return kept
+    grouped: dict[str, list[RunSummary]] = {}
+    for run in kept:
+        grouped.setdefault(_GROUPS[group](run), []).append(run)
+    st.dataframe([rows.group_row(name, each) for name, each in sorted(grouped.items())], hide_index=True, key="groups")
+    return [run for _, each in sorted(grouped.items()) for run in each]
+
+
+NO_GROUPS = "nothing"
+_GROUPS: dict[str, Callable[[RunSummary], str]] = {
+    "model": lambda run: run.model,
+    "machine": lambda run: f"{run.gpus} x {run.device}",
+    "plan": lambda run: run.plan,
+}
 _RUNS = {
     "step": st.column_config.NumberColumn("step error, %", format="%+.1f"),
     "memory": st.column_config.NumberColumn("memory error, %", format="%+.1f"),
@@ -98,7 +146,7 @@ def _published(question: state.Inputs) -> None:
         return
     near = data.nearest_published(question)
     if near:
-        st.markdown(f"**Nearest to your question** · {panels.plain(near)}.")
+        st.markdown(f"**Nearest to your question** · {panels.plain(near.sentence)}.")
     every = rows.compared_rows(published)
     what = st.segmented_control(
         "Show", ["step time", "memory"], default="step time", required=True, key="show", bind="query-params"

@@ -59,7 +59,7 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     if question.objective == "memory":
         _against_the_fastest(question, best)
-    _figures(result, data.near_words(question))
+    _figures(result, data.nearest_published(question))
     table = rows.plan_rows(result)
     best_name = table[0]["plan"]
 
@@ -115,7 +115,7 @@ def show(question: state.Inputs) -> None:
         st.code(question.command(), language="bash", wrap_lines=True)
 
 
-def _figures(result: SearchResult, near: str) -> None:
+def _figures(result: SearchResult, near: panels.Near | None) -> None:
     best, search = result.plans[0].estimate, result.search
     panels.figures(
         [

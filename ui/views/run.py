@@ -14,6 +14,7 @@ from ui import data, jobs, panels
 from ui.background import service
 from ui.canvas import measured_run
 from ui.question import state
+from ui.views import run_curves
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
@@ -29,12 +30,13 @@ def show() -> None:
     _form(result, ranked)
     found = jobs.chosen(COMMANDS)
     if found is not None and found["state"] in jobs.WAITS:
-        jobs.follow(found["job"])
+        jobs.follow(found["job"], run_curves.so_far)
     elif found is not None:
         answer = jobs.ending(found)
         if answer is not None and "text" in answer:
             _job_file(answer)
         measured_run.show_job(found)
+        run_curves.ended(found)
         st.page_link(
             state.view("measured"),
             label="All runs with their predictions",
@@ -84,7 +86,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
             wrong = _contradiction(str(by), str(image or ""), submit=submit)
             if not wrong and here is not None and device == "cuda" and by == "local" and here < ranked.plan.gpus:
-                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes under Through."
+                wrong = f"{_gpus_words(here)}: choose cpu, or Slurm, Ray or Kubernetes as the launcher."
             if wrong:
                 st.warning(wrong)
                 return
@@ -103,7 +105,7 @@ def _gpus_words(count: int) -> str:
 def _contradiction(by: str, image: str, *, submit: bool) -> str:
     """Return what in the form does not go together, and what to change; nothing where all does."""
     if by == "local":
-        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them under Through." if submit else ""
+        return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them as the launcher." if submit else ""
     if by == "trainjob" and not image.strip():
         return "Kubernetes needs a container image."
     return ""

@@ -33,7 +33,7 @@ _COLUMNS = {
     "first": st.column_config.TextColumn("first token, ms", width=100),
     "token": st.column_config.TextColumn("further token, ms", width=112),
     "rate": st.column_config.TextColumn("tokens/s a GPU", width=103),
-    "cache": st.column_config.NumberColumn("tokens in the cache", format="localized", width=110),
+    "cache": st.column_config.NumberColumn("cache, tokens", format="localized", width=100),
     "why": st.column_config.TextColumn("why not first", width=260),
 }
 
@@ -56,9 +56,9 @@ def show(about: state.Inputs) -> None:
         _load(found)
     with right:
         _detail(found, chosen)
-    _next(question, found, found.result.plans[chosen])
     if asked.traffic.concurrency:
         serving_pareto.show(question)
+    _next(question, found, found.result.plans[chosen])
 
 
 def _table(found: ServingAnswers) -> int:

@@ -24,7 +24,11 @@ CHOSEN = "serving_point"
 
 def show(question: ServingInputs) -> None:
     """Draw the points of a question and, of the one that is chosen, where its time goes."""
-    panels.section("Users against GPUs", "Every legal deployment, three engines, one client and more. Click one.")
+    panels.section(
+        "Users against GPUs",
+        "Every legal deployment, three engines, from one client on; the lines join what an engine does best."
+        " Click a point.",
+    )
     found: Pareto | None = waiting.ask(
         "pareto", question.key, question.flags(), title="Comparing all deployments, engines and loads"
     )
@@ -71,7 +75,7 @@ def _draw(found: Pareto, axis: str, chosen: ParetoPoint) -> None:
 
 
 def _detail(point: ParetoPoint) -> None:
-    panels.section(panels.plain(_name(point)), about(point))
+    panels.section(panels.plain(_name(point)), about(point).removeprefix(f"{_name(point)}: "))
     account = serving_account(point.question, point.plan.deployment, point.plan.estimate)
     drawn = charts.parts(account.token_s, dark=panels.dark())
     panels.chart(drawn, key="serving_point_token", alt="A token of the chosen point by what takes its time")
