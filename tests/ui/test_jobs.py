@@ -102,7 +102,7 @@ def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, limit, error
 
 
 def test_a_search_answers_twice_before_it_ends(answered):
-    """First by the closed form, as preliminary; then simulated, without what would change the answer."""
+    """First by the analytical model, as preliminary; then simulated, without what would change the answer."""
     _, job, (first, then) = answered
     final = job.result
     assert first.search.status == PRELIMINARY

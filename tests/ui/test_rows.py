@@ -62,7 +62,7 @@ def test_a_machine_of_the_catalogue_says_datasheet(name):
 
 
 @pytest.mark.parametrize(
-    ("remedy", "told"),
+    ("remedy", "shown"),
     [
         ("--gpus 128", "128 GPUs"),
         ("a longer --time-limit 60; or --framework megatron-lm ", "a longer time limit 60; or framework megatron-lm "),
@@ -70,5 +70,5 @@ def test_a_machine_of_the_catalogue_says_datasheet(name):
         ("--gpus 8; planner doctor --json says more", "8 GPUs; planner doctor --json says more"),
     ],
 )
-def test_flags_are_told_as_fields_and_command_lines_keep_their_dashes(remedy, told):
-    assert in_words(remedy) == told
+def test_flags_are_shown_as_fields_and_command_lines_keep_their_dashes(remedy, shown):
+    assert in_words(remedy) == shown

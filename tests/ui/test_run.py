@@ -52,15 +52,15 @@ def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
     pytest.importorskip("torch", reason="torch runs plans")
     test = begin(explorer)
     (kept,) = queue.jobs.newest(service.USER, 10)
-    told = []
+    seen = []
     ends = time.monotonic() + PATIENT_S
     while service.jobs().read(kept["id"])["state"] in {"queued", "running"}:
         assert time.monotonic() < ends
-        told.append(points_of(service.jobs().so_far(kept["id"]).decode(), "run"))
+        seen.append(points_of(service.jobs().so_far(kept["id"]).decode(), "run"))
         time.sleep(0.1)
     settled(test, ["The run:"])
 
-    assert any(0 < len({point["step"] for point in points}) < 10 for points in told)  # while it ran
+    assert any(0 < len({point["step"] for point in points}) < 10 for points in seen)  # while it ran
     assert "Its steps" in said(test)
     assert "finished" in said(test)
     assert "those of one process" in said(test)
