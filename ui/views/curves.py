@@ -13,6 +13,7 @@ from planner.pictures.memory import stage_parts
 from planner.pictures.run_curve import run_curve
 from planner.question.goal import Goal
 from planner.search.whole_run import runs_of_counts, whole_run
+from topology.errors import PlannerError
 from ui import data, other_machines, panels, rows
 from ui.changed_rows import size_rows
 from ui.charts import curves as charts
@@ -156,7 +157,8 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
     if not st.toggle("Search them", value=here <= SEARCHED_UNASKED, key="numbers", bind="query-params"):
         st.caption("A search for each number takes as long as the one above.")
         return
-    counts = tuple(n for n in (here // 4, here // 2, here, 2 * here, 4 * here) if 1 <= n <= state.MAX_GPUS)[:MAX_COUNTS]
+    wanted = (here // 4, here // 2, here, 2 * here, 4 * here)
+    counts = tuple(n for n in wanted if n == here or (1 <= n <= state.MAX_GPUS and _there(question, n)))[:MAX_COUNTS]
     price = float(st.session_state.get("price") or 0.0) or None
     found = data.numbers(question, counts, price)
     if found is None:
@@ -186,6 +188,15 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
     for row in found.by_gpus:
         if row.problem:
             st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")
+
+
+def _there(question: state.Inputs, gpus: int) -> bool:
+    """Return whether the cluster has so many GPUs, or grows to them."""
+    try:
+        data.cluster(question.cluster, gpus, question.gpu)
+    except PlannerError:
+        return False
+    return True
 
 
 def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, str | float | None]:
