@@ -214,7 +214,7 @@ def _write_in_place(path: Path, text: str) -> None:
 def _temporary_prefix(path: Path) -> str:
     """Return how names of temporary files for `path` begin on this host: its process ids mean nothing on others."""
     host = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
-    return f".{path.name[:80]}.{host}."
+    return f".{os.fsdecode(os.fsencode(path.name)[:80])}.{host}."  # names may have 255 bytes
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -275,7 +275,7 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The search result that a page shows, the question that it answers, and the chosen plan. `final` is False for
-    what is known before a search ends.
+    what is shown before a search ends.
     """
 
     question: Inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import numpy as np
 import streamlit as st
 
 from planner.io.plan_words import plan_chips, plan_name
-from planner.search.flips import KNOBS
+from planner.search.flips import KNOBS, OCTAVES, STEPS
 from topology.rates import scaling
 from topology.units import GIB
 from ui.charts.row_types import PlanOnMachine, RatePoint
@@ -23,26 +24,35 @@ if TYPE_CHECKING:
 
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
-    """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4.
+    """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4, where flip points
+    were looked for and where they are.
 
-    The clusters are scaled, and the steps in the proportion that the listed plans have, as for flip points
-    (`planner.search.flips`), so that curves cross where those are. No step is longer than on slower links: where NCCL
-    chooses worse on faster ones, the curve is a bound.
+    The clusters are scaled, and the steps follow the curves that flip points were read off (`planner.search.flips`): a
+    plan has no step where its curve ends. No step is longer than on slower links: where NCCL chooses worse on faster
+    ones, the curve is a bound.
     """
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
-    factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
-    machines = [knob.scale(result.question.cluster, factor) for factor in factors]
+    ranked = {one.plan: one for one in result.plans}
+    flips = [flip for plan in plans if plan in ranked for flip in ranked[plan].flips if flip.quantity == quantity]
+    looked_at = {step / STEPS for step in range(-OCTAVES * STEPS, OCTAVES * STEPS + 1)}
+    shifts = sorted(looked_at | {math.log2(flip.at / flip.now) for flip in flips})
+    machines = [knob.scale(result.question.cluster, 2.0**shift) for shift in shifts]
     each_on = [machine for machine in machines for _ in plans]
-    steps = result.question.estimate([*plans] * len(factors), each_on=each_on).step_s.reshape(len(factors), len(plans))
-    listed = {one.plan: one.estimate.step_s.value for one in result.plans}
-    here = steps[factors.index(1.0)]
-    scale = [listed.get(plan, step) / step for plan, step in zip(plans, here, strict=True)]
-    curves = np.minimum.accumulate(steps * scale, axis=0)
+    steps = result.question.estimate([*plans] * len(shifts), each_on=each_on).step_s.reshape(len(shifts), len(plans))
+    for column, plan in enumerate(plans):
+        if one := ranked.get(plan):
+            steps[:, column] *= one.estimate.step_s.value / steps[shifts.index(0.0), column]
+            known = {curve.sign: curve for curve in one.rate_curves if curve.quantity == quantity}
+            for row, shift in enumerate(shifts):
+                if curve := known.get(int(np.sign(shift))):
+                    steps[row, column] *= curve.factor(abs(shift)) if abs(shift) <= curve.end else np.nan
+    curves = np.fmin.accumulate(steps, axis=0)
     return [
-        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
-        for row, factor in enumerate(factors)
+        {"rate": now * 2.0**shift, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
+        for row, shift in enumerate(shifts)
         for column, plan in enumerate(plans)
+        if not np.isnan(steps[row, column])
     ]
 
 

@@ -74,7 +74,7 @@ class Near(NamedTuple):
 
 
 def figures(cells: Sequence[Figure], near: Near | None = None) -> None:
-    """Show a row of figures, which wraps on a narrow screen. `near` stands below the range of the first, a step."""
+    """Show a row of figures, which wraps on a narrow screen. `near` stands next to the range of the first, a step."""
     with st.container(horizontal=True, gap="small", key=f"figures_{cells[0][0].lower().replace(' ', '_')}"):
         for label, value, about, *more in cells:
             below, source = (*more, None, None)[:2]

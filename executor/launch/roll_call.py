@@ -6,6 +6,7 @@ them. torch's own rendezvous at the same port follows: it can wait for slow impo
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -59,15 +60,28 @@ def _host(server: socket.socket, meeting: Rendezvous, node: str, patience_s: flo
             with suppress(OSError):
                 guest = opened.enter_context(server.accept()[0])
                 guest.settimeout(CONNECT_S)
-                word, _, name = _line(guest).partition(" ")
-                if word == meeting.run_id and name:  # what else comes by is no node of this run
+                said = ""
+                with suppress(OSError):
+                    said = _line(guest)
+                word, _, name = said.partition(" ")
+                if word == meeting.run_id and name:
                     guests[name] = guest
+                else:  # no node of this run, or one that is slow: it comes again
+                    guest.close()
+            guests = {name: guest for name, guest in guests.items() if _waits(guest)}
         absent = _absent_words([node, *guests], meeting, patience_s)
         for guest in guests.values():
             with suppress(OSError):
                 guest.sendall(f"{absent or COMPLETE}\n".encode())
                 guest.recv(1)  # guests close first: nothing of theirs keeps the port busy here
         return absent
+
+
+def _waits(guest: socket.socket) -> bool:
+    """Return whether a guest that has said its name is still there."""
+    with suppress(OSError):
+        return not select.select([guest], [], [], 0)[0] or guest.recv(1, socket.MSG_PEEK) != b""
+    return False
 
 
 def _visit(meeting: Rendezvous, node: str, patience_s: float) -> str:

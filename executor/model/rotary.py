@@ -50,7 +50,9 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     """Return x rotated by one kernel, or with `back` rotated by minus the angles."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    key = (x.shape, x.stride(), x.dtype, cos.dim(), back, x.device.index, x.data_ptr() % 16)
+    types = (x.dtype, cos.dtype, sin.dtype)  # angles in another type are read by another kernel
+    aligned = [tensor.data_ptr() % 16 for tensor in (x, cos, sin)]
+    key = (x.shape, x.stride(), cos.shape, types, back, x.device.index, *aligned)
     launch = _kernels.get(key)
     if launch is None:
         launch = _kernels[key] = _prepare_kernel(x, out, cos, sin, back=back)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 # Logits per piece, 256 MiB in float32: 523 tokens of 128,256 logits, one thread block each, about two per SM; smaller
 # pieces would leave SMs idle.
 PIECE_LOGITS = 1 << 26
+# Logits that a head in pieces has at a time, 256 MiB in 16 bits: products of 1,046 tokens with 128,256 words take
+# longer than the gradient of the head, which each reads and writes.
+HEAD_LOGITS = 2 * PIECE_LOGITS
 
 
 class VocabularyLoss(nn.Module):
@@ -56,7 +58,7 @@ class VocabularyLoss(nn.Module):
 
 
 class HeadInPieces(nn.Linear):
-    """The head with its loss, for PIECE_LOGITS logits at a time: no more are there, as backward runs each again."""
+    """The head with its loss, for HEAD_LOGITS logits at a time: no more are there."""
 
     loss: VocabularyLoss
 
@@ -71,16 +73,60 @@ class HeadInPieces(nn.Linear):
         """Return the sum of the loss of tokens (B, S, h), or without targets their logits."""
         if targets is None:
             return super().forward(x)
-        flat, wanted = x.flatten(0, 1), targets.flatten()
-        rows = max(1, PIECE_LOGITS // self.out_features)
-        parts = [
-            checkpoint(self._piece, some, aims, use_reentrant=False)
-            for some, aims in zip(flat.split(rows), wanted.split(rows), strict=True)
-        ]
-        return torch.stack(parts).sum()
+        total: Tensor = _HeadLoss.apply(x.flatten(0, 1), self.weight, targets.flatten(), self.loss)
+        return total
 
-    def _piece(self, x: Tensor, targets: Tensor) -> Tensor:
-        return self.loss.of_rows(super().forward(x), targets)
+
+class _HeadLoss(torch.autograd.Function):
+    """Head and loss for some tokens after the other, each with its gradients at once, so that no logits are kept and
+    none are made again. The gradient of the head is added up in float32 (or wider) by the products themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, loss: VocabularyLoss) -> Tensor:
+        device = x.device.type
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        head, rows = weight.to(kind), max(1, HEAD_LOGITS // len(weight))
+        of_x, of_head = ctx.needs_input_grad[:2]
+        grad_x = torch.empty_like(x) if of_x else None
+        grad_head = torch.zeros_like(weight, dtype=torch.promote_types(kind, torch.float32)) if of_head else None
+        total = torch.zeros((), dtype=torch.promote_types(kind, torch.float32), device=x.device)
+        with torch.autocast(device, enabled=False):
+            for first in range(0, len(x), rows):
+                here = slice(first, first + rows)
+                some = x[here].to(kind)
+                part, slope = _loss_and_slope(some @ head.t(), targets[here], loss, slope=of_x or of_head)
+                total += part
+                if grad_x is not None:
+                    grad_x[here] = slope @ head
+                if grad_head is not None:
+                    _add_product(grad_head, slope.t(), some)
+                del slope  # before the next logits are there
+        ctx.save_for_backward(grad_x, grad_head)
+        ctx.kind = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_x, grad_head = ctx.saved_tensors
+        if grad_x is not None:
+            grad_x = grad_x * grad.to(grad_x.dtype)
+        return grad_x, None if grad_head is None else grad_head.mul_(grad).to(ctx.kind), None, None
+
+
+def _loss_and_slope(logits: Tensor, targets: Tensor, loss: VocabularyLoss, *, slope: bool) -> tuple[Tensor, Any]:
+    """Return the sum of the loss, and its gradient by the logits, or None where no `slope` is asked for."""
+    with torch.enable_grad():
+        total = loss.of_rows(logits.requires_grad_(slope), targets)
+    return total.detach(), torch.autograd.grad(total, logits)[0] if slope else None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, in the type of `total`."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 # --- eager ------------------------------------------------------------------------------------------------------------

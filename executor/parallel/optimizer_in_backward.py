@@ -7,6 +7,7 @@ gradients are never there at once, so they are not clipped: only their norm is r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -32,10 +33,17 @@ class OptimizerInBackward:
         self._build, self.keeps = build, False
         self.seen: dict[str, Tensor] = {}
         self._local: dict[str, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
-        self._squares: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+        self._norms: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        # A parameter that held this would keep itself and its states alive: hooks are no part of what gc can collect.
+        update = weakref.WeakMethod(self._update)
+
+        def hook(parameter: nn.Parameter, name: str) -> None:
+            if (call := update()) is not None:
+                call(name, parameter)
+
         for name, parameter in named:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._update, name))
+                parameter.register_post_accumulate_grad_hook(partial(hook, name=name))
 
     @torch.no_grad()
     def _update(self, name: str, parameter: nn.Parameter) -> None:
@@ -43,8 +51,7 @@ class OptimizerInBackward:
         if grad is None:
             return
         here = local_tensor(grad)
-        groups, square = cuts_of(grad), here.double().square().sum()
-        self._squares[groups] = self._squares[groups] + square if groups in self._squares else square
+        self._norms.setdefault(cuts_of(grad), []).append(torch.linalg.vector_norm(here, dtype=torch.float64))
         if self.keeps:
             self.seen[name] = grad.clone()
         if name not in self._local:  # FSDP reallocates its shards in the first forward pass
@@ -58,9 +65,10 @@ class OptimizerInBackward:
     def norm(self, device: torch.device) -> Tensor:
         """Return the 2-norm of all gradients of the last backward pass; a collective call."""
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for groups, square in self._squares.items():
+        for groups, norms in self._norms.items():
+            square = torch.stack(norms).square().sum()
             for group in groups:
                 dist.all_reduce(square, group=group)
             total += square
-        self._squares = {}
+        self._norms = {}
         return total.sqrt()

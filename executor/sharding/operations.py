@@ -206,6 +206,9 @@ def _grouped_product(context: Context, x: torch.Tensor, weights: torch.Tensor, e
     return F.pad(made, [0, 0, start, len(x) - start - len(made)])
 
 
+# A dropout of none that has plans of cuDNN of its own (`_laid_out`): torch tells them apart by the bits of this number,
+# so that what the same process runs besides, whose gradients may lie otherwise, and a program do not share theirs.
+OWN_PLANS = -0.0
 _INTEGERS = frozenset(("i64", "i32", "i16", "i8", "u8", "bool"))
 
 
@@ -251,7 +254,7 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
         causal = False
     grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
     out = F.scaled_dot_product_attention(
-        q, k, v, mask[0] if mask else None, is_causal=causal, scale=scale, enable_gqa=grouped
+        q, k, v, mask[0] if mask else None, dropout_p=OWN_PLANS, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     if out.requires_grad:
         out.register_hook(partial(_laid_out, strides=out.stride()))
@@ -261,9 +264,9 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
 def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tensor:
     """A gradient with the strides of the result that it belongs to.
 
-    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values: a gradient that lies
-    otherwise than the first one did would be read as if it lay like that. Where only dims of one element differ,
-    nothing is copied.
+    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values
+    (aten/src/ATen/native/cudnn/MHA.cpp: MHACacheKeyWrapper): a gradient that lies otherwise than the first one did is
+    read as if it lay like that. Where only dims of one element differ, nothing is copied.
     """
     both = zip(gradient.shape, gradient.stride(), strides, strict=True)
     if all(size == 1 or ours == wanted for (size, ours, wanted) in both):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.config.savers import not_modelled_said, savers_said
@@ -50,13 +50,15 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     for key, value in stated.items():
         if unsaid(value) or key in {"adapter", "noted_savers"}:
             continue
-        if key == "savers":
-            stated[key] = words_of(value, f"case {name}: runtime.savers")
-            continue
-        if key in {"compile", "cuda_graph"}:
+        if key in {"savers", "graph_scopes", "fused"}:
+            stated[key] = words_of(value, f"case {name}: runtime.{key}")
+        elif key in {"compile", "cuda_graph"}:
             flag(value, f"case {name}: runtime.{key}")
-        elif key not in {"graph_scopes", "fused"}:
+        else:
             word_of(value, f"case {name}: runtime.{key}")
+    fused = () if unsaid(stated.get("fused")) else stated["fused"]
+    if others := {*fused} - {part for parts in FUSED_KERNELS.values() for part in parts}:
+        raise BadPlan(f"case {name}: runtime.fused has {show(min(others))}", remedy="runtime.kernels, in words")
     recipe = stated.get("low_precision_recipe")
     if not unsaid(recipe):
         if unsaid(stated.get("compute_dtype")) and recipe in _RECIPES:
@@ -79,7 +81,7 @@ def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
     kinds = [word for word in words if is_described(word) and stated["name"] in lineage(word)]
-    if not kinds or "layers" in stated.get("fused", ()):
+    if not kinds or "layers" in (stated.get("fused") or ()):
         return stated
     assumed.append(f"layers of {kinds[0]} (release {stated['release']!r})")
     return {**stated, "name": kinds[0]}

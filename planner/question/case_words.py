@@ -38,6 +38,8 @@ RUNTIME_KEYS = (
     "moe_dispatcher",
     "expert_products",
     "savers",
+    "graph_scopes",
+    "fused",
 )
 MEASURED_KEYS = (
     "step_s",

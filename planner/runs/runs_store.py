@@ -27,6 +27,7 @@ from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 SCHEMA_VERSION = 1
+LONGEST_PATH = 512  # bytes (SQLite src/os_unix.c: MAX_PATHNAME)
 WAIT_S = 10.0  # for another writer; a row is written in milliseconds
 MAX_TEXT = 8192  # characters of a column; a path has at most 4096
 MAX_NUMBER = 1e18  # beyond any count, byte or second of a run
@@ -336,10 +337,12 @@ def _opened(store_path: Path, uri: str) -> Iterator[sqlite3.Connection]:
         store.text_factory = lambda raw: raw.decode("utf-8", errors="replace")  # one bad row hides no other
         yield store
     except sqlite3.Error as error:
+        long = len(os.fsencode(store_path.absolute())) >= LONGEST_PATH
         raise PlannerError(
             f"the store of runs, {store_path}, cannot be used",
-            why=str(error),
-            remedy="free the disk, or move the file away: runs keep their own directories",
+            why=f"SQLite opens paths of less than {LONGEST_PATH} bytes" if long else str(error),
+            remedy=f"{'a shorter XDG_DATA_HOME' if long else 'free the disk, or move the file away'}:"
+            " runs keep their own directories",
         ) from error
     finally:
         if store is not None:

@@ -1,17 +1,21 @@
 """The flip points of a plan that lost: the link rate or memory size at which it would win.
 
 That of a link rate is found by costing both plans on clusters with scaled links, twice an octave and then by root
-finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate: a
-flip point that does not hold is looked for further on, and left out where it is not found. That of memory follows from
-what the two plans need. Flip points beyond a factor of four are not reported: nobody will re-plan for them.
+finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate. A
+flip point that does not hold there puts the curve of the other plan right, and is looked for further on; where so many
+tries have not found one that holds, the curve ends. So curves that are drawn from `RateCurve` cross where a flip point
+is reported, and nowhere else. That of memory follows from what the two plans need. Flip points beyond a factor of four
+are not reported: nobody will re-plan for them.
 
 Costing one plan takes nearly as long as costing fifty, so all rates, directions and plans are costed together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from planner.question.prediction import Method, simulated_length
 from planner.question.question import Question
@@ -46,6 +50,35 @@ class FlipPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RateCurve:
+    """What is known of a plan's step on other links, over that of the first plan: the analytical model's, in the
+    proportion that the two have now, times `factor`.
+
+    `shift` is the exponent of two of the rate over that of now, in the direction of `sign`.
+    """
+
+    quantity: str
+    sign: int  # -1 for slower links, 1 for faster ones
+    simulated: tuple[tuple[float, float], ...] = ()  # (shift, factor) where both plans were predicted anew, rising
+    end: float = OCTAVES  # shift from which on nothing is known
+
+    def factor(self, shift: float) -> float:
+        """Return the factor, whose logarithm is linear between shifts and constant past the last."""
+        shifts, factors = zip((0.0, 1.0), *self.simulated, strict=True)
+        return float(np.exp(np.interp(shift, shifts, np.log(factors))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateFlips:
+    """The nearest rates at which a plan wins, and the curves that they were read off, where those are not the
+    analytical model's alone.
+    """
+
+    points: tuple[FlipPoint, ...] = ()
+    curves: tuple[RateCurve, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """A property of a cluster that can be scaled, and its value now."""
 
@@ -61,7 +94,7 @@ KNOBS = (
 )
 
 
-def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -> list[tuple[FlipPoint, ...]]:
+def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -> list[RateFlips]:
     """Return, for each of `others`, the nearest link rates at which its step gets shorter than that of `best`."""
     cluster = question.cluster
     changes = [
@@ -70,53 +103,50 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
         for sign in (-1, 1)
         if knob.now(cluster) > 0 and not (knob.quantity.startswith("network") and cluster.node_count == 1)
     ]
-    found: list[list[FlipPoint]] = [[] for _ in others]
     rivals = [index for index, other in enumerate(others) if certainty(other) <= certainty(best)]
     if not rivals or not changes:
-        return [() for _ in others]
+        return [RateFlips()] * len(others)
     rows = _Rows(question, best, [others[index] for index in rivals], changes)
-    searches = {
-        (turn, row): _find_crossing(gaps)
-        for turn, of_turn in zip(changes, rows.gaps_by_step, strict=True)
-        for row, gaps in enumerate(of_turn)
+    curves = {
+        (turn, row): RateCurve(quantity=turn[0].quantity, sign=turn[1])
+        for turn in changes
+        for row in range(len(rivals))
     }
-    crossings = [(turn, row, x) for (turn, row), x in rows.run(searches).items() if x is not None]
+    points: dict[tuple[RateChange, int], FlipPoint] = {}
     left = float(MAX_INSTRUCTIONS)
-    for (knob, sign), row, exponent in sorted(crossings, key=lambda one: one[2]):
-        length = _length(question, best) + _length(question, rows.others[row])
-        tries = min(TRIES, int(left / length)) if length else TRIES
-        holds, tried = _holding(question, best, rows.others[row], knob, sign, exponent, tries)
-        left -= length * tried
-        if holds is not None:
-            now = knob.now(cluster)
-            at, wins = now * 2.0 ** (sign * holds), "below" if sign < 0 else "above"
-            found[rivals[row]].append(FlipPoint(quantity=knob.quantity, now=now, at=at, unit=knob.unit, wins=wins))
-    return [tuple(flips) for flips in found]
+    open_ones, tries = list(curves), 0
+    while open_ones:
+        crossings = [(key, x) for key, x in rows.crossings({key: curves[key] for key in open_ones}).items() if x]
+        open_ones, tries = [], tries + 1
+        for key, shift in sorted(crossings, key=lambda one: one[1]):
+            (knob, sign), row = key
+            at, length = shift + PAST, _length(question, best) + _length(question, rows.others[row])
+            if tries > TRIES or length > left or at > OCTAVES:
+                curves[key] = replace(curves[key], end=shift)
+                continue
+            left -= length
+            there = replace(question, cluster=knob.scale(cluster, 2.0 ** (sign * at)))
+            steps_s = _steps_s(there, (best, rows.others[row]))
+            if steps_s[1] < steps_s[0]:
+                now, wins = knob.now(cluster), "below" if sign < 0 else "above"
+                points[key] = FlipPoint(
+                    quantity=knob.quantity, now=now, at=now * 2.0 ** (sign * at), unit=knob.unit, wins=wins
+                )
+            else:
+                known = (*curves[key].simulated, (shift, curves[key].factor(shift) * steps_s[1] / steps_s[0]))
+                curves[key] = replace(curves[key], simulated=known)
+                open_ones.append(key)
+    found = [RateFlips()] * len(others)
+    for row, index in enumerate(rivals):
+        keys = [(turn, row) for turn in changes]
+        found[index] = RateFlips(
+            points=tuple(points[key] for key in keys if key in points), curves=tuple(curves[key] for key in keys)
+        )
+    return found
 
 
 def _length(question: Question, one: Finalist) -> float:
     return simulated_length(question, one.plan) if one.method is Method.SIMULATION else 0.0
-
-
-def _holding(
-    question: Question, best: Finalist, other: Finalist, knob: Knob, sign: int, exponent: float, tries: int
-) -> tuple[float | None, int]:
-    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew, and how often they
-    were.
-
-    None where it does not within so many tries.
-    """
-    for tried in range(1, tries + 1):
-        exponent += PAST
-        if exponent > OCTAVES:
-            return None, tried - 1
-        changed = replace(question, cluster=knob.scale(question.cluster, 2.0 ** (sign * exponent)))
-        steps = _steps_s(changed, (best, other))
-        behind = steps[1] / steps[0] - 1
-        if behind < 0:
-            return exponent, tried
-        exponent *= 1 + 2 * behind  # further where more is missing
-    return None, tries
 
 
 def _steps_s(question: Question, finalists: Sequence[Finalist]) -> list[float]:
@@ -161,7 +191,7 @@ class _Rows:
     def __init__(
         self, question: Question, best: Finalist, others: Sequence[Finalist], changes: Sequence[RateChange]
     ) -> None:
-        self.question, self.others = question, others
+        self.question, self.others, self.changes = question, others, changes
         self.plans = [best.plan, *(other.plan for other in others)]
         cluster, count = question.cluster, len(self.plans)
         changed = [
@@ -188,6 +218,16 @@ class _Rows:
         clusters, plans = zip(*pairs, strict=True)
         return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
 
+    def crossings(
+        self, curves: Mapping[tuple[RateChange, int], RateCurve]
+    ) -> dict[tuple[RateChange, int], float | None]:
+        """Return the first shift at which each plan wins by its curve, past where it was simulated."""
+        searches = {}
+        for (turn, index), curve in curves.items():
+            gaps = self.gaps_by_step[self.changes.index(turn)][index]
+            searches[turn, index] = _find_crossing(gaps, curve)
+        return self.run(searches)
+
     def run(self, searches: dict[tuple[RateChange, int], Search]) -> dict[tuple[RateChange, int], float | None]:
         """Run all searches together and return their results; all plans of one round are costed at once."""
         cluster = self.question.cluster
@@ -211,16 +251,31 @@ class _Rows:
         return {key: found[key] for key in searches}
 
 
-def _find_crossing(gaps: Sequence[float]) -> Search:
-    """Search for the first exponent at which a plan wins; `gaps` are those at each of STEPS an octave, from zero on.
+def _find_crossing(gaps: Sequence[float], curve: RateCurve) -> Search:
+    """Search for the first shift at which a plan wins by its curve, past where it was simulated; `gaps` are the
+    analytical model's at each of STEPS an octave, from none on.
 
     None where it never wins, and where it already does (it was put behind by the simulation).
     """
-    winning = [step for step, gap in enumerate(gaps) if gap < 0]
-    if not winning or winning[0] == 0:
+
+    def on_curve(gap: float, shift: float) -> float:
+        return (1 + gap) * curve.factor(shift) - 1
+
+    known = curve.simulated[-1][0] if curve.simulated else 0.0
+    further = [step for step in range(1, len(gaps)) if step / STEPS > known]
+    high = next((step for step in further if on_curve(gaps[step], step / STEPS) < 0), 0)
+    if not high or gaps[0] < 0:
         return None
-    first = winning[0]
-    return (yield from _find_root((first - 1) / STEPS, first / STEPS, gaps[first - 1], gaps[first]))
+    low = max(known, (high - 1) / STEPS)
+    before = gaps[high - 1] if low > known or not known else (yield low)
+    search = _find_root(low, high / STEPS, on_curve(before, low), on_curve(gaps[high], high / STEPS))
+    shift = next(search)
+    while True:
+        gap = yield shift
+        try:
+            shift = search.send(on_curve(gap, shift))
+        except StopIteration as end:
+            return float(end.value)
 
 
 def _find_root(low: float, high: float, before: float, after: float) -> Generator[float, float, float]:

@@ -9,7 +9,7 @@ from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED
 from planner.search.fixes import Fix
-from planner.search.flips import FlipPoint
+from planner.search.flips import FlipPoint, RateCurve
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.legality.rule import Problem
@@ -47,6 +47,7 @@ class RankedPlan:
     fit_probability: float
     lost_because: str | None = None
     flips: tuple[FlipPoint, ...] = ()
+    rate_curves: tuple[RateCurve, ...] = ()  # that its flips by link rates were read off
     problems: tuple[Problem, ...] = ()
     cost_per_million_tokens: float | None = None  # in the currency of the given price
     fixes: tuple[Fix, ...] = ()  # of the first plan, where it may not fit: what makes it, cheapest first

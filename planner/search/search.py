@@ -22,7 +22,7 @@ from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
 from planner.search.finalists import TIE, Finalist, in_order, predict_all
 from planner.search.fixes import find_fixes
-from planner.search.flips import FlipPoint, find_flips, memory_flip
+from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
 from planner.search.legal_ways import legal_ways
@@ -350,7 +350,7 @@ def _rank(
     questions, also when it would win and what would make the best one fit.
     """
     best, others = finalists[0], finalists[1:]
-    flips: Sequence[tuple[FlipPoint, ...]] = [()] * len(others)
+    flips = [RateFlips()] * len(others)
     if reasons and options.objective not in {"memory", "pareto"}:
         flips = find_flips(question, best, others)
     fixes = find_fixes(question, best.plan, best.estimate) if reasons else ()
@@ -363,7 +363,8 @@ def _rank(
             tie=finalist.tie,
             fit_probability=finalist.estimate.memory.fit_probability,
             lost_because=why_it_lost(best, finalist, options.objective) if i else None,
-            flips=(*flips[i - 1], *memory_flip(question.cluster, best, finalist)) if i else (),
+            flips=(*flips[i - 1].points, *memory_flip(question.cluster, best, finalist)) if i else (),
+            rate_curves=flips[i - 1].curves if i else (),
             problems=question.problems(finalist.plan),
             cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, options.gpu_price_per_hour),
             fixes=() if i else fixes,

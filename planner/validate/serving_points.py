@@ -34,6 +34,7 @@ _ENGINES = {
     "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",
     "vllm": "vllm", "sglang": "sglang", "dynamo-sglang": "sglang",
 }  # fmt: skip
+_OVERLAPS_BATCHES = ("sglang", "vllm")  # --enable-two-batch-overlap, --enable-dbo
 
 
 class NotCovered(Exception):
@@ -169,7 +170,17 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
         prefill, pool = _pool_apart(row, "prefill"), _pool_apart(row, "decode")
     else:
         prefill, pool = None, _pool(row, model, assumed)
-    return Deployment(engine=_engine(row, assumed), pool=pool, prefill=prefill, weights=weights, kv_cache=cache)
+    engine = _engine(row, assumed)
+    program = engine_of(engine).program
+    if row.two_batch_overlap and program not in _OVERLAPS_BATCHES:
+        raise NotCovered(f"two-batch overlap, which {engine_of(engine).title} is not known to have")
+    if row.max_num_seqs is None and row.max_num_batched_tokens is None:
+        assumed.append("limits of the scheduler: the engine's own")
+    return Deployment(
+        engine=engine, pool=pool, prefill=prefill, weights=weights, kv_cache=cache,
+        max_num_seqs=row.max_num_seqs or 0, max_num_batched_tokens=row.max_num_batched_tokens or 0,
+        receive_every=row.scheduler_recv_interval or 1, two_batches=bool(row.two_batch_overlap),
+    )  # fmt: skip
 
 
 def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
@@ -255,6 +266,8 @@ def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, st
             assumed.append("weights: 16 bits")
     # NVIDIA's own quantised checkpoints have an 8-bit cache (kv_cache_quant_algo in their hf_quant_config.json), and
     # those in nvfp4 are NVIDIA's.
+    if row.kv_cache is not None:
+        return weights, row.kv_cache
     if "kv" in words or row.model.startswith("nvidia/") or weights == "float4":
         return weights, "float8"
     assumed.append("KV cache: 16 bits")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
@@ -46,6 +46,11 @@ class ServingRow:
     spec_decode: str | None = None
     draft_tokens: Annotated[int, Meta(ge=1, le=16)] | None = None
     accepted_tokens: Annotated[float, Meta(ge=0, le=16)] | None = None
+    max_num_seqs: Requests | None = None
+    max_num_batched_tokens: Annotated[int, Meta(ge=16, le=1 << 20)] | None = None
+    kv_cache: Literal["bfloat16", "float16", "float8"] | None = None
+    scheduler_recv_interval: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
+    two_batch_overlap: bool | None = None
     isl: Tokens | None = None
     osl: Tokens | None = None
     concurrency: Requests | None = None

@@ -20,7 +20,7 @@ from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
-from simulator.step.update import updated_dtype
+from simulator.step.update import update_rate
 
 TINY = 1e-12  # seconds
 
@@ -294,7 +294,7 @@ class TrafficTimes:
         self._hbm = np.full(len(self.context.table), roofline.memory_bytes_per_s)
         self.sms = float(roofline.gpu.sm_count)
         self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm
-        self.update_bytes_per_s = roofline.update_bytes_per_s(updated_dtype(self.context.runtime))
+        self.update_bytes_per_s = update_rate(self.context.runtime, roofline)
 
     def copy_bytes_per_s(self, module_bytes: Value | None) -> Floats:
         """Return the rate of copies, of those into and out of the flat buffer of a module of `module_bytes`."""

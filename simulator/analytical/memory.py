@@ -24,10 +24,10 @@ from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import ModelOperators
+from simulator.runtimes.library import ModelOperators, turns_at_once
 from simulator.step.context import CostContext
 from simulator.step.cublas import workspace_bytes
-from simulator.step.held import Parameters, State, state_bytes
+from simulator.step.held import Parameters, State, autocast_remembers, state_bytes
 from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB
@@ -164,11 +164,12 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     last, reduces = ranks.layout.last, ranks.full & ~ranks.piped
     head, layer, prefetch = ranks.head, ranks.layer, ranks.spec.fsdp.prefetch
     end = np.where(last, head, layer)
-    if not ranks.context.runtime.compile:  # copies of all weights that are used again, as the forward pass ends
-        yield ranks.again * ranks.cast_bytes, np.zeros_like(layer)
+    # Copies of all weights that are used again, as the forward pass ends; a loss that turns round there is besides.
+    copies = ranks.again * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
+    yield copies, np.zeros_like(layer)
     before = np.minimum(ranks.alike, prefetch) * layer
     compute, gather = ranks.gathered(head, waiting=before, buffer=head)
-    yield compute + ranks.turning, gather
+    yield compute + ranks.turning + copies * turns_at_once(ranks.context.runtime), gather
     without_head = ranks.head_saved + head * ranks.cast_bytes
     yield compute + np.where(reduces, ranks.passing(head), 0.0) - without_head, gather
     before = np.where(last, head * (prefetch > 0), np.minimum(np.maximum(ranks.alike - 1, 0), prefetch) * layer)

@@ -17,7 +17,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import has_replicas
-from simulator.step.update import update_bytes, updated_dtype
+from simulator.step.update import update_bytes, update_rate
 
 Rows = NDArray[np.bool_]
 
@@ -223,7 +223,7 @@ class LeastTraffic:
             of_stage = matrices.of_stage(self.layout)
             of_matrices = np.asarray(sum(held / shard for held, shard in zip(of_stage, shards, strict=True)))
         moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices)
-        seconds = np.asarray(moved / context.roofline.update_bytes_per_s(updated_dtype(runtime)))
+        seconds = np.asarray(moved / update_rate(runtime, context.roofline))
         if away.any():
             seconds = (
                 seconds + np.where(away, update_bytes(runtime, owned, 0.0), 0.0) / update_bytes_per_s(context)[:, None]

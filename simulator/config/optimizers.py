@@ -13,9 +13,13 @@ biases are updated by AdamW.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EIGHT_BIT = 1.0 + 4.0 / 256
+# kOptimizerStatic8bit2StateBlockwise of bitsandbytes 0.50.2 searches a table of 256 values for both states of each
+# number, which takes longer than memory: 36.4e9 numbers a second on the 132 SMs of an H200, the same for single tensors
+# of 4 to 525 million (bfloat16, torch 2.11, 2026-11-28); whole models are compared in examples/validation/savers.md.
+SEARCHED_PER_SM = 36.4e9 / 132
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +27,15 @@ class Optimizer:
     """`states` are the tensors that it keeps of every parameter: bytes of a number, None as wide as what is updated.
 
     `passes` are how often an update reads or writes a tensor of the parameters' size besides those, and besides the
-    parameter, its gradient and the parameter again. `matrices` is what hidden matrices have in the place of all this,
+    parameter, its gradient and the parameter again. `per_sm_s` are the numbers that an SM updates a second where its
+    arithmetic takes longer than memory. `matrices` is what hidden matrices have in the place of all this,
     where they are updated otherwise than the rest, by a momentum that is orthogonalised.
     """
 
     states: tuple[float | None, ...] = ()
     passes: float = 0.0
     paged: bool = False
+    per_sm_s: float | None = None
     matrices: Optimizer | None = None
 
     def state_bytes(self, wide: float) -> float:
@@ -41,13 +47,13 @@ class Optimizer:
         return 2.0 * self.state_bytes(wide) / wide + self.passes
 
 
-_ADAM, _EIGHT = Optimizer(states=(None, None)), Optimizer(states=(EIGHT_BIT, EIGHT_BIT))
+_ADAM, _EIGHT = Optimizer(states=(None, None)), Optimizer(states=(EIGHT_BIT, EIGHT_BIT), per_sm_s=SEARCHED_PER_SM)
 OPTIMIZERS = {
     "adamw": _ADAM,
     "adam": _ADAM,
     "adamw8bit": _EIGHT,
     "pagedadamw": Optimizer(states=(None, None), paged=True),
-    "pagedadamw8bit": Optimizer(states=(EIGHT_BIT, EIGHT_BIT), paged=True),
+    "pagedadamw8bit": replace(_EIGHT, paged=True),
     "adafactor": Optimizer(passes=8.0),  # torch/optim/_adafactor.py: two norms, the matrix of moments, the update
     "lion": Optimizer(states=(None,)),
     "sgd": Optimizer(),

@@ -21,7 +21,7 @@ from simulator.step.context import CostContext
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
-from simulator.step.update import updated_dtype
+from simulator.step.update import update_rate
 
 MARK = "pass "  # how the event at the end of a unit's pass is called, before its number
 
@@ -176,7 +176,7 @@ class CodeRank:
 
     def update(self, moved_bytes: Value, elements: Value) -> None:
         context = self.units.context
-        seconds = _number(moved_bytes) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime))
+        seconds = _number(moved_bytes) / update_rate(context.runtime, context.roofline)
         key = ("optimizer", (round(_number(elements)),), "float32")
         self._launch(KernelStep(key=key, cost=Cost(seconds=seconds), host_s=0.0))
 

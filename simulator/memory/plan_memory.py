@@ -132,9 +132,8 @@ class PlanMemory:
         for which it is below `sure`; less than RATHER_SURE, whatever it is, where it is below that.
         """
         likely = 1.0
-        rather_sure = sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
         for rank in self._order:
-            within = self._within(rank, rather_sure)
+            within = self._within(rank, self._rather_sure_bytes)
             likely = min(
                 likely,
                 self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(RATHER_SURE, 0.0),
@@ -158,13 +157,30 @@ class PlanMemory:
         """Seconds of a step that retries are expected to cost. One that runs out of memory is taken to have enough,
         unless runs of its runtime showed what a full GPU costs.
         """
-        reserved = np.array([float(self.reserved_bytes)])
+        if self._known.flush_s is None and not self.fits:
+            return 0.0
+        return self._flush_s(self.reserved_bytes, self.retries_per_step)
+
+    @property
+    def least_flush_s(self) -> float:
+        """The same of a plan that fits, at least: by the ranks that have been replayed, one at least."""
+        if not self._held and not self._beyond:
+            self._within(next(self._order), self._rather_sure_bytes)
+        held = [float(rank.reserved_bytes) for rank in self._held.values()]
+        return self._flush_s(max([*held, *([self._rather_sure_bytes] if self._beyond else [])]), 1)
+
+    def _flush_s(self, reserved_bytes: float, retries: int) -> float:
+        """Return what flushes cost where the fullest rank holds so much: no less where it holds more."""
+        reserved = np.array([float(reserved_bytes)])
         likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
-        if self._known.flush_s is None:
-            if not self.fits:
-                return 0.0
-            return float(likely[0]) * max(1, self.retries_per_step) * self.reserved_bytes * FLUSH_S_PER_BYTE
-        return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
+        if self._known.flush_s is not None:
+            return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
+        return float(likely[0]) * max(1, retries) * reserved_bytes * FLUSH_S_PER_BYTE
+
+    @property
+    def _rather_sure_bytes(self) -> float:
+        """What a plan may hold that is rather sure to fit."""
+        return sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
 
     def _limited(self, rank: int) -> ReservedMemory:
         """Return what a rank holds with the memory that there is."""

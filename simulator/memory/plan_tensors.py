@@ -13,7 +13,7 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
-from simulator.runtimes.library import ModelOperators, head_peaks
+from simulator.runtimes.library import ModelOperators, head_peaks, turns_at_once
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away
 from simulator.step.context import CostContext
@@ -52,7 +52,10 @@ class PlanTensors:
         self.paired = bool(context.table.paired[0])  # passes of two micro batches run at the same time
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
+        # Of units that have all of this in common, as layers of one kind have: found once.
         self._passes: dict[tuple[str, str], Passes] = {}
+        self._elements: dict[tuple[int, int, bool], list[Held]] = {}
+        self._shares: dict[tuple[int, State], float] = {}
         self.away, self.in_backward = goes_away(context.runtime), OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
@@ -82,7 +85,9 @@ class PlanTensors:
             if unit.block == "head":
                 peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
                 kept = bool(self.context.spec.layer.metrics_after)
-                self._passes[key] = self._tensors.head_passes(operators, peaks, kept=kept)
+                self._passes[key] = self._tensors.head_passes(
+                    operators, peaks, kept=kept, at_once=turns_at_once(self.context.runtime)
+                )
             else:
                 mode = self.context.spec.recompute[word] if word else RecomputeSpec()
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
@@ -91,6 +96,12 @@ class PlanTensors:
 
     def elements(self, unit: Unit) -> list[Held]:
         """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""
+        key = id(unit.trained), id(unit.words), unit.wrapped
+        if key not in self._elements:
+            self._elements[key] = self._new_elements(unit)
+        return self._elements[key]
+
+    def _new_elements(self, unit: Unit) -> list[Held]:
         weights, bytes_of = self.passes(unit).weights, self.context.dtype_bytes
         used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
         packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
@@ -160,6 +171,9 @@ class PlanTensors:
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements that a rank has of a kind of state."""
         table, own = self.context.table, unit.of(kind)
-        whole = float(own.all[0])
-        mine = own.shared[0] / table.state_shard[kind][0] + own.experts[0] / table.expert_shard[kind][0]
-        return float(mine) / whole if whole else 0.0
+        key = id(own), kind
+        if key not in self._shares:
+            whole = float(own.all[0])
+            mine = own.shared[0] / table.state_shard[kind][0] + own.experts[0] / table.expert_shard[kind][0]
+            self._shares[key] = float(mine) / whole if whole else 0.0
+        return self._shares[key]

@@ -31,7 +31,7 @@ from simulator.memory.tensors import Act
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
-from simulator.step.held import placeholder_bytes, state_bytes
+from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -151,7 +151,7 @@ class RankReplay:
             if self.casts:
                 instance.casts = self._taken(unit.kept_cast[0] * self.compute_bytes)
                 again = self._taken(unit.recast[0] * self.compute_bytes)
-                if self.context.runtime.compile:
+                if not autocast_remembers(self.context.runtime):
                     self._give(again)
                 recast += again
             if given is not None:

@@ -146,11 +146,17 @@ class BlockTensors:
         )
 
     def head_passes(
-        self, operators: Sequence[OperatorSpec], peaks: Sequence[Sequence[str]], *, kept: bool = False
+        self,
+        operators: Sequence[OperatorSpec],
+        peaks: Sequence[Sequence[str]],
+        *,
+        kept: bool = False,
+        at_once: bool = False,
     ) -> Passes:
         """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with
         the tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as
-        well. Logits that are `kept` outlive the backward pass.
+        well. Logits that are `kept` outlive the backward pass. A loss that turns round `at_once` has the tensors of the
+        largest moment in its forward pass, too.
         """
         active = [run.operator for run in running(operators, self.context, {})]
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
@@ -161,7 +167,7 @@ class BlockTensors:
         logits = self._forward(tape, body, inward, lambda _: True)
         saved: list[int] = []
         in_pieces = [nbytes for moment in peaks for x in moment if _axes(x) == ["one"] for nbytes in self.sizes([x])]
-        passing = [tape.allocate(nbytes) for nbytes in in_pieces]
+        passing = [tape.allocate(nbytes) for nbytes in (peak if at_once else in_pieces)]
         for operator in loss:
             before = list(tape.live)
             outs = [] if in_pieces else [tape.allocate(nbytes) for nbytes in self._results(operator)]

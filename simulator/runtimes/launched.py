@@ -18,7 +18,7 @@ def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[Oper
     found = []
     for operator in operators:
         product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
-        between = operator.name.startswith(("expert_activation", "silu", "gate")) and not operator.collective
+        between = "r fe" in operator.writes and not product and not operator.collective
         if product and products == "te_grouped":
             found.append(replace(operator, by_expert=PRODUCT_LAUNCH))
         elif (product or between) and products == "loop":

@@ -237,14 +237,24 @@ def attention_implementation(runtime: Runtime) -> str:
 def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides.
 
-    `cut`: tensor-parallel ranks have cut the vocabulary.
+    `cut`: tensor-parallel ranks have cut the vocabulary. A head that is frozen with all else has no gradient.
     """
-    layer = spec_for(runtime).layer
-    for part in ("linear_loss", "loss"):
-        if part in runtime.fused and part in layer.fused_head_peaks:
-            return (layer.fused_head_peaks[part],)
+    layer, adapter = spec_for(runtime).layer, runtime.adapter
+    fused = next((part for part in ("linear_loss", "loss") if part in {*runtime.fused} & {*layer.fused_head_peaks}), "")
+    moments = (layer.fused_head_peaks[fused],) if fused else _head_moments(layer, runtime, cut=cut)
+    if adapter is None or not adapter.freezes_all:
+        return moments
+    return tuple(tuple(x for x in moment if x.partition(":")[0] != "v h") for moment in moments)
+
+
+def _head_moments(layer: LayerSpec, runtime: Runtime, *, cut: bool) -> tuple[tuple[str, ...], ...]:
     compiled = ((layer.compiled_cut_head_peak if cut else ()) or layer.compiled_head_peak) if runtime.compile else ()
     return compiled or (layer.cut_head_peak if cut else ()) or layer.head_peak
+
+
+def turns_at_once(runtime: Runtime) -> bool:
+    """Whether the loss has its gradients in the forward pass."""
+    return spec_for(runtime).layer.head_at_once
 
 
 def head_left(runtime: Runtime) -> tuple[str, ...]:

@@ -174,6 +174,7 @@ class LayerSpec:
     """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by
     moment.
 
+    `head_at_once`: the loss has its gradients in the forward pass, so that these are alive there.
     `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are
     too small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
     `cut_head_peak` and `compiled_cut_head_peak` go before them where tensor-parallel ranks have cut the vocabulary.
@@ -192,6 +193,7 @@ class LayerSpec:
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
     compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
     fused_head_peaks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of losses that others fuse
+    head_at_once: bool = False
     head_left: tuple[str, ...] = ()
     metrics_after: tuple[str, ...] = ()
 

@@ -64,6 +64,7 @@ class Batch:
     max_sequences: int
     max_tokens: int
     reads_only: bool = False  # answers go elsewhere after their first token
+    receive_every: int = 1  # steps without a prompt after which new requests are seen
     waiting: deque[Answer] = field(default_factory=deque)
     reading: list[Answer] = field(default_factory=list)
     writing: int = 0  # answers that go on
@@ -71,20 +72,30 @@ class Batch:
     held: int = 0  # tokens of the cache in use or, where answers are reserved, promised
     keys: int = 0  # tokens of context of all that write
     preempted: int = 0
+    arrived: deque[Answer] = field(default_factory=deque)  # and not seen yet
+    unseen_steps: int = 0
     seen_s: float = math.inf  # requests that came later join the step after the next
     _ends: list[tuple[int, int, Answer]] = field(default_factory=list)  # heap: (step of its last token, order, answer)
     _order: count[int] = field(default_factory=count)
 
     def add(self, answer: Answer) -> None:
-        self.waiting.append(answer)
+        later = self.receive_every > 1 and not self.idle
+        (self.arrived if later else self.waiting).append(answer)
+
+    def _receive(self) -> None:
+        """See what has arrived, where it is time to look or there is nothing else to do."""
+        if self.unseen_steps >= self.receive_every or not (self.waiting or self.reading or self.writing):
+            self.waiting.extend(self.arrived)
+            self.arrived.clear()
+            self.unseen_steps = 0
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.reading or self.writing)
+        return not (self.waiting or self.reading or self.writing or self.arrived)
 
     @property
     def load(self) -> int:
-        return len(self.waiting) + len(self.reading) + self.writing
+        return len(self.arrived) + len(self.waiting) + len(self.reading) + self.writing
 
     def admits_next(self) -> bool:
         """Return whether the first request that waits would start at once."""
@@ -111,6 +122,7 @@ class Batch:
 
     def next_step(self) -> Step:
         """Return what the next step does; nothing in the queue moves until `finish_step`."""
+        self._receive()
         self._admit()
         budget = self.max_tokens
         sequences = self.writing
@@ -138,6 +150,7 @@ class Batch:
 
     def finish_step(self, step: Step, now_s: float) -> list[Answer]:
         """Carry a step out that ended at `now_s`; return answers that left."""
+        self.unseen_steps += self.receive_every if step.prompt_tokens else 1
         left: list[Answer] = []
         if step.sequences:
             self._write(1, now_s, left)
@@ -166,11 +179,14 @@ class Batch:
         steps = self._ends[0][0] - self.steps
         if not self.engine.reserves_output:
             steps = min(steps, max(1, (self.capacity - self.held) // self.writing))
+        if self.receive_every > 1:
+            steps = min(steps, max(1, self.receive_every - self.unseen_steps))
         return steps
 
     def write(self, steps: int, now_s: float) -> list[Answer]:
         """Let all answers go on by `steps` tokens, the last of them at `now_s`; return those that ended."""
         left: list[Answer] = []
+        self.unseen_steps += steps
         self._write(steps, now_s, left)
         return left
 

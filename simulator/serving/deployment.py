@@ -84,7 +84,10 @@ class Deployment:
 
     `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
     0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums
-    over ranks are NCCL's. `measured` is what a profile says of the engine on these GPUs.
+    over ranks are NCCL's. With `two_batches` one half of a step's requests computes while tokens of the other are on
+    their way to experts and back (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked
+    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). `measured`
+    is what a profile says of the engine on these GPUs.
     """
 
     engine: str = "vllm"
@@ -98,6 +101,8 @@ class Deployment:
     max_model_len: int = 0
     eager: bool = False
     custom_all_reduce: bool = True
+    two_batches: bool = False
+    receive_every: int = 1
     speculation: Speculation | None = None
     measured: MeasuredServing | None = None
 

@@ -17,7 +17,7 @@ from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
-from simulator.serving.kernels import Kernels
+from simulator.serving.kernels import Kernels, visited_share
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
 from topology.cluster import Cluster
@@ -25,13 +25,15 @@ from topology.rates.groups import GroupShape
 
 DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fla-org/flash-linear-attention)
 # More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
-# and inverses of chunks, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution, gates, a gated norm.
-DELTA_KERNELS = 9.0
+# and inverses of chunks (two), their weights, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution,
+# gates, a gated norm, splitting what is projected, fetching and keeping the state.
+DELTA_KERNELS = 15.0
+# Of the rate of attention over prompts, what these kernels reach, and seconds of a chunk, which waits for the one
+# before: 0.27, 0.32, 0.43, 0.60 and 0.93 ms of a prompt of 8,192 tokens with 4 to 64 heads of 128 on B200, 0.24 to 1.31
+# on H200 (SGLang 0.5.14 by themselves, ai-dynamo/aiconfigurator systems/data, gdn_perf.parquet).
+DELTA_SHARE, CHUNK_S = 0.10, 1.9e-6
+TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 SINGLE = 512  # tokens up to which every count is tabulated
-# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
-# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
-# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
-POPULAR = 200.0
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class ForwardPass:
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
+    _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
@@ -68,6 +71,7 @@ class ForwardPass:
             gpu=gpu,
             weights=self.deployment.weights,
             experts=self.engine.experts,
+            program=self.engine.program,
             attention=self.engine.attention,
         )
         measured = self.deployment.measured
@@ -90,6 +94,7 @@ class ForwardPass:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
+        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # a token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self._launch_s = self._unreplayed_s()
@@ -154,7 +159,7 @@ class ForwardPass:
         time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
-            time += self._pair_s * pairs / min(readers, ranks)
+            time += self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             time += self._state_s * sequences / min(sequences, ranks)
@@ -177,7 +182,8 @@ class ForwardPass:
         found["head"] = float(np.interp(written, self._rows, self._head))
         met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
         met += self._state_s * sequences / min(sequences, ranks)
-        found["attention"] = met * share + self._pair_s * pairs / min(readers, ranks)
+        read = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
+        found["attention"] = met * share + read
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -197,7 +203,7 @@ class ForwardPass:
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
-        met = self._pair_s * pairs / min(readers, ranks)
+        met = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
         if sequences:
             met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             met += self._state_s * sequences / min(sequences, ranks)
@@ -231,7 +237,7 @@ class ForwardPass:
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
         norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
-        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
+        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (TO_EXPERTS if kind.sparse else 0.0)
 
     def _one_pair_s(self) -> float:
         """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
@@ -260,7 +266,23 @@ class ForwardPass:
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
     def _by_tokens(self, tokens: Floats) -> dict[str, Floats]:
-        """Return seconds of everything but attention over keys, for `tokens` of a whole engine, by what takes them."""
+        """Return seconds of everything but attention over keys, for `tokens` of a whole engine, by what takes them.
+
+        In two batches, what one half computes hides the other's way to experts and back but for the first and the last
+        of a layer, at the cost of smaller products; attention over keys is not counted as hiding it.
+        """
+        whole = self._at_once(tokens)
+        if not self.deployment.two_batches or "expert_exchange" not in whole:
+            return whole
+        halves = {name: 2 * seconds for name, seconds in self._at_once(np.ceil(tokens / 2)).items()}
+        sent = halves.pop("expert_exchange")
+        hidden = np.minimum(sent * (1 - 0.5 / self.model.layers), sum(halves.values()))
+        return {
+            name: np.where(tokens > 1, (halves | {"expert_exchange": sent - hidden})[name], seconds)
+            for name, seconds in whole.items()
+        }
+
+    def _at_once(self, tokens: Floats) -> dict[str, Floats]:
         local = np.ceil(tokens / self.pool.dp_attention)
         total: dict[str, Floats] = {}
         for sparse in (False, True):
@@ -276,9 +298,10 @@ class ForwardPass:
         # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
         # sum.
         small = 2.0 * local * self.model.hidden * 10
+        apart = self._small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
         block = {
             "attention_products": self._attention_products(local),
-            "small_kernels": self.kernels.moved(small, self._small_kernels(kind)) + 2 * self.kernels.start_s,
+            "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,
         }
         if kind.sparse:
             block["experts"] = self._experts(tokens, local)
@@ -316,7 +339,7 @@ class ForwardPass:
         heads, width = linear.value_heads / self.pool.tp, linear.key_dim + linear.value_dim
         inside = 2.0 * DELTA_CHUNK * 1.5 * width
         state = 2.0 * 3 * linear.key_dim * linear.value_dim
-        return np.asarray(rows * heads * (inside + state) / self.kernels.attention_flops_per_s)
+        return np.asarray(rows * heads * (inside + state) / (DELTA_SHARE * self.kernels.attention_flops_per_s))
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
@@ -332,17 +355,9 @@ class ForwardPass:
         here = moe.experts / pool.ep
         visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
-        up = (2 if model.gated_mlp else 1) * f
-        time = self.kernels.product(local, moe.experts, h, stored="bfloat16")
-        time = (
-            time
-            + self.kernels.expert_products(rows, visited, up, h)
-            + self.kernels.expert_products(rows, visited, h, f)
-        )
-        time = time + self.kernels.between_experts(rows, here, h)
-        if moe.shared_ffn:
-            time = time + self._mlp(local, moe.shared_ffn)
-        return time
+        routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
+        time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
+        return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
@@ -432,16 +447,3 @@ def token_grid(most: int) -> Floats:
     small = np.arange(1.0, SINGLE + 1.0)
     large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
     return np.concatenate([small, large[large > SINGLE]])
-
-
-def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
-    """Return the share of experts that at least one of `tokens` goes to.
-
-    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
-    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
-    """
-    chosen = moe.experts_per_token / moe.experts
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
-    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
-    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
-    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))

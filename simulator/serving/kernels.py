@@ -5,15 +5,20 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.model import MixtureOfExperts
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from topology.cluster import GpuKind
+from topology.codec import convert
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
 # against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
@@ -23,6 +28,10 @@ FLOAT4_FROM = 100
 # efficiency.toml is of kernels that write as much as they read.
 STREAMED = 0.85
 FLOAT8_FROM = 89
+# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
+# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
+# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
+POPULAR = 200.0
 # Of the rate of one large product, what products of many experts reach. Source: kernels of vLLM 0.20 by themselves
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
 # and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s where experts are whole, and with the bytes and filling counted
@@ -33,12 +42,37 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 # The same of TensorRT-LLM's Cutlass kernels on Hopper, as a share of the peak: its releases 1.2 and 1.3 by themselves
 # (ai-dynamo/aiconfigurator systems/data/h200_sxm/moe/trtllm, moe_perf.parquet, balanced, 8,192 to 16,384 tokens). The
 # time of a row is one part that grows with the share of an expert on a GPU and one that does not, for degrees of 1 to 8
-# and two widths alike: 870 TFLOP/s in blocks of float8, 450 in mxfp4; and of each element of the row 8.6 ps in
+# and two widths alike: 870 TFLOP/s in blocks of float8; and of each element of the row 8.6 ps in
 # blocks of float8, 3.1 ps else, which are bytes at the rate of memory. One token alone takes 26 to 54 us with 16 to 32
 # experts on a GPU, 90 to 180 with 128 and 256.
-CUTLASS = {("hopper", "float8"): 0.44, ("hopper", "mxfp4"): 0.46}
+CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertKernels:
+    """What kernels of experts take, added up; meanings in expert_kernels.toml."""
+
+    fixed_s: float
+    expert_s: float
+    read: float
+    rate: float
+    passed: float
+    routes: bool
+
+
+@cache
+def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
+    """Return kernels of experts by (engine, generation, format)."""
+    where = "expert_kernels.toml"
+    tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
+    return {
+        (engine, generation, format_): convert(found, ExpertKernels, where=f"{where} [{engine}.{generation}.{format_}]")
+        for engine, generations in tables.items()
+        for generation, formats in generations.items()
+        for format_, found in formats.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +81,8 @@ class Kernels:
 
     gpu: GpuKind
     weights: str
-    experts: str = "triton"  # whose kernels multiply them, see engines.toml
+    experts: str = "triton"  # what multiplies them, see engines.toml
+    program: str = ""  # the engine, where expert_kernels.toml lists its own
     attention: str = "cudnn"
 
     @property
@@ -99,6 +134,35 @@ class Kernels:
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
 
+    @property
+    def listed_experts(self) -> ExpertKernels | None:
+        """What expert_kernels.toml says of these kernels; None where it says nothing."""
+        return expert_kernels().get((self.program, self.generation, self.weights))
+
+    @property
+    def experts_route(self) -> bool:
+        """Whether kernels of experts choose them as well."""
+        return self.listed_experts is not None and self.listed_experts.routes
+
+    @property
+    def generation(self) -> str:
+        return self.gpu.architecture.split()[0].lower()
+
+    def experts_s(self, rows: Floats, visited: Floats, here: float, hidden: float, width: float, up: int) -> Floats:
+        """Return seconds of `rows` in all through `here` experts, `visited` of which have rows: each has `up` products
+        to `width` and one back to `hidden`. Sorting and summing are part of it.
+        """
+        known = self.listed_experts
+        if known is None:
+            time = self.expert_products(rows, visited, up * width, hidden)
+            return time + self.expert_products(rows, visited, hidden, width) + self.between_experts(rows, here, hidden)
+        elements = (up + 1) * hidden * width
+        time = known.fixed_s + known.expert_s * here + known.passed * rows * hidden / self.gpu.memory_bytes_per_s
+        read = np.minimum(visited, rows) * elements * WEIGHT_BYTES[self.weights]
+        time = time + read / (known.read * self.gpu.memory_bytes_per_s)
+        time = time + 2 * rows * elements / (known.rate * self.gpu.peak_flops[self.multiplied_in])
+        return np.asarray(np.where(rows > 0, time, 0.0))
+
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left
         out.
@@ -106,7 +170,7 @@ class Kernels:
         In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see
         GROUPED. Cutlass' kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
-        generation = self.gpu.architecture.split()[0].lower()
+        generation = self.generation
         touched = np.minimum(experts, rows)
         moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
         reading = moved / self.bytes_per_s
@@ -123,7 +187,7 @@ class Kernels:
     def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:
         """Return seconds of sorting `rows` to so many experts on a GPU, casting them, and summing what comes back."""
         plain = self.moved(2.0 * rows * hidden * 2, 0.0)
-        if self.experts != "cutlass" or self.gpu.architecture.split()[0].lower() != "hopper":
+        if self.experts != "cutlass" or self.generation != "hopper":
             return plain
         passed = PASSED["float8" if self.weights == "float8" else "other"]
         return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, SORTED_S + SORTED_EXPERT_S * experts, 0.0)
@@ -139,3 +203,16 @@ class Kernels:
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return seconds that attention of one query takes over one cached key, of so many operations and bytes."""
         return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
+
+
+def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
+    """Return the share of experts that at least one of `tokens` goes to.
+
+    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
+    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
+    """
+    chosen = moe.experts_per_token / moe.experts
+    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
+    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
+    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
+    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))

@@ -240,6 +240,7 @@ def _engines(
             max_sequences=max(1, costs.max_sequences * pool.dp_attention // lanes),
             max_tokens=costs.max_batched_tokens * pool.dp_attention,
             reads_only=reads_only,
+            receive_every=deployment.receive_every,
         )
         found.start(env, costs, batch, deliver)
     return found

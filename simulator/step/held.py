@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import head_left, head_peaks
@@ -120,6 +121,13 @@ def state_bytes(context: CostContext) -> dict[State, float]:
     moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else param)
     gradients = context.dtype_bytes(state.gradient_dtype)
     return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+
+
+def autocast_remembers(runtime: Runtime) -> bool:
+    """Return whether narrow copies of weights stay to the end of a forward pass: of those that have gradients (torch,
+    aten/src/ATen/autocast_mode.cpp: cached_cast) and are not cast inside a compiled block.
+    """
+    return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
 
 
 def head_peak_bytes(context: CostContext) -> Floats:

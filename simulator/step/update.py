@@ -7,7 +7,7 @@ from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.low_precision import recipe_of
-from simulator.kernels.roofline import UPDATE_BYTES
+from simulator.kernels.roofline import UPDATE_BYTES, Roofline
 from simulator.runtimes.library import spec_for
 
 # What the gradient norm is summed over, and the bytes of it.
@@ -44,6 +44,19 @@ def update_bytes(
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
     return matrices * more + owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
+
+
+def update_rate(runtime: Runtime, roofline: Roofline) -> float:
+    """Return the bytes that `update_bytes` counts over the seconds that they take, one after the other: memory's, and
+    those of an optimizer whose arithmetic takes longer.
+    """
+    rate, optimizer = roofline.update_bytes_per_s(updated_dtype(runtime)), OPTIMIZERS[runtime.optimizer]
+    if optimizer.per_sm_s is None:
+        return rate
+    whole = float(update_bytes(runtime, 1.0, 0.0))
+    own = PLAIN_BYTES + optimizer.moved(float(DTYPE_BYTES[updated_dtype(runtime)])) * MOMENT_BYTES / 2
+    longer_s = max(own / rate, 1.0 / (optimizer.per_sm_s * roofline.gpu.sm_count))
+    return whole / ((whole - own) / rate + longer_s)
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:

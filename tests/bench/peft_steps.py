@@ -7,6 +7,7 @@ and a GPU; models have random weights.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -111,6 +112,7 @@ def main() -> None:
     asked, found = parser.parse_args(), []
     out = asked.out
     for one in OPTIMIZERS if asked.runs == "optimizers" else RUNS:
+        gc.collect()  # a model refers to itself
         torch.cuda.empty_cache()
         try:
             found.append({"run": one, **run(*one)})

@@ -3,7 +3,7 @@ those faults.
 
 Memory full in warm-up and in step 50, a rank stopped in an NCCL collective, a rank whose host or whose kernels are
 slow, two users of one GPU, and what the driver says of clocks and faults meanwhile. No setting of a GPU is changed, and
-every run has a budget after which all its processes are ended. Takes about 100 s on two H200. OUT/faults.md has what
+every run has a budget after which all its processes are ended. Takes about 160 s on two H200. OUT/faults.md has what
 `planner apply` would print, OUT/NAME/run.json the reports.
 """
 

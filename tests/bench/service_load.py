@@ -185,7 +185,7 @@ def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, run
     ranks = {f"p{q}": at[min(len(at) - 1, len(at) * q // 100)] for q in (50, 95, 99)} if at else {}
     accepted = sum(rows.values())
     what = f"{said.kill} killed {killed} times" if said.kill else "nothing killed"
-    what += f", alongside {said.heavy} heavy searches of two users" if said.heavy else ""
+    what += f", next to {said.heavy} heavy searches of two users" if said.heavy else ""
     print(
         f"| {said.clients} clients, {seconds:.0f} s, {'PostgreSQL' if said.postgres else 'SQLite'}, {what} | {accepted} "
         f"| {rows.get('done', 0)} | {rows.get('failed', 0)} | {accepted - rows.get('done', 0) - rows.get('failed', 0)} "

@@ -88,22 +88,23 @@ def test_grouped_products_of_experts(autocast: bool) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("width", [128, 96])
 def test_rotary_positions_in_one_kernel(width: int, first: bool, strided: bool) -> None:
-    """Forward and backward against float64, operator by operator."""
+    """Forward and backward against float64, operator by operator; angles in one type, then in another."""
     x, slope = (drawn(2, 3, 33, width, seed=seed) for seed in (0, 1))  # sequences, heads, tokens
     order = (2, 0, 1, 3) if first else (0, 2, 1, 3)
     x, slope = (t.permute(order) if strided else t.permute(order).contiguous() for t in (x, slope))
     half = torch.arange(0, width, 2, device="cuda", dtype=torch.float64)
     angles = torch.arange(33, device="cuda", dtype=torch.float64)[:, None] * 500_000.0 ** (-half / width)
     angles = torch.cat((angles, angles), dim=-1).view(33, *((1, 1) if first else (1,)), width)
-    narrow, exact = (x.detach().to(kind).requires_grad_() for kind in (torch.bfloat16, torch.float64))
+    for type_of_angles in (torch.float32, torch.bfloat16):
+        narrow, exact = (x.detach().to(kind).requires_grad_() for kind in (torch.bfloat16, torch.float64))
+        cos, sin = angles.cos().to(type_of_angles), angles.sin().to(type_of_angles)
 
-    found = rotate(narrow, angles.cos().float(), angles.sin().float())
-    expected = rotate(exact, angles.cos(), angles.sin())
-    found.backward(slope)
-    expected.backward(slope.double())
+        found, expected = rotate(narrow, cos, sin), rotate(exact, cos.double(), sin.double())
+        found.backward(slope)
+        expected.backward(slope.double())
 
-    assert near(found, expected, units=1)
-    assert near(narrow.grad, exact.grad, units=1)
+        assert near(found, expected, units=1)
+        assert near(narrow.grad, exact.grad, units=1)
 
 
 V_SHAPED = {name: TWO[name] for name in ("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev")}

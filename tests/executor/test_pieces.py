@@ -1,5 +1,7 @@
 """Parts of the executor that need no second process, against torch's own or closed forms."""
 
+import gc
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -171,6 +173,72 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch) -> No
     assert torch.allclose((total.log() - chosen).sum(), expected.detach(), rtol=1e-14)
     cut = _logits_grad(flat, row_max, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
     assert torch.allclose(cut, slope.flatten(0, 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "head", "tokens"])
+@pytest.mark.parametrize("kind", ["float64", "autocast"])
+def test_a_head_in_pieces_has_the_loss_and_gradients_of_both_together(kind, frozen, monkeypatch) -> None:
+    """Five tokens in pieces of two, against one product and torch's cross entropy in float64."""
+    from executor.model import vocabulary_loss
+    from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
+
+    monkeypatch.setattr(vocabulary_loss, "HEAD_LOGITS", 2 * 7)
+    draw = torch.Generator().manual_seed(0)
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    x = torch.randn(1, 5, 4, dtype=torch.float64, generator=draw).to(dtype).requires_grad_(frozen != "tokens")
+    head = torch.nn.Linear(4, 7, bias=False, dtype=dtype).requires_grad_(frozen != "head")
+    targets = torch.tensor([[0, 6, 3, 2, 5]])
+    trained = [one for one in (x, head.weight) if one.requires_grad]
+    pieces = HeadInPieces.of(head, VocabularyLoss(7, None, compiled=False))
+
+    exact = torch.nn.functional.cross_entropy(
+        (x.double() @ head.weight.double().t()).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    expected = torch.autograd.grad(exact / 3, trained)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+        loss = pieces(x, targets)
+    found = torch.autograd.grad(loss / 3, trained)
+
+    near = {"rtol": 1e-12, "atol": 1e-14} if kind == "float64" else {"rtol": 0.02, "atol": 0.02}
+    assert float(loss) == pytest.approx(exact.item(), rel=near["rtol"])
+    assert all(torch.allclose(one, other, **near) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_model_updated_in_backward_goes_when_it_is_let_go() -> None:
+    """Plans that share processes come one after the other: states of one that is over would fill the next one's GPU."""
+    from executor.parallel.optimizer_in_backward import OptimizerInBackward
+
+    module = torch.nn.Linear(3, 2)
+    updates = OptimizerInBackward(module.named_parameters(), torch.optim.AdamW)
+    module(torch.ones(1, 3)).sum().backward()
+    kept = weakref.ref(module.weight), weakref.ref(updates)
+    assert float(updates.norm(torch.device("cpu"))) == pytest.approx((2 * 4) ** 0.5)
+    gc.disable()
+    try:
+        del module, updates
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_angles_of_another_type_are_read_by_a_kernel_of_their_own(monkeypatch) -> None:
+    """In one process: a decoder's in float32, then those of a module whose angles are in bfloat16."""
+    from executor.model import rotary
+
+    prepared: list[torch.dtype] = []
+
+    def prepare(x, out, cos, sin, *, back):
+        prepared.append(cos.dtype)
+        return lambda *addresses: None
+
+    monkeypatch.setattr(rotary, "_kernels", {})
+    monkeypatch.setattr(rotary, "_prepare_kernel", prepare)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    x, angles = torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16), torch.zeros(4, 1, 8)
+    for kind in (torch.float32, torch.bfloat16, torch.float32):
+        rotary.rotate_fused(x, angles.to(kind), angles.to(kind), back=True)
+
+    assert prepared == [torch.float32, torch.bfloat16]
 
 
 def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_nothing(monkeypatch) -> None:

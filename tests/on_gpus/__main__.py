@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Callable[[Place, Tell], None], float, float]] = {
     "calibrate": (parts.calibrate, 60.0, 110.0),
     "serving": (parts.serving, 60.0, 100.0),
     "sharded modules": (parts.sharded, 60.0, 120.0),
-    "faults": (parts.faults, 80.0, 130.0),
+    "faults": (parts.faults, 160.0, 210.0),
     "tests": (parts.marked, 120.0, 400.0),
     "exports": (parts.exports, 150.0, 600.0),
 }

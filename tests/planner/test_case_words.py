@@ -6,6 +6,8 @@ import pytest
 
 from planner.question.case_words import in_sections
 from planner.question.cases import load_case
+from simulator.config.runtime import Runtime
+from topology import codec
 from topology.errors import BadPlan
 
 ROW = {
@@ -89,3 +91,11 @@ def test_fused_kernels_that_a_source_names_are_listed_as_left_out() -> None:
 
     assert any("runtime.kernels apex" in line for line in fused.assumed)
     assert not any("kernels" in line for line in none.assumed)
+
+
+def test_the_runtime_of_a_plan_file_is_one_of_a_case() -> None:
+    runtime = Runtime(cuda_graph=True, graph_scopes=("attn",), fused=("layers", "linear_loss"))
+
+    assert load_case({**CASE, "runtime": codec.to_builtins(runtime)}).question.runtime == runtime
+    with pytest.raises(BadPlan, match=r"runtime\.fused has 'liger'"):
+        load_case({**CASE, "runtime": {**codec.to_builtins(runtime), "fused": ["liger"]}})

@@ -58,7 +58,7 @@ class Priced:
     def flips(self, best=BEST, other=OTHER):
         costs = self.estimate([best, other])
         first, second = (Finalist(plan=plan, estimate=costs.estimate(i)) for i, plan in enumerate((best, other)))
-        return find_flips(self, first, [second])[0]
+        return find_flips(self, first, [second])[0].points
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def test_flips_of_simulated_plans_hold_when_both_are_simulated_there(llama8b):
     best, *others = finalists
     flips = find_flips(question, best, others)
     scale = {"network per GPU": scale_network, "NVLink per GPU": scale_nvlink}
-    asked = [(other, flip) for other, own in zip(others, flips, strict=True) for flip in own]
+    asked = [(other, flip) for other, own in zip(others, flips, strict=True) for flip in own.points]
 
     assert asked
     for other, flip in asked:

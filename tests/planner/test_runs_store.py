@@ -170,6 +170,10 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path) -> None:
 
     with pytest.raises(PlannerError, match="cannot make"):
         save_run(document(), "x", tmp_path / "file" / "runs.sqlite3")
+    with pytest.raises(PlannerError, match="cannot be used") as failed:
+        save_run(document(), "x", tmp_path / "/".join(["d" * 200] * 3) / "runs.sqlite3")
+    assert failed.value.remedy is not None
+    assert "a shorter XDG_DATA_HOME" in failed.value.remedy
 
 
 def test_a_broken_store_is_set_aside_and_a_newer_one_left_alone(store) -> None:

@@ -27,6 +27,17 @@ def test_clients_in_batches_of_one_rank_say_how_many_engines_share_them() -> Non
     assert read_point(read_row(own)).deployment.pool.engines == 1
 
 
+def test_settings_of_the_scheduler_are_taken_where_a_row_states_them() -> None:
+    point = read_point(read_row({**ROW, "concurrency": 4}))
+    assert "limits of the scheduler: the engine's own" in point.assumed
+    said = {"max_num_seqs": 9, "max_num_batched_tokens": 4096, "kv_cache": "float8"}
+    found = read_point(read_row({**ROW, "concurrency": 4, "scheduler_recv_interval": 30, **said})).deployment
+    assert {name: getattr(found, name) for name in said} == said
+    assert found.receive_every == 30
+    refused = validate_point({**ROW, "concurrency": 4, "backend": "trtllm 1.2.0", "two_batch_overlap": True})
+    assert "two-batch overlap" in refused["skipped"]
+
+
 def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
     """Two ranks of attention with seven requests each, in three engines; 0 is what the source does not state."""
     point = read_point(read_row({**ROW, "disagg": APART}))

@@ -114,3 +114,12 @@ def test_padding_of_experts_costs_a_microsecond_a_row() -> None:
     few, many = (described_s([2048, 512, experts, 2, 4096], "bfloat16") for experts in (16, 144))
 
     assert many - few == pytest.approx(8 * 128 * 1.0e-6, rel=0.05)
+
+
+def test_only_kernels_of_experts_are_launched_for_each_of_them():
+    """The dense layers of a model with experts have activations of the same names."""
+    operators = operators_for(model(2), Runtime(name="pytorch", expert_products="loop"))
+
+    alone = {one.name for one in operators.moe_layer if one.one_by_one}
+    assert alone == {"expert_w1", "silu", "expert_w3", "gate", "expert_w2"}
+    assert not [one.name for one in operators.dense_layer if one.by_expert]

@@ -27,9 +27,11 @@ from pathlib import Path
 from types import FrameType
 
 from planner.cli import main as planner
+from planner.question.cases import load_case
 from tests.fuzz.formats import wrong_numbers
 from topology import codec
 from topology.catalog.clusters import cluster
+from topology.errors import PlannerError
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_S = 60.0  # of CPU time
@@ -336,11 +338,21 @@ def write_case(question: Question, folder: Path) -> bool:
     if not (folder / "plan.json").exists():
         return made.problems() == []
     plan = json.loads((folder / "plan.json").read_text())
-    case = {name: plan[name] for name in ("model", "cluster", "workload", "plan", "runtime") if name in plan}
+    case = {name: plan[name] for name in ("cluster", "workload", "plan", "runtime") if name in plan}
+    case["model"] = json.loads((folder / model).read_text()) if model.endswith(".json") else model
     case |= {"id": "one", "measured": {"step_s": 1.0, "peak_memory_gib": 10.0}, "outcome": "ran"}
     (folder / "case.json").write_text(json.dumps(case))
     (folder / "cases.json").write_text(json.dumps([{**case, "id": str(number)} for number in range(4)]))
     return True
+
+
+def case_problems(folder: Path) -> list[str]:
+    """Return why the case is not read: its plan was estimated, so it should be."""
+    try:
+        load_case(json.loads((folder / "case.json").read_text()))
+    except PlannerError as error:
+        return [f"its case is not read: {error}"]
+    return []
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -417,7 +429,10 @@ def answered(question: Question, folder: Path) -> tuple[Answer | None, list[str]
         if not (folder / named).exists():
             return None, []
     answer = ask(words)
-    return answer, answer.problems()
+    found = answer.problems()
+    if any(word in ("case.json", "cases.json") for word in words):
+        found += case_problems(folder)
+    return answer, found
 
 
 def main() -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,8 +30,23 @@ def own_main(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
+@pytest.fixture(scope="session")
+def quiet_streamlit():
+    """Streamlit's own tests look a thousand times a second whether a page is drawn, and at all that is installed for
+    every page: on two cores that takes the time of the processes that answer.
+    """
+    from streamlit.components.v2 import manifest_scanner
+    from streamlit.testing.v1 import local_script_runner
+
+    with pytest.MonkeyPatch.context() as patched:
+        seldom = SimpleNamespace(time=time.time, sleep=lambda _: time.sleep(0.02))
+        patched.setattr(local_script_runner, "time", seldom)
+        patched.setattr(manifest_scanner, "scan_component_manifests", cache(manifest_scanner.scan_component_manifests))
+        yield
+
+
 @pytest.fixture
-def explorer():
+def explorer(quiet_streamlit):
     """Return a function that opens a page of the explorer with query parameters, and waits so long for its answer."""
     from streamlit.testing.v1 import AppTest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from planner.search.whole_run import runs_of_counts
 
 from planner.search.answer import answer  # isort: skip
 from topology.rates.scaling import scale_flops, scale_network, scale_nvlink  # isort: skip
+from planner.search.flips import OCTAVES  # isort: skip
 from planner.search.plan_space.candidates import Bounds  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
 from ui import other_machines  # isort: skip
@@ -105,21 +107,30 @@ def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):
     assert "Highest throughput that surely fits" in said(test)
 
 
-def test_curves_fall_with_the_rate_and_cross_where_flips_are_said():
-    flags = Flags(model="llama3-70b", cluster="dgx-h100", gpus=(32,), seq_len=4096, global_batch=64)
+def test_curves_fall_with_the_rate_and_cross_where_flips_are_said_and_nowhere_else():
+    """Plans that are simulated, of which some do not win where the analytical model says so."""
+    flags = Flags(model="llama3-8b", cluster="dgx-a100", gpus=(16,), seq_len=2048, global_batch=16)
     bounds = Bounds(max_virtual_stages=1).fixing(pp=((1, 1),))
-    result = answer(flags, "torchtitan", SearchOptions(top=4, bounds=bounds, simulate=False))
+    result = answer(flags, "torchtitan", SearchOptions(top=5, bounds=bounds))
     first, checked = result.plans[0], 0
+    assert any(curve.simulated for one in result.plans for curve in one.rate_curves)
+    assert any(curve.end < OCTAVES for one in result.plans for curve in one.rate_curves)
     for quantity, now in other_machines.knobs(result):
         for other in result.plans[1:]:
             rows = other_machines.rate_curves(result, (first.plan, other.plan), quantity)
-            mine, theirs = ({row["rate"]: row["step_s"] for row in rows[start::2]} for start in (0, 1))
+            mine, theirs = (
+                {row["rate"]: row["step_s"] for row in rows if row["plan"] == other_machines.plan_chips(plan)}
+                for plan in (first.plan, other.plan)
+            )
             for curve in (mine, theirs):
                 assert all(curve[low] >= curve[high] for low, high in pairwise(sorted(curve)))
-            for flip in [one for one in other.flips if one.quantity == quantity]:
-                checked += 1
-                nearer = [rate for rate in mine if min(now, flip.at) * 1.03 < rate < max(now, flip.at) / 1.03]
-                past = [rate for rate in mine if (rate < flip.at) == (flip.wins == "below") and rate != now]
-                assert all(theirs[rate] >= mine[rate] * 0.99 for rate in nearer)
-                assert all(theirs[rate] <= mine[rate] * 1.01 for rate in sorted(past, key=lambda r: abs(r - now))[:1])
-    assert checked >= 2
+            if theirs[now] < mine[now]:
+                continue  # quicker as it is, and less sure to fit
+            flips = {flip.wins: flip.at for flip in other.flips if flip.quantity == quantity}
+            checked += len(flips)
+            for rate in theirs:
+                side = "below" if rate < now else "above"
+                nearer = side not in flips or abs(math.log(rate / now)) < abs(math.log(flips[side] / now)) - 0.03
+                assert not nearer or theirs[rate] >= mine[rate] * 0.999, (rate, side, flips)
+                assert rate != flips.get(side) or theirs[rate] <= mine[rate] * 1.001
+    assert checked >= 1

@@ -215,7 +215,8 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
         with column:
             panels.section(
                 f"Step time over {quantity}",
-                "By the analytical model. Above are the crossings that hold where both plans are predicted anew.",
+                "By the analytical model, put right where both plans were predicted anew. Lines cross at the flip"
+                " points above; one that ends may cross further on, where nothing was predicted.",
             )
             drawn = plan_charts.sensitivity(
                 other_machines.rate_curves(result, plans, quantity),

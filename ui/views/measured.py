@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.runs.runs_store import RunSummary
 
 SHOWN_DRAWS = 5
-MOST_CURVES = 6  # runs whose lines can be distinguished
+MOST_CURVES = 6  # runs that can be distinguished
 
 
 def show(question: state.Inputs) -> None:

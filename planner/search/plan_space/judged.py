@@ -26,11 +26,14 @@ def explore(
 ) -> Explored:
     """Return every plan that could be among those to list, all of which have been judged.
 
-    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn.
+    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn: of
+    plans that may fit by time, one rank shows most of what they cost, and all ranks are replayed of those alone that
+    would still be listed.
     `tell` receives what there is before each turn.
     When the time is over, those are returned that have been judged by then, if only the first of them.
     """
     bounds, cluster = search.bounds, search.screening.scenario.cluster
+    costs_first = search.objective == "time" and not search.screening.sure
     while True:
         found = search.run()
         if tell is not None:
@@ -41,7 +44,9 @@ def explore(
             return search.with_near_pipelines(found.take(bounds.judged[found.rows]) if late else found)
         with limited(None):
             for row in unknown:
-                bounds.judge(row, replays[plan_of_row(bounds.variants, row, cluster)], search.screening.sure)
+                memory = replays[plan_of_row(bounds.variants, row, cluster)]
+                if late or not (costs_first and bounds.costs_more(row, memory)):
+                    bounds.judge(row, memory, search.screening.sure)
         search.judged()
 
 

@@ -75,7 +75,8 @@ class StepBounds:
 
     `held` are the bytes that are allocated at least and reserved at least, shape (variants, 2). Of those that were
     `accounted`, `step_s` is the step without what a nearly full allocator costs. Of those that were `judged` by the
-    replay of their allocations, `held` is exact, `flush_s` is that cost, and they may or may not fit.
+    replay of their allocations, `held` is exact, `flush_s` is that cost, and they may or may not fit; `flush_s` of
+    others is what it is at least.
     """
 
     def __init__(self, screened: Screened, variants: PlanColumns, held: Floats, of_node: Rows) -> None:
@@ -107,6 +108,13 @@ class StepBounds:
         if memory.fits:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
             self.flush_s[row] = memory.flush_s
+
+    def costs_more(self, row: int, memory: PlanMemory) -> bool:
+        """Take note of what flushes cost a variant at least that may fit, by the ranks that have been replayed; return
+        whether that is more than was known.
+        """
+        known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_flush_s)
+        return bool(self.flush_s[row] > known)
 
     def account(self, rows: Rows) -> None:
         """Account for those of some variants that have not been."""

@@ -7,19 +7,18 @@ is over. What it printed says why it failed.
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import IO, ClassVar
+from typing import IO
 
 import psutil
 
@@ -28,9 +27,9 @@ from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder
 from planner.tune.runners.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
-from planner.tune.state import TrialStart, started_now
+from planner.tune.runners.started_trials import StartedTrials, failed
+from planner.tune.state import started_now
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
 from topology.errors import PlannerError, UserError
@@ -45,32 +44,17 @@ PLACES = ("{config}", "{folder}", "{gpus}")
 
 
 @dataclass(slots=True, kw_only=True)
-class CommandTrials:
-    """Runs `words` for each plan of `question`, one after the other; `target` is whose words the export has. Other
-    fields are as of `ExecutorTrials`.
-    """
+class CommandTrials(StartedTrials):
+    """Runs `words` for each plan of `question`, one after the other; `target` is whose words the export has."""
 
-    FIRST_START_S: ClassVar[float] = 30.0  # until a trial has shown what a start takes here
-    LEAST_S: ClassVar[float] = 10.0  # with less left nothing is started
-    WARM_UP: ClassVar[int] = 2  # steps that do not count
+    FIRST_START_S = 30.0
+    LEAST_S = 10.0
+    WARM_UP = 2
 
     words: tuple[str, ...]
     metric: Metric
     target: str
-    question: Question
-    folder: Path
     limit_s: float = 120.0
-    timed_steps: int = 10
-    tell: Callable[[str], None] = lambda _: None
-    began: Callable[[TrialStart], None] = lambda _: None
-    starts_s: list[float] = field(default_factory=list)
-
-    def start_s(self, candidate: Candidate) -> float:
-        del candidate
-        return median(self.starts_s) if self.starts_s else self.FIRST_START_S
-
-    def steps(self) -> int:
-        return self.timed_steps + self.WARM_UP
 
     def shares_start(self, one: Candidate, other: Candidate) -> bool:
         del one, other
@@ -82,19 +66,11 @@ class CommandTrials:
             left = until - time.monotonic()
             if left < self.LEAST_S:
                 return
-            folder = new_folder(self.folder)
-            trial = Trial(
-                key=candidate.key,
-                status=Status.FAILED,
-                predicted_s=chosen.predicted_s,
-                why=chosen.why,
-                directory=str(folder),
-                machine=platform.node(),
-            )
+            trial = self.new_trial(candidate, chosen)
             try:
-                yield self._run_one(candidate, trial, folder, left)
-            except PlannerError as error:  # a plan that cannot be written down or submitted is no reason to end
-                yield replace(trial, cause=" ".join(str(error).split())[:400])
+                yield self._run_one(candidate, trial, Path(trial.directory), left)
+            except PlannerError as error:
+                yield failed(trial, error)
 
     def _run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
         """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be

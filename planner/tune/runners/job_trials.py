@@ -10,16 +10,12 @@ away says nothing of its plan and is submitted again.
 from __future__ import annotations
 
 import contextlib
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import ClassVar
 
 from planner.question.plan_file import plan_file
-from planner.question.question import Question
 from planner.runs import runs_store, scheduled
 from planner.runs.planned_run import cpu_run, job_run
 from planner.runs.scheduled import Followed, NoReport, NotEnded
@@ -28,6 +24,7 @@ from planner.runs.schedulers.launchers import LauncherJob
 from planner.runs.schedulers.scheduler import Submission
 from planner.tune.candidates import Candidate
 from planner.tune.runners.executor_trials import new_folder, trial_of_report
+from planner.tune.runners.started_trials import StartedTrials, failed
 from planner.tune.state import TrialStart, started_now
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
@@ -50,17 +47,15 @@ class _Begun:
 
 
 @dataclass(slots=True, kw_only=True)
-class JobTrials:
+class JobTrials(StartedTrials):
     """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; fields such as `launcher` and
     `volume` are as of `LauncherJob`.
     """
 
-    FIRST_START_S: ClassVar[float] = 60.0  # of a job in a queue that is empty
-    LEAST_S: ClassVar[float] = 30.0  # with less left nothing is started
-    WARM_UP: ClassVar[int] = 3  # steps that do not count
+    FIRST_START_S = 60.0  # of a job in a queue that is empty
+    LEAST_S = 30.0
+    WARM_UP = 3
 
-    question: Question
-    folder: Path
     launcher: str
     name: str = "meshwright"
     image: str | None = None
@@ -68,19 +63,8 @@ class JobTrials:
     device: str = "cuda"
     limit_s: float = 300.0
     queue_s: float = 600.0
-    timed_steps: int = 10
     late_s: float = scheduled.LATE_S
     store: Path | None = None
-    tell: Callable[[str], None] = lambda _: None
-    began: Callable[[TrialStart], None] = lambda _: None
-    starts_s: list[float] = field(default_factory=list)
-
-    def start_s(self, candidate: Candidate) -> float:
-        del candidate
-        return median(self.starts_s) if self.starts_s else self.FIRST_START_S
-
-    def steps(self) -> int:
-        return self.timed_steps + self.WARM_UP
 
     def shares_start(self, one: Candidate, other: Candidate) -> bool:
         """Jobs of equal size wait for their nodes together."""
@@ -90,7 +74,7 @@ class JobTrials:
         if left_s < self.LEAST_S:
             return
         until = time.monotonic() + left_s
-        waiting = [(candidate, self._trial(candidate, chosen)) for candidate, chosen in plans]
+        waiting = [(candidate, self.new_trial(candidate, chosen)) for candidate, chosen in plans]
         for _ in range(1 + MOST_TAKEN):
             taken: list[tuple[Candidate, Trial]] = []
             for candidate, trial in self._round(waiting, until):
@@ -133,16 +117,6 @@ class JobTrials:
                 begun.append(_Begun(candidate, trial, followed, now, cut=False))
         yield from (trial for _, trial in self._followed(begun) if trial.status is not Status.INTERRUPTED)
 
-    def _trial(self, candidate: Candidate, chosen: Chosen) -> Trial:
-        return Trial(
-            key=candidate.key,
-            status=Status.FAILED,
-            predicted_s=chosen.predicted_s,
-            why=chosen.why,
-            directory=str(new_folder(self.folder)),
-            machine=platform.node(),
-        )
-
     def _round(self, plans: Sequence[tuple[Candidate, Trial]], until: float) -> Iterator[tuple[Candidate, Trial]]:
         """Submit the plans' jobs and yield what became of each. Jobs are cancelled when this is interrupted."""
         budget_s = min(self.limit_s, max(1.0, until - time.monotonic()))
@@ -152,13 +126,13 @@ class JobTrials:
                 jobs.append(self._written(candidate, Path(trial.directory), budget_s))
                 written.append((candidate, trial))
             except PlannerError as error:  # a plan that cannot be written down is no reason to end
-                yield candidate, _failed(trial, error)
+                yield candidate, failed(trial, error)
         for (_, trial), job in zip(written, jobs, strict=True):
             self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
         try:
             submissions = self._submitted(jobs)
         except PlannerError as error:
-            yield from ((candidate, _failed(trial, error)) for candidate, trial in written)
+            yield from ((candidate, failed(trial, error)) for candidate, trial in written)
             return
         now = time.monotonic()
         ends = min(until, now + budget_s + self.queue_s)
@@ -213,8 +187,8 @@ class JobTrials:
         except PlannerError as error:
             took = time.monotonic() - one.began
             away = isinstance(error, NoReport) and error.taken_away
-            failed = replace(_failed(one.trial, error), seconds=took)
-            return replace(failed, status=Status.INTERRUPTED) if away else failed
+            found = replace(failed(one.trial, error), seconds=took)
+            return replace(found, status=Status.INTERRUPTED) if away else found
         return None if document is None else self._reported(one, document)
 
     def _reported(self, one: _Begun, document: JsonObject) -> Trial:
@@ -251,7 +225,3 @@ class JobTrials:
             on_cpus=self.device == "cpu",
             exclusive=True,
         )
-
-
-def _failed(trial: Trial, error: PlannerError) -> Trial:
-    return replace(trial, cause=" ".join(str(error).split())[:400])

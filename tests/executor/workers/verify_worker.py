@@ -80,7 +80,7 @@ def capture_only() -> None:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    vocabulary_loss.PIECE_LOGITS = 1024  # the loss goes through several pieces
+    vocabulary_loss.PIECE_LOGITS, vocabulary_loss.HEAD_LOGITS = 1024, 2048  # the loss goes through several pieces
     where = sys.argv[3] if len(sys.argv) > 3 else "cpu"
     if where == "share":
         from tests.executor import shared_gpu

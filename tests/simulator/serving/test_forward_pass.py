@@ -7,8 +7,8 @@ import pytest
 
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.forward_pass import ForwardPass, visited_share
-from simulator.serving.kernels import Kernels
+from simulator.serving.forward_pass import ForwardPass
+from simulator.serving.kernels import Kernels, visited_share
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from topology.catalog.clusters import cluster, cluster_from_case
@@ -121,6 +121,28 @@ def test_products_of_experts_beside_kernels_by_themselves(
     assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.23)
 
 
+@pytest.mark.parametrize(
+    ("machine", "program", "stored", "shape", "measured_ms"),
+    [
+        ("dgx-h200", "vllm", "int4", (7168, 2048 // 8, 8, 384), {1: 0.035, 64: 0.401, 1024: 0.806, 8192: 4.074}),
+        ("dgx-b200", "trtllm", "float4", (7168, 2048 // 8, 8, 256), {1: 0.022, 64: 0.103, 1024: 0.172, 8192: 0.597}),
+        ("dgx-b200", "trtllm", "float8", (7168, 2048 // 8, 8, 256), {1: 0.036, 256: 0.217, 1024: 0.397, 8192: 1.204}),
+        ("dgx-b200", "trtllm", "mxfp4", (2880, 2880, 4, 128), {1: 0.025, 64: 0.275, 1024: 0.312, 8192: 0.884}),
+    ],
+)
+def test_listed_kernels_of_experts(
+    machine: str, program: str, stored: str, shape: tuple[int, int, int, int], measured_ms: dict[int, float]
+) -> None:
+    """Shapes of DeepSeek-R1, Kimi K2 and gpt-oss-120b in the tables that the constants were fitted to, evenly
+    loaded (ai-dynamo/aiconfigurator moe_perf.parquet).
+    """
+    hidden, width, chosen, experts = shape
+    kernels = Kernels(gpu=cluster(machine, 1).slowest_kind, weights=stored, program=program)
+    rows = chosen * np.array([float(count) for count in measured_ms])
+    found = kernels.experts_s(rows, np.minimum(rows, experts), experts, hidden, width, 2)
+    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.35)
+
+
 def test_parts_add_up_to_the_step() -> None:
     steps = [{"prompt_tokens": 0, "pairs": 0.0, "sequences": 700, "keys": 7e5}]
     steps += [{"prompt_tokens": 3000, "pairs": 4.5e6, "sequences": 40, "keys": 4e4, "readers": 3}]
@@ -132,6 +154,27 @@ def test_parts_add_up_to_the_step() -> None:
         passes = costs(model, cluster("dgx-h200", 8), pool=pool, weights="float8")
         for step in steps:
             assert sum(passes.parts(**step).values()) == pytest.approx(passes.seconds(**step))
+
+
+def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
+    """No more is hidden than there is to compute; halves compute no less than the whole; one token has no halves."""
+    pool, machine = Pool(dp_attention=16, ep=16), cluster("dgx-h100", 16)
+    plain, halved = (
+        costs("deepseek-v3", machine, pool=pool, weights="float8", two_batches=both) for both in (False, True)
+    )
+    for tokens in (1, 16, 4096, 16_384):
+        step = {"prompt_tokens": tokens, "pairs": 0.0, "sequences": 0, "keys": 0.0, "readers": 1}
+        one, two = plain.parts(**step), halved.parts(**step)
+        sent, left = one.pop("expert_exchange"), two.pop("expert_exchange")
+        for outside in ("host", "launches"):
+            one.pop(outside, None), two.pop(outside, None)
+        if tokens == 1:
+            assert (left, two) == (pytest.approx(sent), pytest.approx(one))
+            continue
+        assert sum(two.values()) >= sum(one.values()) * (1 - 1e-9)
+        assert left + sum(two.values()) >= sent
+        if tokens > 4096:
+            assert left < 0.5 * sent
 
 
 def test_a_prompt_is_scored_for_its_last_token_only() -> None:

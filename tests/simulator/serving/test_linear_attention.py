@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from planner.question.flags import Flags
@@ -48,3 +49,17 @@ def test_training_is_refused_with_the_reason():
         search_question(Flags(model="Qwen/Qwen3-Next-80B-A3B-Instruct", cluster="dgx-h100"), "torchtitan")
 
     assert "linear attention" in refused.value.why
+
+
+@pytest.mark.parametrize(("tp", "measured_ms"), [(8, 0.324), (4, 0.434), (2, 0.597), (1, 0.925)])
+def test_chunks_of_a_prompt_beside_kernels_by_themselves(tp: int, measured_ms: float):
+    """One prompt of 8,192 tokens in a layer of Qwen3.5 397B on B200, 64 heads over `tp` GPUs (SGLang 0.5.14,
+    ai-dynamo/aiconfigurator gdn_perf.parquet); of two prompts as long together, no chunk waits twice as long.
+    """
+    model = load_model("Qwen/Qwen3.5-397B-A17B")
+    costs = ForwardPass(model, cluster("dgx-b200", 8), Deployment(engine="sglang", pool=Pool(tp=tp)), Pool(tp=tp))
+    rows = np.array([8192.0])
+    scan_s = costs.parts(prompt_tokens=8192, pairs=1e-9, sequences=0, keys=0.0)["attention"] / model.linear_layers
+    assert 1e3 * (float(costs._delta_rule(rows, model.linear)[0]) + scan_s) == pytest.approx(measured_ms, rel=0.12)
+    both = costs.parts(prompt_tokens=16_384, pairs=1e-9, sequences=0, keys=0.0, readers=2)["attention"]
+    assert both == pytest.approx(scan_s * model.linear_layers)

@@ -32,6 +32,7 @@ def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tup
         capacity=room.tokens,
         max_sequences=costs.max_sequences,
         max_tokens=costs.max_batched_tokens,
+        receive_every=deployment.receive_every,
     )
     host_s = costs.engine.host_request_s  # before a scheduler sees a request
     coming = [Answer(arrival_s=r.arrival_s + host_s, prompt=r.prompt, output=r.output) for r in requests]
@@ -57,10 +58,10 @@ def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tup
     return seen
 
 
-@pytest.mark.parametrize("engine", sorted(engines()))
-def test_stretches_of_steps_take_what_their_steps_take(engine: str) -> None:
+@pytest.mark.parametrize(("engine", "every"), [*((name, 1) for name in sorted(engines())), ("sglang", 9)])
+def test_stretches_of_steps_take_what_their_steps_take(engine: str, every: int) -> None:
     requests = [Request(0.013 * i, 40 + 300 * (i % 3), 5 + 7 * (i % 4)) for i in range(12)]
-    deployment = Deployment(engine=engine)
+    deployment = Deployment(engine=engine, receive_every=every)
     expected = one_by_one(requests, deployment)
 
     served = serve(LLAMA, H100, deployment, trace(requests))
@@ -88,6 +89,18 @@ def test_where_steps_are_put_together_ahead_a_request_joins_one_step_later() -> 
     costs = [ForwardPass(LLAMA, H100, Deployment(engine=engine), Pool()) for engine in ("vllm", "vllm013")]
     steps = [one.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=120.0) for one in costs]
     assert steps[0] < first_s[0] - (first_s[1] - steps[1]) < 2.5 * steps[0]
+
+
+def test_requests_that_are_looked_for_seldom_wait_for_half_of_the_steps_between() -> None:
+    """Those that come while an answer goes on, at any time between two looks."""
+    requests = [Request(0.0, 100, 4000), *(Request(0.2 + 0.517 * i, 100, 1) for i in range(16))]
+    waits = []
+    for every in (1, 40):
+        answers = serve(LLAMA, H100, Deployment(engine="sglang", receive_every=every), trace(requests)).answers
+        waits.append(np.mean([a.first_s - a.arrival_s for a in answers if a.tokens == 1]))
+    costs = ForwardPass(LLAMA, H100, Deployment(engine="sglang"), Pool())
+    step = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=1000.0)
+    assert waits[1] - waits[0] == pytest.approx(40 / 2 * step, rel=0.25)
 
 
 def trace(requests: list[Request]) -> Traffic:

@@ -1,0 +1,57 @@
+"""What runners that start a command or a job for each trial have in common."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import ClassVar
+
+from planner.question.question import Question
+from planner.tune.candidates import Candidate
+from planner.tune.runners.executor_trials import new_folder
+from planner.tune.state import TrialStart
+from planner.tune.trials import Chosen, Status, Trial
+from topology.errors import PlannerError
+
+
+@dataclass(slots=True, kw_only=True)
+class StartedTrials:
+    """Fields are as of `ExecutorTrials`; `starts_s` is what each start has taken here so far, in seconds."""
+
+    FIRST_START_S: ClassVar[float]  # until a trial has shown what a start takes here
+    LEAST_S: ClassVar[float]  # with less left nothing is started
+    WARM_UP: ClassVar[int]  # steps that do not count
+
+    question: Question
+    folder: Path
+    limit_s: float
+    timed_steps: int = 10
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[TrialStart], None] = lambda _: None
+    starts_s: list[float] = field(default_factory=list)
+
+    def start_s(self, candidate: Candidate) -> float:
+        del candidate
+        return median(self.starts_s) if self.starts_s else self.FIRST_START_S
+
+    def steps(self) -> int:
+        return self.timed_steps + self.WARM_UP
+
+    def new_trial(self, candidate: Candidate, chosen: Chosen) -> Trial:
+        """Return a trial in a folder of its own, failed until something is known of it."""
+        return Trial(
+            key=candidate.key,
+            status=Status.FAILED,
+            predicted_s=chosen.predicted_s,
+            why=chosen.why,
+            directory=str(new_folder(self.folder)),
+            machine=platform.node(),
+        )
+
+
+def failed(trial: Trial, error: PlannerError) -> Trial:
+    """Return the trial with why it could not be started or read: no reason to end the others."""
+    return replace(trial, cause=" ".join(str(error).split())[:400])
