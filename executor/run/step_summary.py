@@ -45,6 +45,7 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObj
         # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
         "sm_clock_hz": median(clocks) if clocks else None,
         "sm_clock_change": _clock_change(clocks),
+        "host": _busiest_host(by_rank),
         "tokens_per_s": tokens / mid,
         "tokens_per_s_per_gpu": tokens / mid / gpus,
         "tflops_per_gpu": flops / mid / gpus / 1e12,
@@ -52,6 +53,12 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObj
         "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
     }
     return answer
+
+
+def _busiest_host(by_rank: Sequence[RankRecords]) -> JsonObject | None:
+    """Return what the rank says of its node whose cores others kept busiest; None where none says."""
+    found = [entry for records in by_rank for entry in records.of("host")]
+    return max(found, key=lambda one: (one["others"] + one["stolen"]) / one["cores"], default=None)
 
 
 def _slowest_clocks(steps: Sequence[Sequence[StepRecord]], count: int) -> list[float]:

@@ -35,6 +35,7 @@ from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_
 from executor.parallel.model_facts import read_model_facts
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
+from executor.run.host_load import HostLoad
 from executor.run.same_software import require_same_software
 from executor.run.titan_trainer import TitanTrainer
 from executor.verify.checks import check_numbers
@@ -189,7 +190,7 @@ def _take_steps(
     from the driver is not a recurring cost of training.
     """
     longest, index, warm_up, reserved = 0.0, 0, request.warm_up, 0
-    clock = SmClock(device)
+    clock, load = SmClock(device), None
     while index < warm_up + request.steps:
         warm = index < warm_up
         beat.set_phase(f"{'warm-up ' if warm else ''}step {index if warm else index - warm_up}")
@@ -197,6 +198,8 @@ def _take_steps(
         if not _all_have_time(deadline, longest, device):
             recorder.write("out_of_time", steps=max(0, index - warm_up))
             break
+        if index == warm_up:
+            load = HostLoad()
         if index == warm_up and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.reset_accumulated_memory_stats(device)  # counts allocation retries
@@ -239,6 +242,8 @@ def _take_steps(
             reserved = torch.cuda.memory_reserved(device)
     if clock.missing:
         recorder.missing(clock.missing)
+    if load is not None:
+        recorder.write("host", **load.since())
     return longest
 
 

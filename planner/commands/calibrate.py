@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, UserError
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
-from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_folder, with_named_runs
 from topology.rates.known import require_plannable
 from topology.units import MIB
 
@@ -76,7 +77,7 @@ def calibrate(asked: Calibrate) -> None:
     records = (asked.out.with_name(asked.out.name + ".partial") if asked.out is not None else _scratch()).absolute()
     if not asked.dry_run:
         output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
-    before = _known(asked.out, kind, store=asked.store)
+    before = _known(asked.out, kind, links, store=asked.store)
     cut_short = _cut_short(records, kind)
     on = take_gpus(links or read_cluster(STAND_IN), count)
     require_plannable(on)
@@ -260,8 +261,10 @@ def _elsewhere(name: str, gpus: int | None, gpu: str | None) -> Machine:
     return Machine(found.name, found.slowest_kind.name, list(range(found.gpu_count))[:gpus], found)
 
 
-def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
-    """Return what has been measured before: in the file that is to be written, and in the store."""
+def _known(out: Path | None, kind: str, links: Cluster | None, *, store: bool) -> Profile | None:
+    """Return what has been measured before: in the file that is to be written, and in the store. A new file is of this
+    machine: of the store it has kernels of such a GPU with the driver that is here, which no host and no link changes.
+    """
     if out is not None and out.exists():
         found = read_profile(out)
         if found.gpu.casefold() != kind.casefold():
@@ -270,7 +273,12 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
                 remedy="name another file with --out",
             )
         return found
-    return read_stored(kind, tell=warn) if store and out is None else None
+    stored = read_stored(kind, tell=warn) if store else None
+    if stored is None or out is None:
+        return stored
+    drivers = [one.what.removeprefix("driver ") for one in (links.findings if links else ()) if one.code == "driver"]
+    kernels = current_samples(stored).operators if stored.driver in drivers else ()
+    return replace(stored.with_samples(lambda _: ()), operators=kernels) if kernels else None
 
 
 def _cut_short(records: Path, kind: str) -> Profile | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from topology.units import GIB, in_gib
 
+BUSY_HOST = 0.1  # of its cores: a host with less to do for others is as good as idle
 NO_MORE_FILES = os.strerror(errno.EMFILE)
 
 
@@ -74,6 +75,12 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
         text_lines.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
+    host = measured.get("host")
+    if host and host["others"] + host["stolen"] >= BUSY_HOST * host["cores"]:
+        text_lines.append(
+            f"host      {host['others']:.1f} of {host['cores']:.0f} cores ran other processes while steps were timed,"
+            f" and {host['stolen']:.1f} other machines: steps that wait for the host may vary"
+        )
     if comparison is not None:
         word = "within" if comparison["within"] else "OUTSIDE"
         tolerance = comparison["tolerance_percent"]

@@ -73,6 +73,13 @@ class _ClockChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    cores: float
+    others: float
+    stolen: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     steps: int | None = None
     steps_asked: int | None = None
@@ -80,6 +87,7 @@ class _Measured:
     device_step_s: float | None = None
     sm_clock_hz: float | None = None
     sm_clock_change: _ClockChange | None = None
+    host: _Host | None = None
     tokens_per_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None

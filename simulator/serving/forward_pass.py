@@ -17,7 +17,7 @@ from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, engine_of
-from simulator.serving.kernels import Kernels
+from simulator.serving.kernels import Kernels, visited_share
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
 from topology.cluster import Cluster
@@ -34,10 +34,6 @@ DELTA_KERNELS = 15.0
 DELTA_SHARE, CHUNK_S = 0.10, 1.9e-6
 TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 SINGLE = 512  # tokens up to which every count is tabulated
-# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
-# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
-# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
-POPULAR = 200.0
 
 
 @dataclass(slots=True)
@@ -302,8 +298,7 @@ class ForwardPass:
         # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
         # sum.
         small = 2.0 * local * self.model.hidden * 10
-        listed = self.kernels.listed_experts if kind.sparse else None
-        apart = self._small_kernels(kind) - (TO_EXPERTS if listed and listed.routes else 0.0)
+        apart = self._small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
         block = {
             "attention_products": self._attention_products(local),
             "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,
@@ -360,11 +355,9 @@ class ForwardPass:
         here = moe.experts / pool.ep
         visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
-        time = self.kernels.product(local, moe.experts, h, stored="bfloat16")
-        time = time + self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
-        if moe.shared_ffn:
-            time = time + self._mlp(local, moe.shared_ffn)
-        return time
+        routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
+        time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
+        return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
@@ -454,16 +447,3 @@ def token_grid(most: int) -> Floats:
     small = np.arange(1.0, SINGLE + 1.0)
     large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
     return np.concatenate([small, large[large > SINGLE]])
-
-
-def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
-    """Return the share of experts that at least one of `tokens` goes to.
-
-    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
-    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
-    """
-    chosen = moe.experts_per_token / moe.experts
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
-    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
-    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
-    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))

@@ -13,6 +13,7 @@ from importlib import resources
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.model import MixtureOfExperts
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
@@ -27,6 +28,10 @@ FLOAT4_FROM = 100
 # efficiency.toml is of kernels that write as much as they read.
 STREAMED = 0.85
 FLOAT8_FROM = 89
+# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
+# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
+# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
+POPULAR = 200.0
 # Of the rate of one large product, what products of many experts reach. Source: kernels of vLLM 0.20 by themselves
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
 # and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s where experts are whole, and with the bytes and filling counted
@@ -37,10 +42,10 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 # The same of TensorRT-LLM's Cutlass kernels on Hopper, as a share of the peak: its releases 1.2 and 1.3 by themselves
 # (ai-dynamo/aiconfigurator systems/data/h200_sxm/moe/trtllm, moe_perf.parquet, balanced, 8,192 to 16,384 tokens). The
 # time of a row is one part that grows with the share of an expert on a GPU and one that does not, for degrees of 1 to 8
-# and two widths alike: 870 TFLOP/s in blocks of float8, 450 in mxfp4; and of each element of the row 8.6 ps in
+# and two widths alike: 870 TFLOP/s in blocks of float8; and of each element of the row 8.6 ps in
 # blocks of float8, 3.1 ps else, which are bytes at the rate of memory. One token alone takes 26 to 54 us with 16 to 32
 # experts on a GPU, 90 to 180 with 128 and 256.
-CUTLASS = {("hopper", "float8"): 0.44, ("hopper", "mxfp4"): 0.46}
+CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
 
@@ -135,6 +140,11 @@ class Kernels:
         return expert_kernels().get((self.program, self.generation, self.weights))
 
     @property
+    def experts_route(self) -> bool:
+        """Whether kernels of experts choose them as well."""
+        return self.listed_experts is not None and self.listed_experts.routes
+
+    @property
     def generation(self) -> str:
         return self.gpu.architecture.split()[0].lower()
 
@@ -193,3 +203,16 @@ class Kernels:
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return seconds that attention of one query takes over one cached key, of so many operations and bytes."""
         return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
+
+
+def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
+    """Return the share of experts that at least one of `tokens` goes to.
+
+    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
+    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
+    """
+    chosen = moe.experts_per_token / moe.experts
+    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
+    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
+    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
+    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))

@@ -46,7 +46,14 @@ The largest term of what is off, by group:
 - **Settings of the scheduler that no row states**, read from the scripts of InferenceX: `--scheduler-recv-interval 30` of SGLang
   on B200 and B300 (a request is seen at each thirtieth step: medians grow by fifteen steps, 308 ms with 16 clients against 71 with
   one), `batch_wait_timeout_iters 40` of TensorRT-LLM (from 64 clients on), chunks of 32,768 tokens, a limit of 128 requests, an
-  8-bit cache next to 8-bit weights (queues with 256 clients). Engines' defaults are assumed.
+  8-bit cache next to 8-bit weights (queues with 256 clients). Engines' defaults are assumed, and listed as assumed; rows that state
+  them (`scheduler_recv_interval`, `max_num_batched_tokens`, `max_num_seqs`, `kv_cache`) are predicted with them. As an experiment, 241
+  points of that source drawn by chance were given what its scripts set: first tokens were off by 45 % in the median, 44 % in the
+  mean, instead of 62 and 57. With SGLang on B200 DeepSeek-R1 went from 64 to 27 % (nvfp4) and 59 to 39 % (8 bits), Qwen3.5 from 63 to
+  41 % (16 bits) and 80 to 59 % (8 bits), on B300 from 51 and 54 to 21 and 27 %; with TensorRT-LLM nothing changed.
+- **Prompts in graphs**: SGLang replays prompts of up to a chunk piece by piece from 0.5.10 on (sgl-project/sglang pull request 16331),
+  which is not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 ms on B300 with 0.5.12, predicted 101. Of 8,192 tokens
+  in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
 - **Kernels compiled while requests wait**: DeepSeek-R1 in nvfp4 with SGLang of an unstated release on B200 lists first tokens of
   7 to 9 s whatever the load, SGLang 0.5.10 on B300 tokens of 12 to 180 ms.
 - **Speculative decoding that is not stated**: TensorRT-LLM 1.2.0rc6.post3 on B200 is listed with half the time a token of
@@ -56,13 +63,16 @@ The largest term of what is off, by group:
   on four and eight GPUs no more than 9,200 tokens a second leave the server: its process that sends them takes 108 us for each,
   and first tokens wait for it, 1 to 2 s. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a
   little do not; most sources do not say which.
-- **Kernels of experts**: Kimi K2.5 in int4 with vLLM on H200 takes a quarter longer a token than priced at any load. TensorRT-LLM's
-  on Hopper are priced as aiconfigurator's tables have them by themselves; throughput of gpt-oss-120b on H200, 74 % too high, is not
-  explained by them. That of Qwen3 235B in 8 bits there is 20 % too low: its source does not say whether scales are of blocks, as
-  assumed, or of whole matrices, as in NVIDIA's own checkpoints, whose kernels take half as long.
-- **Hybrid networks in SGLang**: first tokens of Qwen3.5 take three times as long as predicted with 0.5.9 and nightly builds, twice
-  with 0.5.10; tokens of 0.5.10 on B300 are within 3 % in 16 and 4 bits. With four GPUs in 8 bits 0.5.9 lists tokens sooner than with
-  eight: speculative decoding, probably, which is not stated.
+- **Kernels of experts** are priced from tables of kernels by themselves (`simulator/serving/expert_kernels.toml`), which took Kimi K2.5
+  in int4 on H200 from 20 to 3 % a token and from 35 to 19 % of a first token. Throughput of gpt-oss-120b on H200 was 74 % too high with
+  Cutlass' kernels and is 28 % with those in Triton that its router loads unevenly. That of Qwen3 235B in 8 bits there is 20 % too low:
+  the page of its source, not the rows, names NVIDIA's checkpoint, with an 8-bit cache and scales of whole matrices; with such a
+  cache it would be 10 % too high.
+- **Offline throughput of small networks**: gpt-oss-20b on B200 writes 53,800 tokens a second, one each 19 us, where the host alone is
+  counted with 20 to 38 us a sequence: what answers cost a server that sends them is not what they cost a run that keeps them.
+- **Hybrid networks in SGLang**: chunks of linear attention are priced from kernels by themselves, too. First tokens of Qwen3.5 still take
+  three to four times as long as predicted with 0.5.9 and nightly builds, twice with 0.5.10, of which the interval above is the largest
+  part. With four GPUs in 8 bits 0.5.9 lists tokens sooner than with eight: speculative decoding, probably, which is not stated.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
 - **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
@@ -119,9 +129,11 @@ of all configurations.
 """
 AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to two of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
+Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. vidur is not compared: it answers from profiles of its own, of other GPUs and models.
+made with. vidur is not compared: its package has no profiles, and the tables of attention in its repository (microsoft/vidur
+@7d47513, data/profiling) could not be had; Llama 2 7B and 70B and Llama 3 8B and 70B are the only models of these points that it
+profiles.
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"

@@ -10,6 +10,7 @@ from executor.launch.local_ranks import Failure, LaunchResult
 from executor.launch.records import Recorder
 from executor.launch.request import Request
 from executor.run.apply import report, write_report
+from executor.run.host_load import HostLoad
 from executor.run.rank_records import RankRecords
 from executor.run.step_summary import summarise_steps
 from simulator.config.hf_config import load_model
@@ -61,6 +62,25 @@ def test_the_time_by_device_events_is_told_beside_the_clocks() -> None:
 
     assert summary(*ranks)["device_step_s"] == 0.9
     assert summary([step(0, 1.0)], [step(0, 1.0)])["device_step_s"] is None
+
+
+def test_of_hosts_that_others_use_the_busiest_is_told() -> None:
+    idle = {"kind": "host", "cores": 32.0, "others": 0.5, "stolen": 0.0}
+    busy = {"kind": "host", "cores": 16.0, "others": 3.0, "stolen": 2.0}
+
+    assert summary([step(0, 1.0), idle], [step(0, 1.0), busy])["host"] == {"cores": 16.0, "others": 3.0, "stolen": 2.0}
+    assert summary([step(0, 1.0)], [step(0, 1.0)])["host"] is None
+
+
+def test_a_process_that_is_no_rank_counts_as_others(monkeypatch) -> None:
+    """In two seconds others ran for 5, 2 more were its own, and one went to other machines."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    read = iter([(0.0, 100.0, 1.0, 10.0), (2.0, 107.0, 2.0, 12.0)])
+    monkeypatch.setattr(HostLoad, "_read", staticmethod(lambda: next(read)))
+
+    found = HostLoad().since()
+
+    assert (found["others"], found["stolen"]) == (2.5, 0.5)
 
 
 def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:

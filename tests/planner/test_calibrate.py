@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ from planner.calibrate.layer_runs import (
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
-from planner.commands.calibrate import _cut_short, _without_folder
+from planner.commands.calibrate import _cut_short, _known, _without_folder
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -36,6 +37,7 @@ from simulator.overlap.modes import EXECUTED
 from topology import codec
 from topology.profile.profile import CollectiveSample, Profile, read_profile
 from topology.profile.samples import OperatorSample, OverlapSample
+from topology.profile.store import add_to_store
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -353,6 +355,26 @@ def test_a_calibration_that_was_killed_is_gone_on_with(tmp_path, capsys) -> None
     assert _cut_short(path, "h200-sxm") is None
     assert "set aside" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["p.json.partial.damaged"]
+
+
+def test_a_new_file_has_kernels_of_the_store_for_this_driver_and_nothing_of_other_hosts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_DATA", str(tmp_path / "store"))
+    kernel = OperatorSample(kind="move", name="copy", dtype="bfloat16", shape={"bytes": 2**30}, seconds=5e-4)
+    sent = CollectiveSample(op="all_reduce", ranks=2, nodes=1, nbytes=2**20, time_s=1e-4)
+    add_to_store(Profile(machine="m", gpu="h200", driver="580.1", operators=(kernel,), collectives=(sent,)))
+    here = {
+        driver: SimpleNamespace(findings=[SimpleNamespace(code="driver", what=f"driver {driver}")])
+        for driver in ("580.1", "590.2")
+    }
+
+    found = _known(tmp_path / "new.json", "h200", here["580.1"], store=True)
+
+    assert found is not None
+    assert [one.seconds for one in found.operators] == [5e-4]
+    assert not found.collectives
+    assert _known(tmp_path / "new.json", "h200", here["590.2"], store=True) is None
+    assert _known(tmp_path / "new.json", "h200", here["580.1"], store=False) is None
+    assert len(_known(None, "h200", here["580.1"], store=True).collectives) == 1
 
 
 @needs_torch

@@ -2,9 +2,11 @@
 
 import pytest
 
-from topology.catalog.gpus import bridges, gpu_kind, gpu_kinds, match_driver_name, unconfirmed
+from topology.catalog.cluster_file import load_cluster
+from topology.catalog.gpus import bridges, gpu_kind, gpu_kinds, match_driver_name
 from topology.catalog.verify import SLACK
 from topology.errors import BadCluster
+from topology.rates.reach import cluster_caveats
 
 DRIVER_NAMES = {
     "NVIDIA H100 80GB HBM3": "h100-sxm",
@@ -60,9 +62,12 @@ def test_every_figure_has_a_source():
         assert not kind.achieved_flops or kind.sources.get("achieved_flops"), kind.name
 
 
-def test_unconfirmed_figures_are_listed():
-    assert any("memory_bytes" in line for line in unconfirmed(gpu_kind("h100-sxm-96gb-hbm2e-500w")))
-    assert unconfirmed(gpu_kind("h100-sxm")) == ()
+@pytest.mark.parametrize("spoken", ["8xh100-sxm-96gb-hbm2e-500w", "meta-grand-teton"])
+def test_figures_that_nobody_confirms_are_listed_however_a_machine_is_named(spoken):
+    (line,) = [one for one in cluster_caveats(load_cluster(spoken)) if "no published source" in one]
+
+    assert "memory_bytes" in line
+    assert not any("no published source" in one for one in cluster_caveats(load_cluster("dgx-h100")))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from topology.catalog.gpus import bridges, gpu_kind, unconfirmed
+from topology.catalog.gpus import bridges, gpu_kind
 from topology.catalog.platform import INTERCONNECTS, Platform, build, take_gpus
 from topology.cluster import Cluster, GpuKind
 from topology.codec import convert, parse_json
@@ -138,7 +138,6 @@ def cluster_from_case(
         if "oversubscription" not in already_stated:
             assumed.append(f"oversubscription {platform.oversubscription:g}, as in {usual.name}")
     name = f"{nodes} x {per_node} {kind.name}"
-    assumed += unconfirmed(kind)
     return build(replace(platform, name=name), nodes=nodes), tuple(assumed)
 
 

@@ -1,7 +1,7 @@
 """GPU datasheets: one `GpuKind` per model, read from `catalog/gpus.json`.
 
 Every field of that file has an entry in `sources`. Where a figure could not be checked against anything published, the
-entry contains the word "unconfirmed", and `unconfirmed()` lists it, so that an estimate can say what it rests on.
+entry contains the word "unconfirmed", and `cluster_caveats` lists it, so that an estimate can say what it rests on.
 
 `memory_bytes` is what a CUDA program sees (torch's `total_memory`), a little less than nvidia-smi's total, which
 includes what the driver keeps. Where a kind has no published driver figure its source says so. `achieved_flops` is the
@@ -104,11 +104,6 @@ def match_driver_name(text: str) -> GpuKind | None:
     MIG slice matches no GPU.
     """
     return _index().get(_key(text))
-
-
-def unconfirmed(kind: GpuKind) -> tuple[str, ...]:
-    """Return the fields of `kind`, with the reason, that no published source confirms: estimates list them."""
-    return tuple(f"{kind.name}.{field}: {source}" for field, source in kind.sources.items() if "unconfirmed" in source)
 
 
 @lru_cache(maxsize=1)

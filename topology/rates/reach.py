@@ -13,6 +13,8 @@ from topology.cluster import ASSUMED, Cluster, LinkState, Nic
 from topology.rates.groups import GroupShape, group_rates
 from topology.rates.node_rates import HOST_KINDS, NodeRates, node_rates
 
+UNCONFIRMED = "unconfirmed"  # in the source of a figure that nothing published confirms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
@@ -92,7 +94,7 @@ def mixed_gpus(cluster: Cluster) -> list[str]:
 def cluster_caveats(cluster: Cluster) -> list[str]:
     """Return a sentence for each part of the cluster that plans assume, or take at its slowest."""
     found = [finding.what for finding in cluster.findings if finding.what.startswith(ASSUMED)]
-    caveats = [*(what.removeprefix(ASSUMED) for what in found), *mixed_gpus(cluster)]
+    caveats = [*(what.removeprefix(ASSUMED) for what in found), *mixed_gpus(cluster), *_unconfirmed(cluster)]
     sizes = sorted({len(group.node.gpus) for group in cluster.groups})
     if len(sizes) > 1:
         caveats.append(
@@ -103,6 +105,20 @@ def cluster_caveats(cluster: Cluster) -> list[str]:
     for position in range(len(cluster.groups)):
         caveats += _unlisted(node_rates(cluster, position))
     return list(dict.fromkeys(caveats))
+
+
+def _unconfirmed(cluster: Cluster) -> list[str]:
+    """Return a sentence for each kind of GPU with figures that no published source confirms."""
+    found = []
+    for kind in cluster.gpu_kinds:
+        fields = [
+            name if source.startswith(UNCONFIRMED) else f"some of {name}"
+            for name, source in kind.sources.items()
+            if UNCONFIRMED in source
+        ]
+        if fields:
+            found.append(f"figures of {kind.title or kind.name} that no published source confirms: {', '.join(fields)}")
+    return found
 
 
 def _network(nics: Sequence[Nic]) -> tuple[tuple[float, bool], ...]:

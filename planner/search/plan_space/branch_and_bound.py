@@ -45,6 +45,9 @@ from topology.errors import Unproved
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
+# How much above the limit of plans to list bounds are walked, relative, once plans of the list were rejected: the next
+# rejections raise it.
+AHEAD = 0.03
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
 NEAR_LIST = 0.07
@@ -164,7 +167,8 @@ class BestFirst:
         return self._found()
 
     def _search(self) -> None:
-        if not self._begun:
+        again = self._begun
+        if not again:
             self.bounds.find(self.expired, self.report)
             self.left, self._begun = self._in_order(self.left), True
         size = FIRST_PLANS
@@ -174,7 +178,8 @@ class BestFirst:
                 break
             limits = self.threshold.of(self.grid[rows])
             if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
-                self.bounds.walk(rows, float(limits.max()))
+                most_s = float(limits.max()) * (1 + AHEAD * again)
+                self.bounds.walk(self._ahead() if again else rows, most_s)
                 self.left = self._in_order(self.left)
             else:
                 self._cost_by_table(self._leading(rows[:size]))
@@ -205,6 +210,10 @@ class BestFirst:
         tables = self.schedule_table[rows]
         first = np.sort(np.unique(tables, return_index=True)[1])
         return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
+
+    def _ahead(self) -> Rows:
+        """Return the plans that may be listed now or when some of those before them are rejected."""
+        return self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + AHEAD)]
 
     def _leading(self, rows: Rows) -> Rows:
         """Return of promising plans, lowest bound first, those through the table of the first of their grid, where one

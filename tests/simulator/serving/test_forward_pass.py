@@ -7,8 +7,8 @@ import pytest
 
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.forward_pass import ForwardPass, visited_share
-from simulator.serving.kernels import Kernels
+from simulator.serving.forward_pass import ForwardPass
+from simulator.serving.kernels import Kernels, visited_share
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from topology.catalog.clusters import cluster, cluster_from_case
