@@ -6,13 +6,11 @@ values are frozen, so they are shared between sessions (`cache_resource`) and no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import streamlit as st
 
 from planner.configs.formats.configuration import CheckFlags
@@ -27,7 +25,6 @@ from planner.question.plan_file import plan_file
 from planner.runs import runs_store
 from planner.search.answer import search_question
 from planner.search.fixes import find_savings
-from planner.search.flips import KNOBS, OCTAVES, STEPS
 from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
@@ -36,12 +33,9 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
-from topology.rates import scaling
 from topology.rates.known import plannable
-from topology.units import GIB
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
-from ui.charts.row_types import PlanOnMachine, RatePoint
 from ui.published import nearest, sentence, step_off
 from ui.question import state, uploads
 from ui.question.state import LISTED, Inputs, choose_plan, results, source_of
@@ -54,10 +48,8 @@ if TYPE_CHECKING:
     from planner.search.fixes import Fix
     from planner.search.result import RankedPlan, SearchResult
     from planner.search.size_grid import Size
-    from simulator.analytical.estimates import EstimateTable
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
-    from simulator.config.plan import Plan
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
     from ui.background.shared_jobs import PendingAnswer
@@ -91,88 +83,6 @@ def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer
     flags = inputs.flags()
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
     return answer_plan(case, with_fixes=False)
-
-
-def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
-    """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4, where flip points
-    were looked for and where they are.
-
-    The clusters are scaled, and the steps follow the curves that flip points were read off (`planner.search.flips`): a
-    plan has no step where its curve ends. No step is longer than on slower links: where NCCL chooses worse on faster
-    ones, the curve is a bound.
-    """
-    knob = next(knob for knob in KNOBS if knob.quantity == quantity)
-    now = knob.now(result.question.cluster)
-    ranked = {one.plan: one for one in result.plans}
-    flips = [flip for plan in plans if plan in ranked for flip in ranked[plan].flips if flip.quantity == quantity]
-    looked_at = {step / STEPS for step in range(-OCTAVES * STEPS, OCTAVES * STEPS + 1)}
-    shifts = sorted(looked_at | {math.log2(flip.at / flip.now) for flip in flips})
-    machines = [knob.scale(result.question.cluster, 2.0**shift) for shift in shifts]
-    each_on = [machine for machine in machines for _ in plans]
-    steps = result.question.estimate([*plans] * len(shifts), each_on=each_on).step_s.reshape(len(shifts), len(plans))
-    for column, plan in enumerate(plans):
-        if one := ranked.get(plan):
-            steps[:, column] *= one.estimate.step_s.value / steps[shifts.index(0.0), column]
-            known = {curve.sign: curve for curve in one.rate_curves if curve.quantity == quantity}
-            for row, shift in enumerate(shifts):
-                if curve := known.get(int(np.sign(shift))):
-                    steps[row, column] *= curve.factor(abs(shift)) if abs(shift) <= curve.end else np.nan
-    curves = np.fmin.accumulate(steps, axis=0)
-    return [
-        {"rate": now * 2.0**shift, "plan": plan_chips(plan), "step_s": float(curves[row, column])}
-        for row, shift in enumerate(shifts)
-        for column, plan in enumerate(plans)
-        if not np.isnan(steps[row, column])
-    ]
-
-
-@st.cache_resource(max_entries=16, show_spinner=False)
-def _as_it_is(_result: SearchResult, key: str) -> EstimateTable:
-    """Return the listed plans by the analytical model. `key` names the question and the plans."""
-    del key
-    return _result.question.estimate([ranked.plan for ranked in _result.plans])
-
-
-def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
-    """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
-
-    A step is scaled by the ratio of the analytical model's steps there and here; memory use stays the same. Raises
-    PlannerError.
-    """
-    scale = {
-        "network": scaling.scale_network,
-        "NVLink": scaling.scale_nvlink,
-        "memory": scaling.scale_memory,
-        "FLOP/s": scaling.scale_flops,
-    }
-    machine = result.question.cluster
-    for name, factor in factors.items():
-        if factor != 1:
-            machine = scale[name](machine, factor)
-    plans = [ranked.plan for ranked in result.plans]
-    now = _as_it_is(result, " ".join([question.key, *map(plan_name, plans)]))
-    then = replace(result.question, cluster=machine).estimate(plans)
-    return [
-        {
-            "rank": ranked.rank,
-            "plan": plan_chips(ranked.plan),
-            "before_s": ranked.estimate.step_s.value,
-            "after_s": ranked.estimate.step_s.value * float(then.step_s[i] / now.step_s[i]),
-            "reserved_gib": ranked.estimate.memory.reserved_bytes / GIB,
-            "fits": ranked.estimate.memory.reserved_bytes <= then.capacity_bytes,
-        }
-        for i, ranked in enumerate(result.plans)
-    ]
-
-
-def knobs(result: SearchResult) -> list[tuple[str, float]]:
-    """Return the link rates that can be varied on this cluster: (name, present value in bytes/s)."""
-    found = [(knob.quantity, knob.now(result.question.cluster)) for knob in KNOBS]
-    return [
-        (q, now)
-        for q, now in found
-        if now > 0 and not (q.startswith("network") and result.question.cluster.node_count < 2)
-    ]
 
 
 # --- long work --------------------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import msgspec
 
 from topology.codec import JsonObject
 from topology.units import GIB
+from ui.charts.row_types import StepPoint
 
 # What is drawn of a step: its name, and its title with a unit.
 QUANTITIES = {
@@ -17,15 +18,6 @@ QUANTITIES = {
     "clock": "SM clock, MHz",
     "memory": "most memory of the first rank, GiB",
 }
-
-
-class StepPoint(TypedDict):
-    """A quantity of a step of a run."""
-
-    run: str
-    step: int
-    quantity: str
-    value: float
 
 
 def points_of(records: str, run: str) -> list[StepPoint]:

@@ -143,6 +143,32 @@ class Explorer:
         return self.batch
 
 
+def processor_seconds() -> list[str]:
+    """Return a table of what a search costs until it says something, in a warm process: what a core that does nothing
+    else takes, whatever other work this machine has.
+    """
+    from planner.search.answer import answer
+    from planner.search.search import SearchOptions
+    from ui.question.state import LISTED, Inputs
+
+    lines = ["", "Processor seconds of a search in a warm worker (`--processor`):", ""]
+    lines += ["| question | first answer | plans simulated | what would change it |", "| --- | --- | --- | --- |"]
+    asked = (Inputs(), Inputs(model="llama3-70b", gpus=64), Inputs(gpus=512, global_batch=1024))
+    for question in (asked[0], *asked):  # the first one warms up
+        began, known = time.process_time(), []
+        answer(
+            question.flags(),
+            question.framework,
+            SearchOptions(top=LISTED),
+            early=lambda _, began=began, known=known: known.append(time.process_time() - began),
+        )
+        known.append(time.process_time() - began)
+        about = f"{question.model} on {question.gpus or 8} GPUs"
+        row = f"| {about} | {' | '.join(f'{seconds:.1f}' for seconds in known)} |"
+        lines.append(row)
+    return [*lines[:5], *lines[6:]]
+
+
 def measured(explorer: Explorer, repeat: int) -> dict[str, list[float]]:
     """Return the seconds of each row, as often as asked."""
     found: dict[str, list[float]] = {name: [] for name in ROWS}
@@ -157,7 +183,12 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--processor", action="store_true", help="only the processor seconds of searches")
+    asked = parser.parse_args()
+    repeat = asked.repeat
+    if asked.processor:
+        print("\n".join(processor_seconds()))
+        return
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as home, sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -53,7 +53,8 @@ def explorer(quiet_streamlit):
     def opened(page: str = "home", patience_s: float = 100.0, **parameters: str) -> AppTest:
         test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)
         test.session_state["_patience_s"] = patience_s
-        test.query_params.update({"model": "llama3.2-1b", "gpus": "4", "batch": "8", "seq": "4096", **parameters})
+        asked = {"model": "llama3.2-1b", "gpus": "4", "batch": "8", "seq": "4096", "numbers": "false"}
+        test.query_params.update({**asked, **parameters})
         if page != "home":
             test.switch_page(f"views/{page}.py")
         test.run()

@@ -17,9 +17,9 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
-from ui.canvas.payload import COLOURS
 from ui.charts import compare, curves, detail, loads, look, measured, model, plans, topology
 from ui.charts.placement_layout import placement_rows
+from ui.charts.timeline import COLOURS
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"

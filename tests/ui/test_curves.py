@@ -20,7 +20,7 @@ from topology.rates.scaling import scale_flops, scale_network, scale_nvlink  # i
 from planner.search.flips import OCTAVES  # isort: skip
 from planner.search.plan_space.candidates import Bounds  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
-from ui import data  # isort: skip
+from ui import other_machines  # isort: skip
 from ui.background import work  # isort: skip
 from ui.question.state import Inputs  # isort: skip
 
@@ -36,7 +36,7 @@ def steps(rows, name="after_s"):
 
 
 def test_a_machine_that_is_not_changed_has_the_listed_steps(result):
-    rows = data.changed_machine(Inputs(), result, {"network": 1.0, "FLOP/s": 1.0})
+    rows = other_machines.changed_machine(Inputs(), result, {"network": 1.0, "FLOP/s": 1.0})
 
     assert steps(rows) == pytest.approx(steps(rows, "before_s"))
     assert steps(rows) == pytest.approx([ranked.estimate.step_s.value for ranked in result.plans])
@@ -50,7 +50,7 @@ def test_a_slower_machine_is_not_faster(result, name, scale):
     plans, machine, factors = [ranked.plan for ranked in result.plans], result.question.cluster, (0.25, 1.0, 4.0)
     tables = [replace(result.question, cluster=scale(machine, factor)).estimate(plans) for factor in factors]
     bare = [table.step_s - table.breakdown_s["contention"] - table.breakdown_s["allocator"] for table in tables]
-    slow, fast = (steps(data.changed_machine(Inputs(), result, {name: factor})) for factor in (0.25, 4.0))
+    slow, fast = (steps(other_machines.changed_machine(Inputs(), result, {name: factor})) for factor in (0.25, 4.0))
 
     for s, n, f in zip(*bare, strict=True):
         assert s >= n * 0.999 >= f * 0.998
@@ -58,7 +58,7 @@ def test_a_slower_machine_is_not_faster(result, name, scale):
 
 
 def test_less_memory_holds_fewer_plans(result):
-    machines = [data.changed_machine(Inputs(), result, {"memory": factor}) for factor in (0.25, 1.0, 4.0)]
+    machines = [other_machines.changed_machine(Inputs(), result, {"memory": factor}) for factor in (0.25, 1.0, 4.0)]
     kept = [sum(row["fits"] for row in rows) for rows in machines]
 
     assert kept == sorted(kept)
@@ -115,11 +115,11 @@ def test_curves_fall_with_the_rate_and_cross_where_flips_are_said_and_nowhere_el
     first, checked = result.plans[0], 0
     assert any(curve.simulated for one in result.plans for curve in one.rate_curves)
     assert any(curve.end < OCTAVES for one in result.plans for curve in one.rate_curves)
-    for quantity, now in data.knobs(result):
+    for quantity, now in other_machines.knobs(result):
         for other in result.plans[1:]:
-            rows = data.rate_curves(result, (first.plan, other.plan), quantity)
+            rows = other_machines.rate_curves(result, (first.plan, other.plan), quantity)
             mine, theirs = (
-                {row["rate"]: row["step_s"] for row in rows if row["plan"] == data.plan_chips(plan)}
+                {row["rate"]: row["step_s"] for row in rows if row["plan"] == other_machines.plan_chips(plan)}
                 for plan in (first.plan, other.plan)
             )
             for curve in (mine, theirs):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.pictures.palette import BAD, BROWN, GREY, SPANS, TIME
+from planner.pictures.palette import BAD
 from topology.codec import JsonObject
 from ui.charts.look import FONT, ink_on, paper
-from ui.charts.timeline import KINDS, LANES, Timeline, bars
+from ui.charts.timeline import COLOURS, KINDS, LANES, Timeline, bars
 
 MOST_SPANS = 120_000  # more are merged for the window that is shown, and sent again where the window is another
 MERGED = 12_000  # bars of such a window
@@ -46,24 +46,6 @@ class Shown:
     titles: dict[int, str] | None = None  # of ranks, where they are not called by their number
 
 
-def lighter(colour: str) -> str:
-    """Return a colour two thirds of the way to white, which tells the forward pass from the backward and from
-    recomputation.
-    """
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02X}" for i in (1, 3, 5))
-
-
-COLOURS = {
-    "forward": lighter(SPANS["compute"]),
-    "backward": SPANS["compute"],
-    "recompute": TIME["recompute"],
-    "copies": SPANS["copy"],
-    "other kernels": BROWN,
-    "optimizer": TIME["optimizer"],
-    "communication": SPANS["communication"],
-    "wait": GREY,
-    "host": SPANS["host"],
-}
 _STRENGTH = {"wait": 0.5}
 
 

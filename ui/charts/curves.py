@@ -15,7 +15,7 @@ from ui.charts.row_types import SizeRow
 def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure:
     """Draw each plan's step on the machine as it is (hollow) and as changed (filled, red where it does not fit).
 
-    Rows are those of `ui.data.changed_machine`, with `label`, `before` and `after` in words.
+    Rows are those of `ui.other_machines.changed_machine`, with `label`, `before` and `after` in words.
     """
     base = alt.Chart(table(rows)).encode(
         y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),

@@ -98,6 +98,15 @@ class ComparedRow(TypedDict):
     interval: str
 
 
+class StepPoint(TypedDict):
+    """A quantity of a step of a run."""
+
+    run: str
+    step: int
+    quantity: str
+    value: float
+
+
 class Artifact(TypedDict):
     """A file that a job wrote."""
 

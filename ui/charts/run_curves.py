@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.palette import AXES
 from ui.charts.look import Figure, finished, table
-from ui.run_steps import StepPoint
+from ui.charts.row_types import StepPoint
 
 
 def curve(points: Sequence[StepPoint], title: str, *, dark: bool) -> Figure:

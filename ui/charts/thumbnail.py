@@ -5,9 +5,8 @@ from __future__ import annotations
 import altair as alt
 
 from planner.io.figures import seconds_text
-from ui.canvas.payload import COLOURS
 from ui.charts.look import Figure, finished, table
-from ui.charts.timeline import KINDS, Timeline, bars
+from ui.charts.timeline import COLOURS, KINDS, Timeline, bars
 
 MOST_BARS = 600
 LANES = ("compute", "communication")

@@ -13,12 +13,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.pictures.palette import BROWN, GREY, SPANS, TIME
 from simulator.program import trace as tr
 
 LANES = ("compute", "communication", "host")
 MAX_BARS = 4000
 # Kinds of spans, named as the terms of a step in the palette, so that pages use the same colours.
 KINDS = ("forward", "backward", "recompute", "copies", "other kernels", "optimizer", "communication", "wait", "host")
+
+
+def lighter(colour: str) -> str:
+    """Return a colour two thirds of the way to white, which tells the forward pass from the backward and from
+    recomputation.
+    """
+    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02X}" for i in (1, 3, 5))
+
+
+COLOURS = {
+    "forward": lighter(SPANS["compute"]),
+    "backward": SPANS["compute"],
+    "recompute": TIME["recompute"],
+    "copies": SPANS["copy"],
+    "other kernels": BROWN,
+    "optimizer": TIME["optimizer"],
+    "communication": SPANS["communication"],
+    "wait": GREY,
+    "host": SPANS["host"],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,7 +270,11 @@ def ask(*, row: bool, training: bool) -> Inputs:
             )
     with third:
         gpus = number(
-            "GPUs", "gpus", MAX_GPUS, "the whole cluster", "A cluster of the catalogue gets as many nodes as needed."
+            "GPUs",
+            "gpus",
+            MAX_GPUS,
+            "all",
+            "Left open: all of the cluster. A cluster of the catalogue gets as many nodes as needed.",
         )
     if not training:
         return _machine_only(model, cluster, gpu, gpus)

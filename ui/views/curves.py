@@ -13,7 +13,8 @@ from planner.pictures.memory import stage_parts
 from planner.pictures.run_curve import run_curve
 from planner.question.goal import Goal
 from planner.search.whole_run import runs_of_counts, whole_run
-from ui import data, panels, rows
+from topology.errors import PlannerError
+from ui import data, other_machines, panels, rows
 from ui.changed_rows import size_rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MOST = 4.0  # times what it is: nobody plans for a machine further away
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
 MAX_COUNTS = 5
+SEARCHED_UNASKED = 64  # GPUs: on more, the searches take minutes
 
 
 def show(question: state.Inputs) -> None:
@@ -47,7 +49,7 @@ def _machine(question: state.Inputs, result: SearchResult) -> None:
         "The listed plans if links, memory or FLOP/s were several times what they are, by the analytical model.",
     )
     multi = result.question.cluster.node_count > 1
-    names = [name for name, _ in data.knobs(result)]
+    names = [name for name, _ in other_machines.knobs(result)]
     shown = [
         ("network", multi),
         ("NVLink", any(n.startswith("NVLink") for n in names)),
@@ -63,7 +65,7 @@ def _machine(question: state.Inputs, result: SearchResult) -> None:
         )
         for name, column in zip(sliders, st.columns(len(sliders)), strict=True)
     }
-    found = data.changed_machine(question, result, factors)
+    found = other_machines.changed_machine(question, result, factors)
     last_s = rows.known_to_s(result)
     drawn = [
         {
@@ -152,10 +154,11 @@ def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> 
 def _numbers(question: state.Inputs, result: SearchResult) -> None:
     panels.section("Other numbers of GPUs", "The best plan on each, with the same batch.")
     here = result.plans[0].plan.gpus
-    if not st.toggle("Search them", key="numbers", bind="query-params"):
+    if not st.toggle("Search them", value=here <= SEARCHED_UNASKED, key="numbers", bind="query-params"):
         st.caption("A search for each number takes as long as the one above.")
         return
-    counts = tuple(n for n in (here // 4, here // 2, here, 2 * here, 4 * here) if 1 <= n <= state.MAX_GPUS)[:MAX_COUNTS]
+    wanted = (here // 4, here // 2, here, 2 * here, 4 * here)
+    counts = tuple(n for n in wanted if n == here or (1 <= n <= state.MAX_GPUS and _there(question, n)))[:MAX_COUNTS]
     price = float(st.session_state.get("price") or 0.0) or None
     found = data.numbers(question, counts, price)
     if found is None:
@@ -185,6 +188,15 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
     for row in found.by_gpus:
         if row.problem:
             st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")
+
+
+def _there(question: state.Inputs, gpus: int) -> bool:
+    """Return whether the cluster has so many GPUs, or grows to them."""
+    try:
+        data.cluster(question.cluster, gpus, question.gpu)
+    except PlannerError:
+        return False
+    return True
 
 
 def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, str | float | None]:

@@ -19,7 +19,7 @@ from planner.search.finalists import TIE
 from simulator.config.plan import PLAN_FIELDS
 from topology.errors import PlannerError
 from topology.units import GIB
-from ui import data, panels, rows, saved_plans
+from ui import data, other_machines, panels, rows, saved_plans
 from ui.canvas.step import show_step
 from ui.changed_rows import saving_rows
 from ui.charts import detail as charts
@@ -201,7 +201,7 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
             st.markdown(
                 ":material/verified: No listed plan wins with link rates within a factor of 4, or with other memory."
             )
-    varied = data.knobs(result)
+    varied = other_machines.knobs(result)
     if not varied:
         panels.empty(
             "No link to vary",
@@ -219,7 +219,11 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
                 " points above; one that ends may cross further on, where nothing was predicted.",
             )
             drawn = plan_charts.sensitivity(
-                data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()
+                other_machines.rate_curves(result, plans, quantity),
+                quantity=quantity,
+                now=now,
+                flip=at,
+                dark=panels.dark(),
             )
             flips_at = f"they change places at {at / 1e9:.3g} GB/s" if at else "they do not change places near it"
             about = f"Step time over {quantity}, {now / 1e9:.3g} GB/s as it is; {flips_at}"
