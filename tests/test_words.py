@@ -31,3 +31,8 @@ def test_no_word_is_used_that_we_ruled_out(place: str) -> None:
             found.append(f"{path.relative_to(ROOT)}:{line}: {words}; write {WORDS[place][words]}")
 
     assert found == [], "\n".join(sorted(found))
+
+
+def test_no_marks_of_a_merge_are_left() -> None:
+    marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in {*PLACES["everywhere"]} if marks.search(path.read_text())] == []

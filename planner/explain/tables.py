@@ -155,7 +155,8 @@ def search_line(result: SearchResult) -> str:
     search = result.search
     parts = [
         f"{search.legal:,} legal of {search.candidates:,} candidates, {search.legal - search.fitting:,} do not fit",
-        f"{search.status} (gap {search.gap:.1%})",
+        # What other stages could gain is the search's experience, not a bound (`plan_space.branch_and_bound`).
+        f"{search.status} (gap {search.gap:.1%}{'' if search.proved else ', an estimate'})",
         f"{search.seconds:.1f} s",
     ]
     if search.filled:

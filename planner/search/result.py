@@ -90,6 +90,11 @@ class SearchStats:
     filled: int = 0
     filled_gap: float = 0.0
 
+    @property
+    def proved(self) -> bool:
+        """Whether the gap is a bound: of a search that was cut it counts what other stages have gained elsewhere."""
+        return self.status == OPTIMAL
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
@@ -118,6 +123,7 @@ class SearchResult:
         return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
 
 
+OPTIMAL = "optimal within the model"
 PRELIMINARY = "preliminary"  # the status of what is shown before a search has ended
 TIED = "a tie with the plan above, as far as the model can tell; the simplest comes first"
 

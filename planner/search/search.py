@@ -33,7 +33,7 @@ from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
-from planner.search.result import PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
+from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
@@ -418,7 +418,7 @@ def _search_stats(
         explored = replace(explored, complete=False, bound=found.assigned.left_s)
     fit = finalists[0].estimate.memory.fit
     listed = min(one.estimate.step_s.value for one in finalists if one.estimate.memory.fit is fit)
-    status = "optimal within the model" if explored.complete else "best found within the time limit"
+    status = OPTIMAL if explored.complete else "best found within the time limit"
     if not len(explored):  # only pipelines with other stages than the runtime's fit, of which not all were tried
         status = "best of the pipelines tried"
         explored = replace(explored, complete=False, bound=0.0 if memory else explored.floor_s)

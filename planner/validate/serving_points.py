@@ -190,7 +190,7 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
         tp, dp = 1, tp
     else:
         dp = int(row.dp_attention or 1)
-    ranks = tp * dp
+    ranks, stated = tp * dp, dp
     if ep > 1 and ranks == ep * ep and row.moe_tp == ep:
         tp, dp, ranks = (ep, 1, ep) if dp == 1 else (1, ep, ep)
         assumed.append(f"attention and experts share {ep} GPUs: the row multiplies their degrees")
@@ -203,12 +203,12 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
     if row.n_gpus is not None and row.n_gpus > taken:
         assumed.append(f"one engine of {ranks * pp} GPUs, though the row states {row.n_gpus}")
     if row.replicas is None:
-        engines = _sharing_clients(row, dp, assumed)
+        engines = _sharing_clients(row, stated, assumed)
     return Pool(engines=engines, tp=tp, pp=pp, ep=ep, dp_attention=dp)
 
 
 def _sharing_clients(row: ServingRow, dp: int, assumed: list[str]) -> int:
-    """Return how many engines share the clients of a row that states the batch of one rank."""
+    """Return how many engines share the clients of a row that states the batch of one of its `dp` ranks."""
     batch = (row.batch_size or 0) * dp
     if not batch or not row.concurrency or row.concurrency % batch:
         return 1

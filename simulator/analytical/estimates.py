@@ -252,20 +252,34 @@ def autocast_width(runtime: Runtime) -> float:
     return max(1.0, DTYPE_BYTES[runtime.param_dtype] / DTYPE_BYTES[runtime.activation_dtype])
 
 
+def collectives_of(scenario: Scenario, machine: Cluster) -> CollectiveModel:
+    """Return the collectives of a machine as runs of the scenario's runtime showed them."""
+    known = known_costs(scenario)
+    return replace(
+        collectives_on(machine, scenario.calibration),
+        crossing_s=known.crossing_s,
+        network_factor=known.network_factor,
+    )
+
+
 def cost_context(
-    scenario: Scenario, table: PlanTable, operators: ModelOperators, each_on: Sequence[Cluster] = ()
+    scenario: Scenario,
+    table: PlanTable,
+    operators: ModelOperators,
+    each_on: Sequence[Cluster] = (),
+    *,
+    collectives: CollectiveModel | None = None,
 ) -> CostContext:
-    """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`."""
+    """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`.
+
+    `collectives` are those of the scenario, with what they have found, where several contexts share them.
+    """
     model, cluster, calibration = scenario.model, scenario.cluster, scenario.calibration
     windowed = windowed_share(model, scenario.workload.seq_len)
     measured = scenario.gpu_calibration
     known = known_costs(scenario)
-    models = {
-        id(machine): replace(
-            collectives_on(machine, calibration), crossing_s=known.crossing_s, network_factor=known.network_factor
-        )
-        for machine in (cluster, *each_on)
-    }
+    models = {id(machine): collectives_of(scenario, machine) for machine in each_on}
+    models[id(cluster)] = collectives or collectives_of(scenario, cluster)
     return CostContext(
         table=table,
         sizes=axis_sizes(

@@ -21,7 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
-from simulator.analytical.estimates import calibrated_operators, cost_context, known_costs, network_blocks
+from simulator.analytical.estimates import (
+    calibrated_operators,
+    collectives_of,
+    cost_context,
+    known_costs,
+    network_blocks,
+)
 from simulator.analytical.layer_cost import BlockCost, BlockMemory
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, least_bytes, memory_columns
 from simulator.analytical.rank_memory import RankMemory
@@ -30,6 +36,7 @@ from simulator.bounds.lower_bound import LowerBound
 from simulator.bounds.schedule_bound import scheduled_at_least_s
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.calibration.intervals import replayed_memory_factors
+from simulator.collectives.cost import CollectiveModel
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
 from simulator.config.estimate import sure_bytes
@@ -156,7 +163,11 @@ class Screening:
         return ScreenedPlans(self, table, shared, rows)
 
     def _context(self, table: PlanTable) -> CostContext:
-        return cost_context(self.scenario, table, self.operators)
+        return cost_context(self.scenario, table, self.operators, collectives=self._collectives)
+
+    @cached_property
+    def _collectives(self) -> CollectiveModel:
+        return collectives_of(self.scenario, self.scenario.cluster)
 
 
 class ScreenedPlans:

@@ -94,6 +94,7 @@ class CollectiveModel:
     _rates: dict[GroupShape, GroupRates] = field(default_factory=dict)
     _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
     _ratios: Ratios = field(default_factory=dict)
+    _times: dict[tuple[str, GroupShape, str | None], dict[float, float]] = field(default_factory=dict, init=False)
 
     def rates(self, shape: GroupShape) -> GroupRates:
         if shape not in self._rates:
@@ -131,6 +132,15 @@ class CollectiveModel:
         if shape.nodes > 1:
             device = self.network_factor * device + self.crossing_s * _crossings(op, shape.nodes)
         return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
+
+    def times_s(self, op: str, sizes: Floats, shape: GroupShape, *, algorithm: str | None = None) -> Floats:
+        """Return `time_s` of sizes in one row, each of which is found once."""
+        known = self._times.setdefault((op, shape, algorithm), {})
+        asked = sizes.tolist()
+        if missing := [nbytes for nbytes in dict.fromkeys(asked) if nbytes not in known]:
+            found = self.time_s(op, missing, shape, algorithm=algorithm)
+            known.update(zip(missing, found.tolist(), strict=True))
+        return np.array([known[nbytes] for nbytes in asked])
 
     def choose(
         self,

@@ -16,7 +16,7 @@ from topology.rates.groups import GroupShape, group_shape
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
 
-REMEMBERED = 256  # plans of one group whose times are remembered by what was asked
+REMEMBERED = 256  # plans of one group whose times are remembered by their sizes
 
 
 @dataclass(slots=True)
@@ -40,8 +40,7 @@ class GroupTimes:
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
     _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
-    # What has been asked of a few plans: those that are taken from others ask the same.
-    _times: dict[object, Floats] = field(default_factory=dict)
+    # What has been asked: plans that are taken from others ask the same.
     _loads: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
@@ -54,10 +53,7 @@ class GroupTimes:
             if len(sizes) > REMEMBERED:
                 out[rows] = factor * model.time_s(op, sizes, shape, algorithm=algorithm)
                 continue
-            key = (id(model), op, shape, algorithm, sizes.tobytes())
-            if key not in self._times:
-                self._times[key] = model.time_s(op, sizes, shape, algorithm=algorithm)
-            out[rows] = factor * self._times[key]
+            out[rows] = factor * model.times_s(op, sizes, shape, algorithm=algorithm)
         return out
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:

@@ -51,8 +51,8 @@ The largest term of what is off, by group:
   points of that source drawn by chance were given what its scripts set: first tokens were off by 45 % in the median, 44 % in the
   mean, instead of 62 and 57. With SGLang on B200 DeepSeek-R1 went from 64 to 27 % (nvfp4) and 59 to 39 % (8 bits), Qwen3.5 from 63 to
   41 % (16 bits) and 80 to 59 % (8 bits), on B300 from 51 and 54 to 21 and 27 %; with TensorRT-LLM nothing changed.
-- **Prompts in graphs**: SGLang replays prompts of up to a chunk piece by piece from 0.5.10 on (sgl-project/sglang pull request 16331),
-  which is not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 ms on B300 with 0.5.12, predicted 101. Of 8,192 tokens
+- **Prompts in graphs**: SGLang of today replays prompts of up to a chunk piece by piece (sgl-project/sglang pull request 16331), which is
+  not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 ms on B300 with 0.5.12, predicted 101. Of 8,192 tokens
   in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
 - **Kernels compiled while requests wait**: DeepSeek-R1 in nvfp4 with SGLang of an unstated release on B200 lists first tokens of
   7 to 9 s whatever the load, SGLang 0.5.10 on B300 tokens of 12 to 180 ms.
@@ -63,11 +63,12 @@ The largest term of what is off, by group:
   on four and eight GPUs no more than 9,200 tokens a second leave the server: its process that sends them takes 108 us for each,
   and first tokens wait for it, 1 to 2 s. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a
   little do not; most sources do not say which.
-- **Kernels of experts** are priced from tables of kernels by themselves (`simulator/serving/expert_kernels.toml`), which took Kimi K2.5
-  in int4 on H200 from 20 to 3 % a token and from 35 to 19 % of a first token. Throughput of gpt-oss-120b on H200 was 74 % too high with
-  Cutlass' kernels and is 28 % with those in Triton that its router loads unevenly. That of Qwen3 235B in 8 bits there is 20 % too low:
-  the page of its source, not the rows, names NVIDIA's checkpoint, with an 8-bit cache and scales of whole matrices; with such a
-  cache it would be 10 % too high.
+- **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
+  Throughput of gpt-oss-120b on H200 is 28 % too high with the kernels in Triton that its router loads unevenly. That of Qwen3 235B in
+  8 bits there is 20 % too low: the page of its source, not the rows, names NVIDIA's checkpoint, with an 8-bit cache and scales of
+  whole matrices; with such a cache it would be 6 to 37 % too high, but for prompts of 32,768 tokens. In nvfp4 with attention of its
+  own on each rank TensorRT-LLM may take other kernels (Cutlass') than are priced, which are half as fast: throughput of Qwen3 235B on
+  B200 is 34 % too high.
 - **Offline throughput of small networks**: gpt-oss-20b on B200 writes 53,800 tokens a second, one each 19 us, where the host alone is
   counted with 20 to 38 us a sequence: what answers cost a server that sends them is not what they cost a run that keeps them.
 - **Hybrid networks in SGLang**: chunks of linear attention are priced from kernels by themselves, too. First tokens of Qwen3.5 still take
@@ -131,9 +132,16 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. vidur is not compared: its package has no profiles, and the tables of attention in its repository (microsoft/vidur
-@7d47513, data/profiling) could not be had; Llama 2 7B and 70B and Llama 3 8B and 70B are the only models of these points that it
-profiles.
+made with. Ours are of commit 1b0553f5. vidur is not compared: its package has no profiles, and the tables of attention in its
+repository (microsoft/vidur @7d47513, data/profiling) could not be had; Llama 2 7B and 70B and Llama 3 8B and 70B are the only
+models of these points that it profiles.
+
+aiconfigurator is ahead in first tokens of DeepSeek-R1 with TensorRT-LLM on B200, where two of ten points (one measurement
+listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +305
+%; in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens with four and eight clients take 160 ms and 105 to 115
+are predicted (cause not found); in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
+which two are of a release whose kernels were compiled while requests waited; and in the mean of first tokens of Qwen3.5 on B200
+and DeepSeek-R1 on B300 with SGLang (settings, see above).
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"

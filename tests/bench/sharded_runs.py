@@ -107,7 +107,7 @@ def run_row(
     values = own_weights(sharded)
     values |= sharded.ranks.pieces({n: leaf for n, leaf in zip(names, leaves, strict=True) if n in program.inputs})
     # torch 2.11's cuDNN attention reads a gradient as the first one lay that came with queries, keys and values like
-    # these (executor/sharding/operations.py): rows before this one may have had such in another layout.
+    # these (executor/sharding/operations.py): modules of other rows may have had such in another layout.
     with sdpa_kernel(NOT_CUDNN):
         whole, *others = pytree.tree_leaves(module(*args, **kwargs))
     torch.manual_seed(2)

@@ -262,7 +262,7 @@ def faults(place: Place, tell: Tell) -> None:
 
 def exports(place: Place, tell: Tell) -> None:
     """Exports that other frameworks run as they stand."""
-    missing = [name for name in ("torchtitan", "deepspeed") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torchtitan", "deepspeed", "pydantic") if importlib.util.find_spec(name) is None]
     if missing or place.gpus < 2 or place.text is None:
         why = "needs two GPUs, torchtitan and deepspeed installed, and --text"
         tell(Row(part="exports", what="torchtitan, DeepSpeed", result=NOT_RUN, said=why))

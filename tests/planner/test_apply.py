@@ -390,7 +390,9 @@ def test_the_clock_of_steps_is_said_where_processors_counted_it() -> None:
     }
 
     assert "clocks    1.53 GHz" in "\n".join(lines({**ran, "measured": {**measured, "sm_clock_hz": 1.53e9}}, None))
-    for others, told in ((1.0, False), (9.0, True)):
+    for others, shown in ((1.0, False), (9.0, True)):
         host = {"cores": 32.0, "others": others, "stolen": 0.0}
-        assert ("32 cores ran other" in "\n".join(lines({**ran, "measured": {**measured, "host": host}}, None))) == told
+        assert (
+            "32 cores ran other" in "\n".join(lines({**ran, "measured": {**measured, "host": host}}, None))
+        ) == shown
     assert "GHz" not in "\n".join(lines(ran, None))

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from planner.explain.tables import search_line
 from planner.question.case_runtime import resolve_runtime
 from planner.question.prediction import Method, predict
 from planner.question.question import question_of
@@ -196,6 +197,7 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload, framew
     assert cut.plans[0].estimate.memory.fits
     limits = {one.plans[0].estimate.memory.capacity_bytes for one in (cut, whole)}
     assert len(limits) == 1
+    assert [", an estimate)" in search_line(one) for one in (cut, whole)] == [True, False]
 
 
 def test_every_plan_listed_is_simulated_and_in_that_order():

@@ -27,6 +27,14 @@ def test_clients_in_batches_of_one_rank_say_how_many_engines_share_them() -> Non
     assert read_point(read_row(own)).deployment.pool.engines == 1
 
 
+def test_batches_of_a_row_that_multiplies_its_degrees_are_of_the_ranks_that_it_states() -> None:
+    """Attention and experts over the same four GPUs, stated as sixteen ranks of four requests: one engine of 64."""
+    row = {**ROW, "model": "Qwen/Qwen3-30B-A3B", "tp": 1, "dp_attention": 16, "ep": 4, "moe_tp": 4, "n_gpus": 16}
+    point = read_point(read_row({**row, "concurrency": 64, "batch_size": 4}))
+    pool = point.deployment.pool
+    assert (pool.engines, pool.dp_attention, pool.ep, point.traffic.concurrency) == (1, 4, 4, 64)
+
+
 def test_settings_of_the_scheduler_are_taken_where_a_row_states_them() -> None:
     point = read_point(read_row({**ROW, "concurrency": 4}))
     assert "limits of the scheduler: the engine's own" in point.assumed

@@ -151,6 +151,15 @@ def test_vectorised_shape_is_kept():
     assert model().time_s("all_reduce", MIB, EIGHT).shape == ()
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_times_that_are_remembered_are_those_that_are_found(op):
+    """Each size is found once, whichever others are asked for with it."""
+    known, sizes = model(), np.geomspace(1024, 2**30, 40)
+    known.times_s(op, sizes[::3], EIGHT)
+
+    assert known.times_s(op, sizes, EIGHT).tolist() == model().time_s(op, sizes, EIGHT).tolist()
+
+
 @pytest.mark.parametrize(
     ("gpu", "op", "gigabytes"),
     [  # published bus bandwidths at 8 to 16 GiB on eight GPUs

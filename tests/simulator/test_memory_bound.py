@@ -92,6 +92,10 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
         assert replay.rank_within(rank, found.reserved_bytes) == found
         assert replay.rank_within(rank, found.reserved_bytes - 1) is None
 
+    by_one_rank = PlanMemory(question, plan)
+    by_one_rank.left_bytes = held.left_bytes = held.reserved_bytes  # a flush is neither sure nor unlikely
+    assert 0 < by_one_rank.least_flush_s <= held.flush_s
+
     screening, row = Screening(question), np.zeros(1, dtype=np.intp)
     screened = plan_columns([plan])
     shared = screening.blocks(screened, question.framework.recomputes)

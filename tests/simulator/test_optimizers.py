@@ -6,6 +6,7 @@ import pytest
 
 from planner.question.question import question_of
 from simulator.analytical.estimates import estimate_plans
+from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
 from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer, why_no_optimizer
 from simulator.config.plan import Plan
@@ -79,3 +80,30 @@ def test_states_are_those_that_torch_keeps(name: str, made) -> None:
     kept = sum(v.numel() for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.numel() > 1)
 
     assert OPTIMIZERS[name].state_bytes(4.0) * weight.numel() == pytest.approx(4 * kept, abs=4 * (256 + 512))
+
+
+@pytest.mark.parametrize(("model", "seconds"), [("llama3.2-1b", 0.0395), ("llama3-8b", 0.2317)])
+def test_an_8_bit_update_takes_its_arithmetic(model: str, seconds: float) -> None:
+    """Measured of whole models on an H200 (examples/validation/savers.md); memory alone would take a fifth."""
+    context = question_of(
+        load_model(model),
+        cluster("h200x4", gpus=1),
+        Workload(seq_len=4096, global_batch_size=1),
+        framework="transformers",
+        runtime=Runtime(name="transformers", param_dtype="bfloat16", reduce_dtype="bfloat16", optimizer="adamw8bit"),
+    )
+    found = context.estimate([Plan()]).estimate(0).breakdown_s["optimizer"]
+    assert found == pytest.approx(seconds, rel=0.12)
+
+
+def test_lora_that_runs_layers_again_keeps_no_copies_of_frozen_weights() -> None:
+    """8B, 2 x 4,096 tokens: 39.97 GiB allocated at most on an H200 (examples/validation/savers.md)."""
+    asked = question_of(
+        load_model("llama3-8b"),
+        cluster("h200x4", gpus=1),
+        Workload(seq_len=4096, global_batch_size=2),
+        framework="meshwright",
+        runtime=Runtime(name="meshwright", adapter=Adapter(rank=16, target_modules=("all-linear",))),
+    )
+    found = asked.estimate([Plan(micro_batch_size=2, recompute="full")]).estimate(0)
+    assert found.memory.peak_bytes.value == pytest.approx(39.97 * 2**30, rel=0.02)
