@@ -9,7 +9,8 @@
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank
 keeps its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the
 plan has; outputs are DTensors. A call is of the dtypes and flags that were captured. Its sizes may be others: each set
-of sizes has a program, made at its first call. `exported.py` lists what else is kept of a module, and what is refused.
+of sizes has a program, made at its first call, and those of the last `MOST_SIZES` are kept. `exported.py` lists what
+else is kept of a module, and what is refused.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
+MOST_SIZES = 32  # other sizes of arguments whose programs a sharded module keeps
 AxisMap = Mapping[str, str | Sequence[str]]
 
 
@@ -154,7 +156,12 @@ def shard(
     calls it, and at the first call of other sizes. Raises UserError where the module cannot be
     captured or the planner has no program.
     """
-    again = skeleton(module) if dynamic else None
+    again: nn.Module | UserError | None = None
+    if dynamic:
+        try:
+            again = skeleton(module)
+        except UserError as error:  # raised again by a call of other sizes
+            again = error
     captured = _captured(module, args, kwargs or {}, int((constraints.get("stages") or {}).get("micro_batches", 1)))
     if captured.written and constraints.get("stages"):
         raise UserError(
@@ -194,17 +201,23 @@ def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked of a module's sharding: the mesh, and what `request` takes. `module` is one to capture again."""
+    """What is asked of a module's sharding: the mesh, and what `request` takes. `module` is one to capture again, or
+    says why there is none.
+    """
 
-    module: nn.Module | None
+    module: nn.Module | UserError | None
     mesh: Mapping[str, int]
     constraints: Mapping[str, Any]
     cluster: str | None
     memory_limit: float | None
 
     def captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], like: Captured) -> Captured:
-        """Return the graph of a call of other sizes. Raises UserError where it has other parameters than `like`."""
+        """Return the graph of a call of other sizes. Raises UserError where it has other parameters than `like`, or
+        the module has no copy.
+        """
         assert self.module is not None  # noqa: S101 - by the caller
+        if isinstance(self.module, UserError):
+            raise self.module
         batches = int((self.constraints.get("stages") or {}).get("micro_batches", 1))
         found = _captured(self.module, args, kwargs, batches)
         names = [{one.target for one in each.graph.inputs if one.kind in {PARAMETER, BUFFER}} for each in (found, like)]
@@ -306,7 +319,7 @@ class ShardedModule(nn.Module):
         else:
             self.weights.share(captured)
         self.question: _Question | None = None
-        self._sized: dict[Any, ShardedModule] = {}  # by shapes of the arguments
+        self._sized: dict[Any, ShardedModule] = {}  # by shapes of the arguments, those last called at the end
         read = {name for data in program.instructions for name in data.get("reads", ())}
         leads = read | set(program.gradients.values())
         self.graded = [name in leads for name in program.seeds] or [False] * len(program.outputs)  # by result
@@ -368,11 +381,15 @@ class ShardedModule(nn.Module):
         if self.question is None or call is None or not call.differs_in_sizes(captured.call):
             return self
         shapes = tuple(one[0] if is_shaped(one) else None for one in call.leaves)
-        if shapes not in self._sized:
+        sized = self._sized.pop(shapes, None)
+        if sized is None:
             other = self.question.captured(args, kwargs, like=captured)
             program = self.question.program(other, like=self)
-            self._sized[shapes] = ShardedModule(None, other, program, self.mesh, self.asked, like=self)
-        return self._sized[shapes]
+            sized = ShardedModule(None, other, program, self.mesh, self.asked, like=self)
+            if len(self._sized) >= MOST_SIZES:  # a backward pass to come holds its own
+                del self._sized[next(iter(self._sized))]
+        self._sized[shapes] = sized
+        return sized
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Return the module. Raises UserError for another mode than the captured one: the graph is that of one mode."""

@@ -10,6 +10,7 @@
 | tensors without elements | kept by their shapes; as an argument of a call they are refused |
 | forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
 | sizes of arguments, and decisions on them | kept: other sizes are captured at their first call (`skeleton`) |
+| what `deepcopy` refuses, as open files and locks | kept for the captured sizes; a call of others is refused |
 | training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
 | control flow that depends on values of tensors | refused by torch.export |
 | a number made of a tensor's values (`item`) | refused |
@@ -25,6 +26,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -37,6 +39,12 @@ from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks which have some of the rows add theirs up.
 _DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
+_NOT_COPIED = (  # what deepcopy raises of open files, locks, results of other tensors, and such that refuse it
+    TypeError,
+    RuntimeError,
+    copy.Error,
+    pickle.PicklingError,
+)
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -63,8 +71,10 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return exported
 
 
-def skeleton(module: nn.Module) -> nn.Module | None:
-    """Return the module with parameters that have no memory, to be captured once more; None where it has no copy."""
+def skeleton(module: nn.Module) -> nn.Module:
+    """Return the module with parameters that have no memory, to be captured once more. Raises UserError where it has no
+    copy.
+    """
     own: dict[int, Any] = {id(one): one for one in module.buffers()}
     for one in module.parameters():
         empty = nn.Parameter(torch.empty_like(one, requires_grad=False), requires_grad=one.requires_grad)
@@ -72,8 +82,12 @@ def skeleton(module: nn.Module) -> nn.Module | None:
         own[id(one)] = empty
     try:
         return copy.deepcopy(module, own)
-    except Exception:  # noqa: BLE001 - modules may hold anything, and what cannot be copied has its first sizes alone
-        return None
+    except _NOT_COPIED as error:
+        raise UserError(
+            f"{type(module).__name__} has a program for the sizes that it was captured with alone",
+            why=f"for others it is captured from a copy, and cannot be copied: {str(error)[:200]}",
+            remedy="a module without open files, locks and the like, or shard it once more with these arguments",
+        ) from error
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:

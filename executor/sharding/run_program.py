@@ -84,6 +84,8 @@ class RankProgram:
         self.place = Place.of(self.program, self.rank)
         known = {} if self.like is None else self.like.groups
         self.groups = make_groups(self.program, self.rank, self.mesh, known)
+        if self.like is not None:  # for other programs to come, this one may be gone by then
+            self.like.groups.update(self.groups)
         # Of two ranks that send to each other at once, each would wait for the other's message on one communicator.
         self.back = None if self.like is None else self.like.back
         if self.like is None and self.program.stage_axis and dist.is_initialized():

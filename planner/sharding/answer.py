@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 from typing import Any
 
 from msgspec.structs import replace as replace_fields
@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_fields
 from planner.sharding.backends.chunks import RING
 from planner.sharding.backends.duals import FLOATS
 from planner.sharding.backends.runnable import (
+    TooLargeError,
     Written,
     chunk_sites,
     fastest_program,
@@ -32,6 +33,8 @@ from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, UserError
 
+_HIDDEN = 0.5  # the share of exchanges that products may hide, in choices that are tried besides
+_MOST_TIGHTENED = 8  # choices that are tried for programs that fit
 _MAX_CUTS = 32  # programs with other stages that are simulated
 WHOLE = "whole"  # one exchange, then or before it one product
 
@@ -48,6 +51,16 @@ class Answer:
     @property
     def problem(self) -> ShardingProblem:
         return self.captured.problem
+
+
+@dataclass(slots=True)
+class _Tried:
+    """The programs of choices so far, and what no choice within the limits costs less than: 0 where nothing is
+    proved.
+    """
+
+    programs: dict[Hashable, Written | TooLargeError] = field(default_factory=dict)
+    bounds: list[float] = field(default_factory=list)
 
 
 def shard_case(
@@ -86,21 +99,67 @@ def answer_request(
     captured = replace(captured, problem=problem)
     if request.stages is not None and not request.stages.of and machine is not None:
         return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
-    if problem.memory is None:
-        return _answer(request, captured)
+    every = [problem]
+    if problem.memory is not None:  # all is kept, or may be made again: the programs say which is faster
+        every = [replace(problem, memory=replace(problem.memory, counts_saved=saved)) for saved in (True, False)]
+    if problem.policy == "min_time" and machine is not None and request.stages is None:
+        every += [replace(one, hidden_share=_HIDDEN) for one in every]
     found: list[Answer] = []
     refused: list[Infeasible] = []
-    for counts_saved in (True, False):  # all is kept, or may be made again: the programs say which is faster
+    tried = _Tried()
+    for one in every:
         if found and problem.deadline.over:
             break
-        memory = replace(problem.memory, counts_saved=counts_saved)
         try:
-            found.append(_answer(request, replace(captured, problem=replace(problem, memory=memory))))
+            found.append(_fitting(request, replace(captured, problem=one), tried))
         except Infeasible as error:
             refused.append(error)
     if not found:
         raise refused[-1]
-    return _faster(found)
+    best = _faster(found)
+    bound = min(best.plan.choice.cost, *tried.bounds) if tried.bounds else 0.0
+    plan = replace(best.plan, choice=replace(best.plan.choice, bound=bound))
+    return replace(best, plan=plan)
+
+
+def _fitting(request: Request, captured: CapturedProblem, tried: _Tried) -> Answer:
+    """Return an answer whose program fits a limit of memory. Raises Infeasible where none is found.
+
+    What is counted of a choice is what a rank holds when the backward pass begins. At its peak a program may need more:
+    gradients of activations, and copies that were moved. Then choices that hold less are tried, a little less at first,
+    since the fastest one that fits is wanted. The bound is that of the whole limit.
+    """
+    problem, closest = captured.problem, None
+    limit = problem.memory
+    none_at, too_much, step = 0.0, inf if limit is None else limit.limit_bytes, 0.0
+    for doubled in range(_MOST_TIGHTENED):
+        counted = max(too_much - step, (none_at + too_much) / 2)
+        if limit is not None:
+            problem = replace(problem, memory=replace(limit, spare_bytes=limit.limit_bytes - counted))
+        try:
+            planned, plan = _planned(request, replace(captured, problem=problem))
+        except Infeasible:
+            if closest is None:
+                raise
+            none_at = counted
+            continue
+        if doubled == 0 and not problem.hidden_share:
+            tried.bounds.append(plan.choice.bound)
+        key = (plan.choice.options, frozenset(plan.choice.layouts.items()))
+        if key not in tried.programs:
+            try:
+                tried.programs[key] = _written(request, planned, plan)
+            except TooLargeError as error:
+                tried.programs[key] = error
+        written = tried.programs[key]
+        if isinstance(written, Written):
+            return Answer(request, planned, plan, written)
+        closest = written if closest is None or written.excess_bytes < closest.excess_bytes else closest
+        too_much, step = min(too_much, plan.choice.held_bytes), max(1.0, written.excess_bytes * 2.0 ** (doubled - 3))
+        if problem.deadline.over:
+            break
+    assert closest is not None  # noqa: S101 - nothing else ends the loop
+    raise closest
 
 
 def _faster(found: Sequence[Answer]) -> Answer:
@@ -151,6 +210,12 @@ def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machin
 
 def _answer(request: Request, captured: CapturedProblem) -> Answer:
     """Return the plan of a problem and its program. Raises Infeasible."""
+    captured, plan = _planned(request, captured)
+    return Answer(request, captured, plan, _written(request, captured, plan))
+
+
+def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProblem, ShardingPlan]:
+    """Return the plan of a problem, and the problem with its results pinned where they would be pending."""
     plan = plan_sharding(captured.problem)
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
     pending = {name: at for name, at in pending.items() if name not in request.constraints.placements}
@@ -158,7 +223,7 @@ def _answer(request: Request, captured: CapturedProblem) -> Answer:
         finished = {name: Layout(at.dims) for name, at in pending.items()}
         captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))
         plan = plan_sharding(captured.problem)
-    return Answer(request, captured, plan, _written(request, captured, plan))
+    return captured, plan
 
 
 def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:

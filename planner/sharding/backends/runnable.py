@@ -44,6 +44,19 @@ _PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.
 _LONGEST = 2_000  # steps of a plan whose program is simulated again and again
 
 
+class TooLargeError(Infeasible):
+    """A program that needs more than the limit at its peak, by `excess_bytes`, with all dropped that can be."""
+
+    def __init__(self, limit_bytes: float, excess_bytes: float) -> None:
+        super().__init__(
+            f"the program does not fit {limit_bytes / GIB:.3g} GiB of memory",
+            why=f"with all that can be made again dropped, {(limit_bytes + excess_bytes) / GIB:.3g} GiB are needed at "
+            "its peak",
+            remedy="a larger limit, more ranks, or fewer tokens",
+        )
+        self.excess_bytes = excess_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """The program, and its instructions' works in order, which costs are made of."""
@@ -287,12 +300,7 @@ def fastest_program(
             tried.append(written_with(one, MemoryPlan(limit_bytes=limit, machine=machine, prefetch=prefetch)))
     fitting = [one for one in tried if one.peak_bytes <= limit]
     if not fitting:
-        least = min(one.peak_bytes for one in tried) - limit + problem.memory.limit_bytes
-        raise Infeasible(
-            f"the program does not fit {problem.memory.limit_bytes / GIB:.3g} GiB of memory",
-            why=f"with all that can be made again dropped, {least / GIB:.3g} GiB are needed at its peak",
-            remedy="a larger limit, more ranks, or fewer tokens",
-        )
+        raise TooLargeError(problem.memory.limit_bytes, min(one.peak_bytes for one in tried) - limit)
     return replace(min(fitting, key=simulated), tried=tried_ways)
 
 
@@ -305,7 +313,7 @@ def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
     for name in problem.graph.parameters:
         tensor = problem.tensors[name]
         elements = prod(local_shape(tensor.shape, plan.choice.layouts[name], problem.mesh))
-        state += elements * max(0.0, problem.memory.state_bytes_per_parameter - ELEMENT_BYTES[tensor.dtype])
+        state += elements * max(0.0, problem.state_bytes(name) - ELEMENT_BYTES[tensor.dtype])
     return problem.memory.limit_bytes - state
 
 

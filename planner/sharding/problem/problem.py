@@ -118,12 +118,18 @@ class MemoryLimit:
 
     `state_bytes_per_parameter` come with every parameter besides its own bytes: the gradient in bf16, and Adam's two
     moments and master weight in float32, unless said otherwise. With `counts_saved` false, what is saved is not
-    counted: it may be made again in the backward pass.
+    counted: it may be made again in the backward pass. `spare_bytes` are left for what is not counted, and there at
+    the peak of a program.
     """
 
     limit_bytes: float
     state_bytes_per_parameter: float = 14.0
     counts_saved: bool = True
+    spare_bytes: float = 0.0
+
+    @property
+    def counted_bytes(self) -> float:
+        return self.limit_bytes - self.spare_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +140,8 @@ class ShardingProblem:
     places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost
     is time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
     backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
-    `differentiated` are the tensors that have gradients: their time counts, too.
+    `differentiated` are the tensors that have gradients: their time counts, too. With a `hidden_share`, that much of
+    the exchanges of rows takes no time in the choice, as if products ran alongside; its cost is told without.
     """
 
     mesh: Mesh
@@ -149,6 +156,7 @@ class ShardingProblem:
     memory: MemoryLimit | None = None
     deadline: Deadline = NO_DEADLINE
     differentiated: frozenset[str] = frozenset()
+    hidden_share: float = 0.0
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -161,6 +169,14 @@ class ShardingProblem:
     @property
     def operators(self) -> tuple[Operator, ...]:
         return self.graph.operators
+
+    def state_bytes(self, parameter: str) -> float:
+        """Return what a limit of memory counts of an element of a parameter besides its own bytes: nothing of one
+        that is frozen.
+        """
+        assert self.memory is not None  # noqa: S101 - by the caller
+        frozen = self.differentiated and parameter not in self.differentiated
+        return 0.0 if frozen else self.memory.state_bytes_per_parameter
 
 
 def split_cases(data: Any, *, where: str) -> list[JsonObject]:

@@ -37,7 +37,7 @@ class Choice:
     """An option for every operator, a layout for every tensor, and what it all costs.
 
     `cost` is in units of `Cost`: picoseconds, or ring bytes of a rank times the ranks. No choice costs less than
-    `bound`.
+    `bound`. `held_bytes` is what a limit of memory counts of it.
     """
 
     options: tuple[ShardingOption, ...]
@@ -45,6 +45,7 @@ class Choice:
     cost: int
     bound: float
     kept: frozenset[tuple[str, Layout]] | None = None  # copies that stay until the backward pass; None: all
+    held_bytes: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -87,7 +88,14 @@ def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
     equivalence = find_equivalent(problem.graph, {**problem.input_layouts, **problem.pins}, fold=False)
     found = first_answer(problem, pricing, equivalence, easy.options, dict(easy.layouts), easy.cost)
     kept = None if easy.kept is None else frozenset((n, on_all_axes(at, problem.mesh)) for n, at in easy.kept)
-    choice = Choice(options=found.options, layouts=found.layouts, cost=found.cost, bound=found.bound, kept=kept)
+    choice = Choice(
+        options=found.options,
+        layouts=found.layouts,
+        cost=found.cost,
+        bound=found.bound,
+        kept=kept,
+        held_bytes=easy.held_bytes,
+    )
     return choice, found.candidates
 
 
@@ -102,7 +110,11 @@ def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tu
     program = SolvableProgram(candidates)
     assignment, bound = solve_by_messages(program, deadline)
     cost = program.cost_of(assignment)
-    return _flat(candidates, assignment, cost, min(bound, cost)), candidates
+    if problem.hidden_share:  # nothing is proved of what it costs in full
+        plain = SolvableProgram(replace(candidates, problem=replace(problem, hidden_share=0.0)))
+        cost, bound = plain.cost_of(assignment), 0.0
+    held = 0.0 if problem.memory is None else program.held(assignment)
+    return replace(_flat(candidates, assignment, cost, min(bound, cost)), held_bytes=held), candidates
 
 
 def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: float) -> Choice:

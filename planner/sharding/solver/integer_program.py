@@ -39,7 +39,7 @@ class IntegerProgram:
         self.candidates, self.problem = candidates, candidates.problem
         self.mesh, self.timed = self.problem.mesh, isinstance(candidates.pricing, TimePricing)
         self.move_times = (
-            MoveTimes(self.mesh, candidates.pricing, candidates.deadline)
+            MoveTimes(self.mesh, candidates.pricing, candidates.deadline, self.problem.hidden_share)
             if isinstance(candidates.pricing, TimePricing)
             else None
         )
@@ -363,7 +363,7 @@ class IntegerProgram:
             columns.append(np.array([kept]))
             factors.append(np.array([nbytes]))
         self.memory_unit = 2.0 ** round(log2(max(1.0, limit.limit_bytes)))  # a power of two: bytes stay exact
-        self.most.add(columns, [f / self.memory_unit for f in factors], limit.limit_bytes / self.memory_unit)
+        self.most.add(columns, [f / self.memory_unit for f in factors], limit.counted_bytes / self.memory_unit)
 
     def held_bytes(self, name: str, layout: Layout) -> float:
         """Return what a rank holds of a tensor when the backward pass begins."""
@@ -373,7 +373,7 @@ class IntegerProgram:
         own = self.copy_bytes(name, layout)
         if name in graph.parameters:
             elements = own / ELEMENT_BYTES[self.problem.tensors[name].dtype]
-            return own + elements * limit.state_bytes_per_parameter
+            return own + elements * self.problem.state_bytes(name)
         return own if self._is_saved(name) else 0.0
 
     def _is_saved(self, name: str) -> bool:

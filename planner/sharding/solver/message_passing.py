@@ -281,7 +281,7 @@ class MessagePassing:
 
     def _limit(self) -> float:
         memory = self.program.problem.memory
-        return 0.0 if memory is None else self.price * memory.limit_bytes
+        return 0.0 if memory is None else self.price * memory.counted_bytes
 
     def reprice(self, price: float) -> None:
         """Set the price of a held byte, in picoseconds."""

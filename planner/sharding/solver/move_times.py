@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
-from planner.sharding.layouts.collectives import ALL_GATHER, SLICE
+from planner.sharding.layouts.collectives import ALL_GATHER, REDUCE_SCATTER, SLICE
 from planner.sharding.layouts.layout import Layout, Mesh, local_shape
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
@@ -26,6 +26,7 @@ from simulator.config.runtime import ELEMENT_BYTES
 
 Times = NDArray[np.float64]
 _DTYPE = "f32"
+_OF_ROWS = (ALL_GATHER, REDUCE_SCATTER)
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class _LayoutGraph:
     layouts: list[Layout] = field(default_factory=list)
     expanded: int = 0
     edges: list[tuple[int, int, int, float]] = field(default_factory=list)  # source, target, primitive, share of bytes
-    primitives: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)  # kind, mesh axes, how many
+    # kind, mesh axes, how many, and whether rows are gathered or scattered
+    primitives: dict[tuple[str, tuple[str, ...], int, bool], int] = field(default_factory=dict)
     _sliced: dict[Layout, float] = field(default_factory=dict)
 
     def number(self, layout: Layout) -> int:
@@ -62,10 +64,11 @@ class _LayoutGraph:
                 if step.collectives:
                     one = step.collectives[0]
                     share = (one.bytes_out if one.kind == ALL_GATHER else one.bytes_in) / total
-                    key = (one.kind, one.axes, len(step.collectives))
+                    rows = one.kind in _OF_ROWS and self.layouts[source].dims[-1:] == step.after.dims[-1:]
+                    key = (one.kind, one.axes, len(step.collectives), rows)
                 else:
                     share = self._share(step.after)
-                    key = (SLICE, (), 1)
+                    key = (SLICE, (), 1, False)
                 primitive = self.primitives.setdefault(key, len(self.primitives))
                 self.edges.append((source, target, primitive, share))
 
@@ -79,11 +82,15 @@ class _LayoutGraph:
 
 @dataclass(slots=True)
 class MoveTimes:
-    """Times in picoseconds between layouts, by tensor shape and dtype."""
+    """Times in picoseconds between layouts, by tensor shape and dtype.
+
+    Of what gathers or scatters rows, the share `hidden` takes no time: a product may run alongside it.
+    """
 
     mesh: Mesh
     pricing: TimePricing
     deadline: Deadline = field(default_factory=Deadline)  # of listing layouts
+    hidden: float = 0.0
     _graphs: dict[Hashable, _LayoutGraph] = field(default_factory=dict)
     _times: dict[tuple[int, int, int, bool], Times] = field(default_factory=dict)
 
@@ -130,13 +137,13 @@ class MoveTimes:
         source, target, primitive, share = (np.array(column) for column in zip(*graph.edges, strict=True))
         sizes = share * nbytes
         times = np.empty(len(sizes))
-        for (kind, axes, number_of), number in graph.primitives.items():
+        for (kind, axes, number_of, rows), number in graph.primitives.items():
             at = primitive == number
             one = self.pricing.copy(sizes[at]) if kind == SLICE else self.pricing.times(kind, axes, sizes[at])
             if duals:
                 back = DUALS.get(kind, kind)
                 one = one + (one if back == kind else self.pricing.times(back, axes, sizes[at]))
-            times[at] = one * number_of
+            times[at] = one * number_of * (1 - self.hidden * rows)
         order = np.lexsort((times, target, source))
         source, target, times = source[order], target[order], times[order]
         first = np.concatenate([[True], (np.diff(source) != 0) | (np.diff(target) != 0)])

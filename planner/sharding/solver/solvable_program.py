@@ -215,7 +215,7 @@ class SolvableProgram(IntegerProgram):
         return sum(min(self.held_bytes(names[0], at) for at in layouts) * len(names) for names, layouts in both)
 
     def most_held(self) -> float:
-        return np.inf if self.problem.memory is None else self.problem.memory.limit_bytes
+        return np.inf if self.problem.memory is None else self.problem.memory.counted_bytes
 
     def fits(self, assignment: Assignment) -> bool:
         return self.problem.memory is None or self.held(assignment) <= self.most_held()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from torch import distributed as dist  # noqa: E402 - after the check for torch
 from torch import nn  # noqa: E402 - after the check for torch
 from torch.nn import functional as F  # noqa: E402, N812 - as above
 
@@ -101,6 +103,48 @@ def test_other_batches_and_lengths_are_equal_to_one_process() -> None:
 )
 def test_more_sizes_and_placements(mesh, constraints) -> None:
     ranks._on_ranks(_worker, 2 * len(mesh), mesh, constraints, MORE)
+
+
+class Locked(nn.Module):
+    """Holds what has no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.linear = threading.Lock(), nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def _bounded_worker() -> None:
+    planned = []
+    api.plan, api.MOST_SIZES = lambda document, **of: planned.append(1) or ranks.planned_here(document, **of), 2
+    torch.manual_seed(3)
+    alone = nn.Linear(8, 8).double()
+    sharded = shard(
+        alone, (torch.randn(4, 8).double(),), mesh={"d": 2}, placements={"input": ["S(0)"], "weight": ["S(0)"]}
+    )
+    late = None
+    for rows, programs in ((2, 2), (6, 3), (2, 3), (8, 4), (2, 4), (4, 4), (6, 5), (8, 6)):  # 2 stays, it is used
+        x = torch.randn(rows, 8).double()
+        y = sharded(x).full_tensor()
+        torch.testing.assert_close(y, alone(x))
+        if dist.get_rank() == 0:
+            assert len(planned) == programs
+        late = late or (x, y)
+    late[1].square().sum().backward()  # of a program that is gone since
+    (expected,) = torch.autograd.grad(alone(late[0]).square().sum(), alone.weight)
+    torch.testing.assert_close(sharded.weight.grad.full_tensor(), expected)
+
+    locked, x = Locked(), torch.randn(4, 8).double()
+    sharded = shard(locked, (x,), mesh={"d": 2})
+    torch.testing.assert_close(sharded(x).full_tensor(), locked(x))
+    with pytest.raises(UserError, match=r"cannot be copied.*lock"):
+        sharded(torch.randn(6, 8).double())
+
+
+def test_programs_of_the_sizes_called_last_are_kept_and_a_module_without_a_copy_says_so() -> None:
+    ranks._on_ranks(_bounded_worker, 2)
 
 
 def _stages_worker() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from planner.sharding.backends.runnable import buffer_limit, kernel_seconds, sim
 from planner.sharding.layouts.layout import local_shape
 from planner.sharding.plans.explanation import explain_plan
 from planner.sharding.plans.report import Limits
-from planner.sharding.problem.problem import Machine
+from planner.sharding.problem.problem import Machine, MemoryLimit
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.check import check
@@ -231,6 +232,38 @@ def test_with_little_memory_weights_are_gathered_again_and_intermediates_compute
     assert seconds == sorted(seconds)
     with pytest.raises(Infeasible, match="memory"):
         answer_request(asked, where="none", cluster=machine, limits=Limits(memory_bytes=state + 1000))
+
+
+def held_at_the_peak(answer) -> float:
+    return (
+        1e15
+        - buffer_limit(replace(answer.problem, memory=MemoryLimit(limit_bytes=1e15)), answer.plan)
+        + (answer.written.peak_bytes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "weights"),
+    [
+        ({"d": 4}, TENSOR_PARALLEL),
+        ({"d": 2, "m": 2}, {"up.weight": ["S(1)", "S(0)"], "up.bias": ["R", "S(0)"], "down.weight": ["S(0)", "S(1)"]}),
+    ],
+)
+def test_the_memory_of_a_hand_plan_admits_that_plan_and_one_where_nothing_is_said(mesh, weights) -> None:
+    machine = cluster("h200x4")
+    boundary = {name: ["R"] * len(mesh) for name in ("x", "output0")}
+    asked = {"policy": "min_time", "backward": True}
+    hand = large(mesh, {**boundary, **weights}, **asked)
+    free = answer_request(hand, where="hand", cluster=machine)
+    limit = held_at_the_peak(free)
+
+    both = [hand, large(mesh, boundary, choose=["*"], **asked)]
+    found = [answer_request(one, where="found", cluster=machine, limits=Limits(memory_bytes=limit)) for one in both]
+
+    assert all(held_at_the_peak(one) <= limit for one in found)
+    seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (free, *found)]
+    assert seconds[1] <= seconds[0] * (1 + 1e-9)
+    assert seconds[2] <= 1.02 * seconds[0]  # the choice adds times up; programs overlap products and exchanges
 
 
 def test_the_result_of_an_operator_that_no_rule_knows_is_made_whole() -> None:
