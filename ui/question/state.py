@@ -279,7 +279,13 @@ def ask(*, row: bool, training: bool) -> Inputs:
     if not training:
         return _machine_only(model, cluster, gpu, gpus)
     with fourth:
-        batch = number("Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step.")
+        batch = number(
+            "Global batch",
+            "batch",
+            MAX_BATCH,
+            "a recipe's",
+            "Sequences in an optimizer step; left open: a published recipe's.",
+        )
     with st.sidebar:
         seq_len = number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
         framework = choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
