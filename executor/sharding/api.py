@@ -153,15 +153,10 @@ def shard(
     (`{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`) modules run on coordinates of a mesh axis, and the
     first dim of every argument is cut into micro batches; results are handed from their stage to all ranks. Arguments
     that require gradients have them. With `dynamic`, calls may have other sizes of arguments. Collective: every rank
-    calls it, and at the first call of other sizes. Raises UserError where the module cannot be
-    captured or the planner has no program.
+    calls it, and at the first call of other sizes. Raises UserError where the module cannot be captured or the planner
+    has no program.
     """
-    again: nn.Module | UserError | None = None
-    if dynamic:
-        try:
-            again = skeleton(module)
-        except UserError as error:  # raised again by a call of other sizes
-            again = error
+    again = skeleton(module) if dynamic else None
     captured = _captured(module, args, kwargs or {}, int((constraints.get("stages") or {}).get("micro_batches", 1)))
     if captured.written and constraints.get("stages"):
         raise UserError(
@@ -201,9 +196,7 @@ def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked of a module's sharding: the mesh, and what `request` takes. `module` is one to capture again, or
-    says why there is none.
-    """
+    """What is asked: the mesh, what `request` takes, and a module to capture again, or why there is none."""
 
     module: nn.Module | UserError | None
     mesh: Mapping[str, int]

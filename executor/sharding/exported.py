@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -39,12 +38,7 @@ from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks which have some of the rows add theirs up.
 _DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
-_NOT_COPIED = (  # what deepcopy raises of open files, locks, results of other tensors, and such that refuse it
-    TypeError,
-    RuntimeError,
-    copy.Error,
-    pickle.PicklingError,
-)
+_NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # of open files, locks, results of operators, and what refuses it
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -71,9 +65,9 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return exported
 
 
-def skeleton(module: nn.Module) -> nn.Module:
-    """Return the module with parameters that have no memory, to be captured once more. Raises UserError where it has no
-    copy.
+def skeleton(module: nn.Module) -> nn.Module | UserError:
+    """Return the module with parameters that have no memory, to be captured once more; or why it has no copy, for calls
+    of other sizes to raise.
     """
     own: dict[int, Any] = {id(one): one for one in module.buffers()}
     for one in module.parameters():
@@ -83,11 +77,11 @@ def skeleton(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module, own)
     except _NOT_COPIED as error:
-        raise UserError(
+        return UserError(
             f"{type(module).__name__} has a program for the sizes that it was captured with alone",
             why=f"for others it is captured from a copy, and cannot be copied: {str(error)[:200]}",
             remedy="a module without open files, locks and the like, or shard it once more with these arguments",
-        ) from error
+        )
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:

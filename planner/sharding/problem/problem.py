@@ -141,7 +141,7 @@ class ShardingProblem:
     is time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
     backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
     `differentiated` are the tensors that have gradients: their time counts, too. With a `hidden_share`, that much of
-    the exchanges of rows takes no time in the choice, as if products ran alongside; its cost is told without.
+    the exchanges of rows takes no time in the choice, as if products ran alongside; its cost is given without.
     """
 
     mesh: Mesh
