@@ -168,7 +168,9 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     copies = ranks.again * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
     yield copies, np.zeros_like(layer)
     before = np.minimum(ranks.alike, prefetch) * layer
-    compute, gather = ranks.gathered(head, waiting=before, buffer=head)
+    # Of a second forward pass the head is still gathered, and a layer is what was copied last.
+    copied = np.where((ranks.heads > 1) & (ranks.alike > 0), np.minimum(layer, head), head)
+    compute, gather = ranks.gathered(head, waiting=before, buffer=copied)
     yield compute + ranks.turning + copies * turns_at_once(ranks.context.runtime), gather
     without_head = ranks.head_saved + head * ranks.cast_bytes
     yield compute + np.where(reduces, ranks.passing(head), 0.0) - without_head, gather

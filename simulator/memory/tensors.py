@@ -22,6 +22,7 @@ from simulator.step.held import head_tensor_bytes
 
 # Axes along which tokens lie: a tensor without one is a weight.
 TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
+STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # of the residual stream; what has others may be as large by chance
 RESIDUAL = "residual"
 NOTHING = 0  # the slot of no tensor
 
@@ -84,9 +85,10 @@ class _Tape:
             self.events.append((Act.FREE, slot, self.live.pop(slot)))
             self.held.discard(slot)
 
-    def claim(self, nbytes: int) -> int:
-        """Hold a tensor of so many bytes: the earliest that nobody holds, else a new one."""
-        found = next((s for s, size in self.live.items() if size == nbytes and s not in self.held), None)
+    def claim(self, nbytes: int, other: int = NOTHING) -> int:
+        """Hold a tensor of so many bytes: the earliest that nobody holds and that is not `other`, else a new one."""
+        free = (slot for slot, size in self.live.items() if size == nbytes and slot not in self.held)
+        found = next((slot for slot in free if slot != other), None)
         slot = self.allocate(nbytes) if found is None else found
         self.held.add(slot)
         return slot
@@ -212,8 +214,11 @@ class BlockTensors:
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
             if saving(place):
-                slots = [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
-                tape.saved_by[place] = slots
+                tape.saved_by[place] = [
+                    tape.claim(nbytes, NOTHING if STREAM_AXES.issuperset(_axes(tensor)) else inward)
+                    for tensor in operator.saves
+                    for nbytes in self.sizes([tensor])
+                ]
             stream, last = self._passed(tape, operator, before, outs, stream, last)
         tape.free_rest({last})
         return last
