@@ -148,7 +148,8 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
         last = np.zeros_like(last)
     width = ranks.context.dtype_bytes("gathered")
     reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
-    passing = ranks.passing(last) + np.where(full & (not ranks.flat_units), last * width, 0.0)
+    # A split backward pass has given up a unit's weights before their gradients come.
+    passing = ranks.passing(last) + np.where(full & ~ranks.splits & (not ranks.flat_units), last * width, 0.0)
     in_compute = np.where(full, 0.0, gradients)
     computing = np.maximum(computing, np.maximum(in_compute + passing, in_compute + zero.update))
     end = np.maximum(reduced + passing, gradients + zero.update)

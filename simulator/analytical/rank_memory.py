@@ -225,6 +225,11 @@ class RankMemory:
     def _lags(self) -> NDArray[np.bool_]:
         return where(self.table.schedule, lambda kind: kind.lags)[:, None]
 
+    @property
+    def splits(self) -> NDArray[np.bool_]:
+        """Where gradients of inputs and of weights are computed apart."""
+        return where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
+
     @cached_property
     def _all_first(self) -> NDArray[np.bool_]:
         return where(self.table.schedule, lambda kind: kind.forwards_first)[:, None]
