@@ -18,7 +18,7 @@ class HostLoad:
 
     def since(self) -> dict[str, float]:
         """Return the node's cores, and how many of them on average other processes than its ranks kept busy, or its
-        hypervisor gave to other machines (Linux counts it as stolen).
+        hypervisor gave to other machines (Linux counts it as stolen). Each rank is taken to be as busy as this one.
         """
         seconds, busy, stolen, own = (now - then for now, then in zip(self._read(), self._began, strict=True))
         ranks, passed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(seconds, 1e-3)

@@ -173,7 +173,7 @@ def _read(reader: ConfigReader) -> Model:
     linear = linear_attention(reader, layers) if family.linear else None
     window, sliding = (0, ()) if linear else _sliding(reader, layers)
     stated = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
-    max_positions = max(stated, _stretched(reader, stated))
+    max_positions = max(stated, _stretched(reader))
     norm, norm_bias = _norm(reader)
     qkv_bias, out_bias, mlp_bias = _biases(reader)
     if moe and reader.family.generic:
@@ -404,7 +404,7 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
     return qkv, out, mlp
 
 
-def _stretched(reader: ConfigReader, stated: int) -> int:
+def _stretched(reader: ConfigReader) -> int:
     """Return the positions that a stretched rotary embedding reaches: the factor times those it was trained with.
 
     Of Llama 3.1's kind, and where no original is given, `max_position_embeddings` says what was reached.
@@ -413,7 +413,7 @@ def _stretched(reader: ConfigReader, stated: int) -> int:
     kinds = ("yarn", "linear", "dynamic")
     if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in kinds:
         return 0
-    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings", stated)
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
     if not isinstance(factor, int | float) or not isinstance(original, int):
         return 0
     return int(factor * original) if 1 <= factor <= 1024 and 0 < original <= MAX_WIDTH else 0

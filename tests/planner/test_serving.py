@@ -28,10 +28,10 @@ from planner.validate.serving_names import cluster_of, model_of
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.server import OutOfTime
-from tests.planner.conftest import Finished
+from tests.planner.conftest import ROOT, Finished
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster_from_case
-from topology.errors import Infeasible
+from topology.errors import Infeasible, UserError
 
 QUICK = ("--isl", "256", "--osl", "32", "--concurrency", "8")
 
@@ -122,6 +122,21 @@ def test_options_of_serving_are_refused_for_training(planner: Callable[..., Fini
     done = planner("suggest", "--isl", "128")
     assert done.returncode == 2
     assert "--isl: an option of serving" in done.output
+
+
+def test_requests_beyond_the_positions_of_a_model_are_refused_with_what_is_not(tmp_path: Path) -> None:
+    long = ServingFlags(model="qwen3-8b", gpus=1, isl=50_000, osl=100)
+    with pytest.raises(UserError, match="40,960 positions") as refused:
+        serving_question(long)
+    assert refused.value.remedy is not None
+    shorter = int(refused.value.remedy.split()[1].rstrip(","))
+    assert 40_000 < serving_question(replace(long, isl=shorter)).longest <= 40_960
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    config = json.loads((ROOT / "simulator" / "models" / "qwen3-8b.json").read_text()) | {"rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert serving_question(replace(long, model=str(tmp_path / "config.json"))).longest > 50_000
+    assert serving_question(ServingFlags(model="gpt2", gpus=1)).longest <= 1_024, "lengths that nobody has given fit"
 
 
 def test_a_model_too_large_is_infeasible_with_the_reason(planner: Callable[..., Finished]) -> None:

@@ -54,6 +54,20 @@ def test_defaults_that_matter_are_named_with_their_class():
     assert any("tie_word_embeddings" in note for note in model.assumed)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 1024}, 8192),  # less than is stated
+        ({"rope_type": "linear", "factor": 8.0}, 8192),  # what is stated was reached, as of Gemma 3
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 8192),
+        ({"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 32768}, 8192),
+    ],
+)
+def test_a_stretched_rotary_embedding_has_the_positions_that_it_reaches(scaling, positions):
+    assert read(max_position_embeddings=8192, rope_scaling=scaling).max_positions == positions
+
+
 def test_qwen3_head_dim_default_is_the_class_s_and_not_the_quotient():
     model = read(model_type="qwen3")
     assert model.head_dim == 128

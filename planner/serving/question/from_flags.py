@@ -204,7 +204,7 @@ def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: 
 
 
 def _refuse_beyond(model: Model, traffic: Traffic) -> None:
-    """Raise UserError for requests that are longer than the model has positions: no engine starts with that limit."""
+    """Raise UserError for requests that are longer than the model has positions."""
     longest, positions = traffic.longest, model.max_positions
     if positions and longest > positions:
         mean = traffic.prompt.mean + traffic.output.mean
@@ -212,7 +212,7 @@ def _refuse_beyond(model: Model, traffic: Traffic) -> None:
         lengths = f"--isl {shorter}, or " if shorter > 0 and not traffic.trace else ""
         raise UserError(
             f"requests of {longest:,} tokens are longer than the {positions:,} positions of {model.name}",
-            why="engines refuse to start with such a limit",
+            why="the model was made for no more, and vLLM and SGLang refuse to start with such a limit",
             remedy=f"{lengths}a config.json with the rope_scaling that you serve it with, as --model",
         )
 
