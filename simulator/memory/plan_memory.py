@@ -10,7 +10,7 @@ from math import nextafter
 import numpy as np
 
 from simulator.analytical.estimates import known_costs, memory_of_plans
-from simulator.analytical.memory import CONTEXT_BYTES
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.buffers import communicator_bytes
@@ -51,7 +51,17 @@ class PlanMemory:
             if self._shorter is not None:
                 described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
             self._held[rank] = self._as_known(rank, described)
+            if self._shorter is not None:
+                self._held[rank] = self._at_least(rank, self._held[rank])
         return self._held[rank]
+
+    def _at_least(self, rank: int, held: ReservedMemory) -> ReservedMemory:
+        """Return what was told from shorter steps, of which another moment may be the fullest: no less than the bound
+        of the step itself.
+        """
+        allocated = max(held.allocated_bytes, round(float(self._bound.peak_bytes[0, rank])))
+        reserved = max(held.reserved_bytes, allocated, round(float(self._bound.reserved_bytes[0, rank])))
+        return replace(held, allocated_bytes=allocated, reserved_bytes=reserved)
 
     def _as_known(self, rank: int, described: ReservedMemory) -> ReservedMemory:
         return replace(
@@ -202,8 +212,11 @@ class PlanMemory:
         """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
-        columns = memory_of_plans(self._scenario, [self.plan])
-        return [float(nbytes) / self._known.reserved for nbytes in columns.state_bytes[0, : self.plan.pp]]
+        return [float(nbytes) / self._known.reserved for nbytes in self._bound.state_bytes[0, : self.plan.pp]]
+
+    @cached_property
+    def _bound(self) -> MemoryColumns:
+        return memory_of_plans(self._scenario, [self.plan])
 
 
 class Replays:
