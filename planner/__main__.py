@@ -11,8 +11,10 @@ def main() -> int:
     end_at_once()
     gc.set_threshold(50_000)  # importing makes many objects that stay: looking through them as often finds nothing
     from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
+    from topology.cores import several_cores  # noqa: PLC0415 - the same
 
-    return run()
+    with several_cores():
+        return run()
 
 
 if __name__ == "__main__":

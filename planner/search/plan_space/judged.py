@@ -43,8 +43,10 @@ def explore(
         if not unknown:
             return search.with_near_pipelines(found.take(bounds.judged[found.rows]) if late else found)
         with limited(None):
-            for row in unknown:
-                memory = replays[plan_of_row(bounds.variants, row, cluster)]
+            plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
+            replays.look_ahead(plans)
+            for row, plan in zip(unknown, plans, strict=True):
+                memory = replays[plan]
                 if late or not (costs_first and bounds.costs_more(row, memory)):
                     bounds.judge(row, memory, search.screening.sure)
         search.judged()
