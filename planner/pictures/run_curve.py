@@ -47,7 +47,7 @@ def run_curve(runs: Sequence[WholeRun], chosen: int, *, title: str, unit: str) -
         picture.write(LEFT - 8, y_of(tick) + 4, f"{tick:,.10g}", kind="quiet", anchor="end")
     for _, days, _ in known:
         picture.line([(x_of(days.value), low), (x_of(days.value), low + 5)], "", 1.0)
-        picture.write(x_of(days.value), low + 20, f"{days.value:.2g}", kind="quiet", anchor="middle")
+        picture.write(x_of(days.value), low + 20, f"{float(f'{days.value:.2g}'):,.10g}", kind="quiet", anchor="middle")
     picture.write((LEFT + right) / 2, HEIGHT - 10, "days (logarithmic)", kind="quiet", anchor="middle")
     picture.write(MARGIN, TOP - 14, what, kind="quiet")
     picture.line([(x_of(days.value), y_of(cost.value)) for _, days, cost in known], BLUE, 1.5)

@@ -220,7 +220,7 @@ def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, s
         "share": 100 * rate / best_rate,
         "share_text": f"{rate / best_rate:.0%}",
         "cost": cost,
-        "cost_text": "" if cost is None else f"{cost:.2g}",
+        "cost_text": "" if cost is None else f"{cost:#.2g}".rstrip("."),
     }
 
 
