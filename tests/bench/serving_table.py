@@ -90,7 +90,10 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="the table of tests/bench/against_aiconfigurator.py")
     options = parser.parse_args()
     points = [data for name in options.points for data in read_points(name)]
-    rows = [validate_point(data) | {"engine": engine_named(str(data.get("backend") or ""))} for data in points]
+    rows = [
+        validate_point(data) | {"engine": engine_named(str(data.get("backend") or ""), str(data.get("date") or ""))}
+        for data in points
+    ]
     known = [row for row in rows if not row["skipped"]]
     names = " ".join(Path(name).name for name in options.points)
     lines = [
