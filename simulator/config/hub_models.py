@@ -106,7 +106,8 @@ def _letters(name: str) -> str:
 @cache
 def _by_letters() -> dict[str, str]:
     found: dict[str, list[tuple[int, str]]] = {}
-    for row, entry in enumerate((*hub_table().rows, *hub_table().refused)):
+    entries: tuple[HubModel | RefusedModel, ...] = (*hub_table().rows, *hub_table().refused)
+    for row, entry in enumerate(entries):
         for name in entry.ids:
             last = name.rpartition("/")[2].casefold()
             for short in {_letters(last), _letters(_SUFFIX.sub("", last))}:
