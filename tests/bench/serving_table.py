@@ -32,7 +32,8 @@ first token to two (`host_request_s` of TensorRT-LLM 1.0 to Llama 3.1 8B on H100
 clients), and TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b. SGLang's and
 eager vLLM's `host_launch_s`, and hosts of TensorRT-LLM from 1.2 on, are as their makers and others measured them by themselves. Kernels
 are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test of the rest of
-the model, not a prediction made before the fact; GLM-5 is one, as nothing was changed after it was first predicted.
+the model, not a prediction made before the fact. GLM-5 was first predicted after its attention had been described; only launches of
+SGLang changed afterwards.
 
 ## By cause
 
@@ -148,7 +149,7 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 1b0553f5. vidur is not compared: its package has no profiles, and the tables of attention in its
+made with. Ours are of commit 1b0553f5, before launches of SGLang were taken from measurements. vidur is not compared: its package has no profiles, and the tables of attention in its
 repository (microsoft/vidur @7d47513, data/profiling/compute/*/attention.csv) could not be had, neither from a copy of the repository nor
 file by file; Llama 2 7B and 70B and Llama 3 8B and 70B are the only models of these points that it profiles.
 
