@@ -151,17 +151,17 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 1b0553f5, before launches of SGLang were taken from measurements. vidur is not compared: its
+made with. Ours are of commit a228b24f. vidur is not compared: its
 package has no profiles, and the tables of attention in its repository (microsoft/vidur @7d47513,
 data/profiling/compute/*/attention.csv) could not be had, neither from a copy of the repository nor file by file; Llama 2 7B and
 70B and Llama 3 8B and 70B are the only models of these points that it profiles.
 
 aiconfigurator is ahead in first tokens of DeepSeek-R1 with TensorRT-LLM on B200, where two of ten points (one measurement
-listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +305
+listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +300
 %; in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens with four and eight clients take 160 ms and 105 to 115
 are predicted (cause not found); in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
-which two are of a release whose kernels were compiled while requests waited; and in the mean of first tokens of Qwen3.5 on B200
-and DeepSeek-R1 on B300 with SGLang (settings, see above).
+which two are of a release whose kernels were compiled while requests waited; and in first tokens of
+Qwen3.5 on B200 (in the mean) and DeepSeek-R1 on B300 with SGLang (settings, see above).
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"
