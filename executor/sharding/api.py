@@ -75,6 +75,7 @@ def request(
     gradients: Sequence[str] = (),
     chunks: Mapping[str, int | str] | None = None,
     stages: Mapping[str, Any] | None = None,
+    routes: str | None = None,
 ) -> JsonObject:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {
@@ -92,6 +93,7 @@ def request(
         "gradients": list(gradients),
         **({} if chunks is None else {"chunks": dict(chunks)}),
         **({} if stages is None else {"stages": dict(stages)}),
+        **({} if routes is None else {"routes": routes}),
     }
 
 

@@ -205,6 +205,8 @@ class _Reader:
             )
         if op == "aten.copy.default" and _alike(args[0], args[1]):
             return args[1]
+        if op == "aten.index_put.default" and self._inverts(args):
+            op, args = "aten.argsort.default", args[1]
         if op in _IN_PLACE_OF:
             return args[_IN_PLACE_OF[op]]
         module = next(reversed(list(node.meta.get("nn_module_stack", {}).values())), ("",))[0]
@@ -220,6 +222,16 @@ class _Reader:
                 for i, one in enumerate(value)
             ]
         raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
+
+    def _inverts(self, args: Any) -> bool:
+        """Return whether numbers in order are put where a sort says: the inverse of its permutation."""
+        if len(args) != 3 or len(args[1]) != 1 or not isinstance(args[1][0], _Tensor):
+            return False
+        made = next((one for one in self.nodes if one.name == args[1][0].name), None)
+        sorts = made is not None and made.op.startswith(("aten.sort.", "aten.argsort.")) and made.index in {None, 1}
+        if made is None or not sorts or len(made.shape) != 1 or not isinstance(args[2], torch.Tensor):
+            return False
+        return args[2].dtype == torch.int64 and torch.equal(args[2], torch.arange(made.shape[0]))
 
     def _region(self, inner: torch.fx.GraphModule, args: Sequence[Any], *, autocast: bool) -> list[Any]:
         """Read a graph in which autocast is on or off."""

@@ -12,7 +12,7 @@
 | sizes of arguments, and decisions on them | kept: other sizes are captured at their first call (`skeleton`) |
 | what `deepcopy` refuses, as open files and locks | kept for the captured sizes; a call of others is refused |
 | training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
-| control flow that depends on values of tensors | refused by torch.export |
+| control flow that depends on values of tensors, as a loop over experts | refused by torch.export |
 | a number made of a tensor's values (`item`) | refused |
 | writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
 | gradients that are zero since all that they pass is overwritten | None |
@@ -60,7 +60,8 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         raise UserError(
             f"torch.export cannot capture {type(module).__name__}",
             why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
-            remedy="a module whose control flow does not depend on values of tensors",
+            remedy="a module whose control flow does not depend on values of tensors; for experts, grouped products "
+            '(of transformers, experts_implementation="grouped_mm")',
         ) from error
     return exported
 

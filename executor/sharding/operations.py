@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from executor.model import moe, rotary
-from executor.sharding import merged
+from executor.sharding import merged, routes
 from executor.sharding.places import DTYPES, Context
 from simulator.sharded.program import Kernel, is_of_patches
 from topology.errors import BadInput
@@ -429,4 +429,5 @@ _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "unshard": _unshard,
     **{f"reduce.{how}": _reduce(how) for how in ("sum", "mean", "amax", "amin")},
     **merged.PLACED,
+    **routes.PLACED,
 }

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from executor.sharding.exchanges import Group, Pieces, exchange, group_of, is_overlapped, make_groups, run_overlapped
 from executor.sharding.operations import run_kernel
 from executor.sharding.places import DTYPES, Context, Place
+from executor.sharding.routes import run_route
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
-from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, rank_at
+from simulator.sharded.program import ROUTE, Buffer, Exchange, Kernel, RunnableProgram, rank_at
 from topology.errors import BadInput, UserError
 
 
@@ -317,6 +318,8 @@ class RankProgram:
     def _kernel(self, work: Kernel, operands: Mapping[str, torch.Tensor], context: Context) -> torch.Tensor:
         if is_overlapped(work):
             return run_overlapped(work, operands, self.groups)
+        if work.op.startswith(ROUTE):
+            return run_route(work, operands, self.groups)
         return run_kernel(work, operands, context)
 
     def _backward(

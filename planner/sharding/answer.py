@@ -22,7 +22,9 @@ from planner.sharding.backends.runnable import (
 )
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, is_request, read_request
+from planner.sharding.frontends.routes import with_routes
 from planner.sharding.frontends.stages import evenly, lean_cuts, neighbours
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
 from planner.sharding.plans.report import Limits, Planned, on_machine, plan_row, planned_case, rejection
@@ -88,6 +90,42 @@ def answer_request(
     Infeasible.
     """
     request = read_request(data, where=where)
+    found: list[Answer] = []
+    refused: list[Infeasible] = []
+    for one in _ways_to_experts(request):
+        try:
+            found.append(_answered(one, cluster, calibration, limits))
+        except Infeasible as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    machine = found[0].problem.machine
+    return _faster(found) if machine is not None else min(found, key=lambda one: one.plan.choice.cost)
+
+
+def _ways_to_experts(request: Request) -> list[Request]:
+    """Return the request with its graph as it is, where ranks have rows of their own experts among those of all tokens,
+    and with routed experts as operators, whose tokens can be sent to them: those that it asks for.
+    """
+    routed = request.graph
+    if request.stages is None and request.routes != ALL_GATHER:
+        routed = with_routes(request.graph, request.constraints.placements, send=request.routes == ALL_TO_ALL)
+    if request.routes != ALL_TO_ALL:
+        return [request] if routed is request.graph else [request, replace_fields(request, graph=routed)]
+    if routed is request.graph:
+        raise BadInput(
+            "the graph has no experts to which tokens can be sent by all-to-all",
+            why="known are tokens that are sorted by expert, multiplied by groups and put back in order, all of them "
+            "operators that compute rows by themselves, without pipeline stages and placements inside",
+            remedy='experts by torch.nn.functional.grouped_mm, or leave "routes" out',
+        )
+    return [replace_fields(request, graph=routed)]
+
+
+def _answered(
+    request: Request, cluster: Cluster | None, calibration: Calibration | None, limits: Limits | None
+) -> Answer:
+    """Return the answer to a request with the graph that it has."""
     machine = None if cluster is None else Machine(cluster, calibration)
     captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages, machine)
     if request.stages is not None and limits is not None and limits.memory_bytes is not None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from executor.sharding import api, capture
 from executor.sharding.capture import Captured
 from planner.sharding.frontends.captured import graph_statements
 from tests.bench.published_modules import MODULES, Made
+from tests.executor.forked_ranks import meet_at, meeting_point
 from tests.executor.sharding.ranks import Case, check, planned_here
 from topology.errors import PlannerError
 
@@ -129,9 +128,8 @@ def tokens(draw: random.Random, shape: Sequence[int], mesh: dict[str, int]) -> l
 
 def forked(ranks: int, *args: Any) -> None:
     """Call `_worker(*args)` on every rank, forked from this process, which has the module and its packages."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    store = meeting_point()
+    meet_at(store.port)
     running = start_processes(_worker, (ranks, *args), nprocs=ranks, join=False, start_method="fork")
     end = monotonic() + LIMIT_S
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +32,9 @@ def start(work: Callable[..., None], ranks: int, *args: Any, budget_s: float = 2
     from torch import multiprocessing as torch_processes
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = meeting_point()
     running = torch_processes.start_processes(
-        _rank, (ranks, port, work, args), nprocs=ranks, join=False, start_method="forkserver"
+        _rank, (ranks, store.port, work, args), nprocs=ranks, join=False, start_method="forkserver"
     )
     end = time.monotonic() + budget_s
     try:
@@ -47,6 +44,18 @@ def start(work: Callable[..., None], ranks: int, *args: Any, budget_s: float = 2
     finally:
         for process in running.processes:
             process.kill()
+
+
+def meeting_point() -> Any:
+    """Return a store on a port that the system chose. It is held, for one that was only found free can be taken."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def meet_at(port: int) -> None:
+    """Set the variables by which ranks meet at a store that somebody else holds, as torchrun's agent does."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def run_module(module: str, arguments: list[str], ranks: int, **limits: float) -> None:
@@ -79,7 +88,7 @@ def _run_module(module: str, arguments: list[str], environment: Mapping[str, str
 def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     import torch
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meet_at(port)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     work(*args)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from executor.sharding import api, shard
 from executor.sharding.places import tokens_of
 from planner.sharding.answer import answer_request
 from simulator.sharded.program import read_program
+from tests.executor.forked_ranks import meet_at, meeting_point
 from topology.codec import to_json
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "sharding" / "dtensor.md"
@@ -174,7 +173,7 @@ def written(calls: list[str], sent: float) -> str:
 
 
 def worker(rank: int, port: int, out: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meet_at(port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=4)
     rows = []
@@ -190,12 +189,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FILE)
     out = parser.parse_args().out
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = meeting_point()
     with tempfile.TemporaryDirectory() as folder:
         rows_file = Path(folder, "rows.json")
-        mp.spawn(worker, (port, str(rows_file)), nprocs=4)
+        mp.spawn(worker, (store.port, str(rows_file)), nprocs=4)
         rows = json.loads(rows_file.read_text())
     lines = [
         "# DTensor's operators compared with the compiler's",

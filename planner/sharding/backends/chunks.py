@@ -65,8 +65,12 @@ class Site:
         if way in KERNELS:
             divides = self.exchange != ALL_REDUCE or self.rows % self.collective.group == 0
             return self.kernels and divides and len(self.collective.axes) == 1 and not self.shared
-        pieces = self.exchange == ALL_GATHER or (self.exchange == REDUCE_SCATTER and self.collective.reducer == "sum")
-        return pieces and (way == BROADCAST_WAY or (way == RING and len(self.collective.axes) == 1))
+        one, pieces = self.collective, self.exchange in {ALL_GATHER, REDUCE_SCATTER}
+        if self.exchange != ALL_GATHER and one.reducer != "sum":
+            return False
+        if way == RING:  # an all-reduce is a reduce-scatter around the ring, then a gather
+            return len(one.axes) == 1 and (pieces or self.rows % one.group == 0)
+        return pieces and way == BROADCAST_WAY
 
 
 def find_sites(

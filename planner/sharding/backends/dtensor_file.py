@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from planner.sharding.frontends.captured import USED, CapturedProblem
 from planner.sharding.layouts.layout import Layout, placements_of
+from planner.sharding.ops.routed import ROUTED, SENT
 from planner.sharding.plans.plan import ShardingPlan
 from simulator.sharded.graph import INPUT, PARAMETER, CapturedGraph
 from topology.errors import Infeasible
@@ -123,6 +124,11 @@ def write_dtensor_file(captured: CapturedProblem, graph: CapturedGraph, plan: Sh
     mesh = problem.mesh
     if any(layouts[name].pending for name in graph.outputs):
         raise Infeasible("an output is left pending", remedy="pin the outputs")
+    if any(one.op in {ROUTED, SENT} for one in captured.statements.values()):
+        raise Infeasible(
+            "tokens that are sent to their experts have no placements of DTensors",
+            remedy='"routes": "all_gather", or the program (--program)',
+        )
 
     def written(layout: Layout) -> str:
         return f"[{', '.join(_constructor(token) for token in placements_of(layout, mesh))}]"

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 from planner.sharding.backends.chunks import Site
 from planner.sharding.backends.overlapped_products import write_overlapped
+from planner.sharding.backends.routes import write_routed
 from planner.sharding.backends.works import Work, Writer, bound, describe, primitive
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, SEND_RECV
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.ops.aten import Statement
 from planner.sharding.ops.op import Phase
+from planner.sharding.ops.routed import ROUTED, SENT
 from planner.sharding.ops.table import kernel
 from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem.problem import ShardingProblem
@@ -144,6 +146,9 @@ class ForwardWriter:
             return
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self.version(operator.result.name, step.option.result)
+        if statement.op in {ROUTED, SENT}:
+            write_routed(self.out, step, statement, operands, result)
+            return
         if not step.collectives:
             do = Kernel(
                 op=statement.op,

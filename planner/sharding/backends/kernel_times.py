@@ -15,6 +15,7 @@ import numpy as np
 
 from planner.sharding.backends.lifetimes import saved_by, short_name
 from planner.sharding.backends.works import Work
+from planner.sharding.layouts.collectives import ALL_TO_ALL
 from planner.sharding.layouts.layout import Mesh
 from planner.sharding.operators.work import backward_s
 from planner.sharding.ops.op import Saves
@@ -29,7 +30,7 @@ from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import GATHER, SLICES, Parts, rounds_of
 from simulator.overlap.site_costs import LARGE_COPY_BYTES, pair_s, product_of
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, is_of_patches
+from simulator.sharded.program import OVERLAPPED, ROUTE, Buffer, Exchange, Kernel, RunnableProgram, is_of_patches
 from topology.errors import Infeasible
 
 
@@ -157,11 +158,23 @@ def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: Shardi
             return _overlapped_s(work, forward, program, described, roofline, OverlapTimes(machine, problem.mesh))
     if described is None or described.kind is WorkKind.MOVE:
         moving = _backward_moves(work, forward, program) if backward else _moves(work, program)
-        return 0.0 if moving is None else float(roofline.seconds(moving).item())
+        sent = _route_s(work, forward, program, problem, machine) if forward.op.startswith(ROUTE) else 0.0
+        return sent if moving is None else sent + float(roofline.seconds(moving).item())
     passed = backward_s(described, len(work.writes), roofline) if backward else roofline.seconds(described)
     if short_name(forward.op) in CONVOLUTIONS and ELEMENT_BYTES[program.buffers[work.writes[0]].dtype] == 2:
         passed = passed + _layouts_s(work, forward, program, described, roofline)
     return work.share * float(np.asarray(passed).item())
+
+
+def _route_s(
+    work: Work, forward: Kernel, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine
+) -> float:
+    """Return the time of the exchange inside a kernel that sends rows to the ranks of their experts, or back."""
+    axes, sent = tuple(forward.kwargs["axes"]), _written_by(work, forward)
+    if not axes:
+        return 0.0
+    pricing = TimePricing(machine, problem.mesh)
+    return float(pricing.seconds(ALL_TO_ALL, axes, np.array([float(buffer_bytes(program, sent))]))[0])
 
 
 def _layouts_s(

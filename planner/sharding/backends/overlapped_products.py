@@ -110,7 +110,10 @@ class _Product:
         site, after = self.site, self.exchange.after
         (axis,), ranks = self.exchange.collectives[0].axes, self.exchange.collectives[0].group
         at = self.operands[site.operand]
-        source = self.forward.versions[site.operand, at]
+        source, done = self.forward.versions[site.operand, at], self.forward.version(site.result, after)
+        if site.exchange == ALL_REDUCE:
+            after = _with_axis(after, site.result_dim, axis)
+            done = self._buffer(site.result, f"{site.result}.scattered", after)
         rows = _with_axis(at, site.operand_dim, axis)
         total = ""
         for number in range(ranks):
@@ -121,15 +124,14 @@ class _Product:
             if total:
                 arrived = self._buffer(site.result, f"{site.result}.arrived{number}", after)
                 self._pass_on(axis, total, arrived)
-                target = (
-                    self.forward.version(site.result, after)
-                    if number == ranks - 1
-                    else self._buffer(site.result, f"{site.result}.sum{number}", after)
-                )
+                last = number == ranks - 1
+                target = done if last else self._buffer(site.result, f"{site.result}.sum{number}", after)
                 adding = Kernel(op="aten.add.Tensor", args=({"tensor": arrived}, {"tensor": made}))
                 self.forward.out.add(Work(do=adding, reads=(arrived, made), writes=(target,)))
                 made = target
             total = made
+        if site.exchange == ALL_REDUCE:
+            self._gathered(done)
 
     def by_broadcasts(self) -> None:
         """Send every rank's piece to all, and multiply it alongside the next one's way."""
@@ -184,7 +186,13 @@ class _Product:
         rows = _with_axis(result, site.result_dim, axis)
         scattered = self._buffer(site.result, f"{site.result}.scattered", rows)
         self.forward.out.add(Work(do=do, reads=operands, writes=(scattered,), step=self.step))
-        gather = Exchange(kind=ALL_GATHER, axes=one.axes, dim=site.result_dim)
+        self._gathered(scattered)
+
+    def _gathered(self, scattered: str) -> None:
+        """Write the gather of a sum whose rows are scattered: the second half of an all-reduce."""
+        site = self.site
+        gather = Exchange(kind=ALL_GATHER, axes=self.exchange.collectives[0].axes, dim=site.result_dim)
+        target = self.forward.version(site.result, self.exchange.after)
         self.forward.out.add(Work(do=gather, reads=(scattered,), writes=(target,)))
 
     def _names(self) -> tuple[str, ...]:

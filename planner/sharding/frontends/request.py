@@ -10,6 +10,7 @@ import msgspec
 
 from planner.sharding.frontends.captured import Constraints
 from planner.sharding.frontends.stages import Stages, read_stages
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL
 from planner.sharding.layouts.layout import Layout, Mesh, make_mesh
 from planner.sharding.layouts.loop_domain import Streamed, parse_domain
 from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
@@ -17,6 +18,8 @@ from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph
 from topology.codec import JsonObject
 from topology.errors import BadInput
+
+ROUTES = (ALL_TO_ALL, ALL_GATHER)
 
 
 class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,6 +49,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     gradients: list[str] = []
     chunks: dict[str, int | str] | None = None
     stages: JsonObject | None = None
+    routes: str | None = None
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -62,6 +66,7 @@ class Request(msgspec.Struct, frozen=True):
     chunks: dict[str, int | str] | None = None
     stages: Stages | None = None
     streamed: dict[str, Streamed] = {}  # by result of a product, how its loop runs
+    routes: str | None = None  # how tokens reach experts on other ranks: one of ROUTES, or whichever costs less
 
 
 def is_request(data: Mapping[str, Any]) -> bool:
@@ -78,6 +83,8 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
     policy = None if text.policy == "none" else text.policy
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    if text.routes is not None and text.routes not in ROUTES:
+        raise BadInput(f"unknown routes {text.routes[:40]!r}", remedy=f"{' or '.join(ROUTES)}, or none")
     mesh = make_mesh(text.mesh.names, text.mesh.shape)
     stages = None if text.stages is None else read_stages(graph, mesh, text.stages)
     if stages is not None:
@@ -119,6 +126,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         else {name: count for pattern, count in text.chunks.items() for name in matching(graph, pattern)},
         stages=stages,
         streamed=streamed,
+        routes=text.routes,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.routed import ROUTED_OF, SENT_OF
 from planner.sharding.ops.syntax import called_name
 from planner.sharding.ops.table import FUNCTIONS
 
@@ -34,6 +35,14 @@ def group_axis(operator: Operator) -> str:
     named = isinstance(call, ast.Call) and called_name(call) == GROUPED
     (axis,) = matrices[0]
     return axis if named and axis not in {a for dim in operator.dims for a in dim} else ""
+
+
+def routed_axes(operator: Operator) -> tuple[str, str] | None:
+    """Return the axis of tokens and that of experts of routed experts; None of another operator."""
+    if not operator.text.startswith((ROUTED_OF, SENT_OF)):
+        return None
+    (_, pairs), (_, matrices) = operator.operands[:2]
+    return pairs[0][0], matrices[0][0]
 
 
 def grouped_rows(operators: Sequence[Operator]) -> dict[str, str]:

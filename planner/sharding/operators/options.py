@@ -13,6 +13,7 @@ the roles of axes (`planner.sharding.operators.roles`):
     a created axis                     every rank makes its own piece
     an unsharded axis                  never, nor one that a tensor has in two dims
     a pending sum                      of operands that the result is linear in
+    tokens and experts                 at once, where tokens are sent to their experts and back
     groups of rows                     each rank has matrices of some groups, and makes their rows; zeros pass through
     what
                                        keeps them (`planner.sharding.operators.grouped_rows`)
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, Collective
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective
 from planner.sharding.layouts.layout import (
     DimSpec,
     Layout,
@@ -35,9 +36,10 @@ from planner.sharding.layouts.layout import (
     local_size,
     normalize_spec,
 )
-from planner.sharding.operators.grouped_rows import MASK, group_axis, grouped_rows, zero_keepers
+from planner.sharding.operators.grouped_rows import MASK, group_axis, grouped_rows, routed_axes, zero_keepers
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.routed import SENT_OF
 from planner.sharding.ops.table import STATISTICS
 from topology.errors import Infeasible
 
@@ -64,13 +66,15 @@ class ShardingOption:
 class _PassThrough:
     """Assigned to a mesh axis over which `tensors` are pending a reduction: the result is pending `result`.
 
-    `groups` is the axis of a grouped product's groups, which the mesh axis shards.
+    `groups` is the axis of a grouped product's groups, which the mesh axis shards, and `rows` that of the tokens which
+    it shards besides, and which are sent to their groups: nothing is pending then.
     """
 
     reducer: str
     tensors: frozenset[str]
     result: str
     groups: str = ""
+    rows: str = ""
 
 
 def sharding_options(
@@ -111,7 +115,16 @@ def sharding_options(
                 why="all of them are priced",
                 remedy="fewer mesh axes, or an operator of fewer axes",
             )
-    return list(found.values())
+    if not operator.text.startswith(SENT_OF):
+        return list(found.values())
+    sending = [one for one in found.values() if one.collectives]
+    if not sending:
+        raise Infeasible(
+            f"the tokens of {operator.result.name} are not sent to their experts",
+            why="no mesh axis shards the experts and divides their tokens",
+            remedy='a number of tokens that the mesh divides, or leave "routes" out',
+        )
+    return sending
 
 
 def _can_shard(operator: Operator, axis: str) -> bool:
@@ -138,6 +151,9 @@ def _pass_through_reductions(
 ) -> Iterator[_PassThrough]:
     """Yield the ways in which a reduction pending over one mesh axis may pass through the operator."""
     listed = {name for name, _ in operator.operands}
+    if routed := routed_axes(operator):
+        tokens, experts = routed
+        yield _PassThrough("", frozenset(), "", experts, tokens)
     yield from _rows_by_groups(operator, pending, grouped)
     reducers = sorted({reducer for name in listed for reducer in pending.get(name, ())})
     for reducer in reducers:
@@ -181,8 +197,8 @@ def _axis_orders(
     """Yield the specs of all axes for an assignment, in every order of mesh axes that divides the axis."""
     mesh_axes_of: dict[str, list[str]] = {}
     for name, target in assignment.items():
-        axis = target.groups if isinstance(target, _PassThrough) else target
-        if axis:
+        axes = (target.groups, target.rows) if isinstance(target, _PassThrough) else (target,)
+        for axis in filter(None, axes):
             mesh_axes_of.setdefault(axis, []).append(name)
     choices = []
     for axis, names in mesh_axes_of.items():
@@ -219,7 +235,7 @@ def _make_option(
     result_specs = [combine_axis_specs(dim, operator.sizes, axis_specs, mesh) for dim in operator.dims]
     if any(spec is None for spec in result_specs):
         return None
-    reducers = {axis: t.result for axis, t in pass_through.items()}
+    reducers = {axis: t.result for axis, t in pass_through.items() if t.result}
     for axis, spec in axis_specs.items():
         largest = axis in operator.roles.merged or operator.roles.partial.get(axis) in {"max", "min"}
         if largest and has_empty_pieces(operator.sizes[axis], spec, mesh):
@@ -297,7 +313,7 @@ def possible_reductions(
         return found
     grouped = grouped_rows(operators)
     for operator in operators:
-        reducers = {t.result for t in _pass_through_reductions(operator, found, grouped)}
+        reducers = {t.result for t in _pass_through_reductions(operator, found, grouped) if t.result}
         reducers |= set(operator.roles.partial.values())
         found[operator.result.name] = found.get(operator.result.name, frozenset()) | reducers
     return found
@@ -305,6 +321,8 @@ def possible_reductions(
 
 def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], mesh: Mesh) -> tuple[Collective, ...]:
     """Return the collectives inside `operator` when its axes are sharded as `axis_specs` says."""
+    if routed := routed_axes(operator):
+        return _routes(operator, *routed, axis_specs, mesh)
     merged = [axis for axis in axis_specs if axis in operator.roles.merged]
     mesh_axes = [item for axis in merged for item in axis_specs[axis] if isinstance(item, str)]
     axes = mesh.ordered(axis for axis in mesh_axes if mesh.size(axis) > 1)
@@ -347,6 +365,30 @@ def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], 
     shapes = {"rows": rows, "pairs of rows": (2, *rows), "result": result}
     return tuple(
         collective(ALL_REDUCE, shapes[of], shapes[of], statistic, how) for of, how in STATISTICS[operator.kind]
+    )
+
+
+def _routes(
+    operator: Operator, tokens: str, experts: str, axis_specs: Mapping[str, DimSpec], mesh: Mesh
+) -> tuple[Collective, ...]:
+    """Return the exchanges of tokens with the ranks of their experts, of which every expert has equally many."""
+    axes = tuple(item for item in axis_specs.get(experts, ()) if isinstance(item, str) and mesh.size(item) > 1)
+    (_, pairs), *others = operator.operands
+    rows = _local_dim(operator, pairs[0], axis_specs, mesh, {})
+    sent = [(dims, "tokens to experts") for _, dims in others if dims and tokens in dims[0]]
+    return tuple(
+        Collective(
+            kind=ALL_TO_ALL,
+            mesh_dim=mesh.group_name(axes),
+            axes=axes,
+            group=mesh.size(axes),
+            dtype=operator.result.dtype,
+            local_in=(rows, *(_local_dim(operator, dim, axis_specs, mesh, {}) for dim in dims[1:])),
+            local_out=(rows, *(_local_dim(operator, dim, axis_specs, mesh, {}) for dim in dims[1:])),
+            tensor=operator.result.name,
+            note=note,
+        )
+        for dims, note in ([*sent, (operator.dims, "results of experts back to their tokens")] if axes else ())
     )
 
 

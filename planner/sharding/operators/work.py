@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sharding.operators.grouped_rows import group_axis
+from planner.sharding.operators.grouped_rows import group_axis, routed_axes
 from planner.sharding.operators.operator import Operator, Tensor
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
@@ -38,6 +38,13 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
         whole = tensors[name].shape
         moved = (
             moved + elements(d for d, n in zip(dims, whole, strict=True) if n > 1) * ELEMENT_BYTES[tensors[name].dtype]
+        )
+    if routed := routed_axes(operator):
+        matrices = [dims for _, dims in operator.operands if len(dims) == 3 and dims[0] == (routed[1],)]
+        m, k = elements(operator.operands[0][1]), elements(matrices[0][1:2]) if matrices else np.ones(1)
+        n = sum((elements(dims[1:]) for dims in matrices), np.zeros(1)) / k
+        return Work(
+            kind=WorkKind.MATMUL, name="product", flops=2.0 * m * n * k, bytes=moved, batch=np.ones(1), m=m, n=n, k=k
         )
     parts = [{axis for dim in dims for axis in dim} for _, dims in operator.operands]
     result = {axis for dim in operator.dims for axis in dim}

@@ -20,6 +20,7 @@ from planner.sharding.ops import (
     recurrent,
     reductions,
     rotary,
+    routed,
     rows,
     transforms,
     views,
@@ -42,6 +43,7 @@ _FAMILIES = (
     attention,
     rows,
     rotary,
+    routed,
     recurrent,
     transforms,
 )
@@ -60,6 +62,12 @@ def function(name: str) -> Op | None:
 def kernel(name: str) -> Op | None:
     """Return the operator that a kernel of a program runs: `aten.add.Tensor`, or a name in the executor's table."""
     return _KERNELS.get(name.removeprefix("aten.").split(".")[0] if name.startswith("aten.") else name)
+
+
+def is_elementwise(op: str) -> bool:
+    """Return whether an operator of ATen computes every element by itself."""
+    known = _ATEN.get(op.rpartition(".")[0].removeprefix("aten."))
+    return known is not None and known.pointwise
 
 
 def saves(name: str) -> Saves:

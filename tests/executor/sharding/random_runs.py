@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -22,6 +20,7 @@ from torch.multiprocessing import start_processes
 from executor.sharding import api, capture, shard
 from executor.sharding.capture import Captured
 from planner.sharding.frontends.captured import graph_statements
+from tests.executor.forked_ranks import meet_at, meeting_point
 from tests.executor.sharding.random_modules import draw_module, outcome, tokens, weighted
 from tests.executor.sharding.ranks import planned_here
 from topology.errors import PlannerError
@@ -87,14 +86,12 @@ def verdicts(wanted: Sequence[tuple[str, int]]) -> Iterator[Verdict]:
 def _endings(runs: list[Run], mesh: dict[str, int]) -> tuple[list[str], str]:
     """Return how runs ended until one of them ended badly, and how that one did."""
     ranks = prod(mesh.values())
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "endings.jsonl")
         file.touch()
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        free.close()
+        store = meeting_point()
         running = start_processes(
-            _worker, (ranks, runs, mesh, str(file)), nprocs=ranks, join=False, start_method="fork"
+            _worker, (ranks, store.port, runs, mesh, str(file)), nprocs=ranks, join=False, start_method="fork"
         )
         end, why = monotonic() + LIMIT_S, ""
         try:
@@ -110,8 +107,9 @@ def _endings(runs: list[Run], mesh: dict[str, int]) -> tuple[list[str], str]:
         return [json.loads(line) for line in file.read_text().splitlines()], why
 
 
-def _worker(rank: int, ranks: int, runs: list[Run], mesh: dict[str, int], file: str) -> None:
+def _worker(rank: int, ranks: int, port: int, runs: list[Run], mesh: dict[str, int], file: str) -> None:
     torch.set_num_threads(1)
+    meet_at(port)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     api.plan = planned_here
     for run in runs:

@@ -12,8 +12,8 @@ from executor.sharding.operations import run_kernel  # noqa: E402 - after the ch
 from executor.sharding.places import Context, Place  # noqa: E402 - as above
 from simulator.sharded.program import Buffer, Kernel, is_of_patches  # noqa: E402 - as above
 from tests.executor.sharding import modules  # noqa: E402 - as above
-from tests.executor.sharding.ranks import Case, run, run_files, run_function  # noqa: E402 - as above
-from topology.errors import UserError  # noqa: E402 - as above
+from tests.executor.sharding.ranks import Case, planned_here, run, run_files, run_function  # noqa: E402 - as above
+from topology.errors import PlannerError, UserError  # noqa: E402 - as above
 
 torch.manual_seed(0)
 X = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -129,7 +129,35 @@ TWO += [
     on("routed tokens, experts on their ranks", modules.RoutedExperts(), (X,), {"ep": 2}, **ROUTED),
     on("routed tokens, halves of experts", modules.RoutedExperts(), (X,), {"tp": 2}, up=["SS(1,2)"], down=["S(2)"]),
 ]
+FEW = torch.randn(4, 7, 16, dtype=torch.float64)
+
+
+def sent(name, module, args, mesh, **placements):
+    """Tokens go to their experts by all-to-all."""
+    return Case(name, module.double(), args, mesh, {"placements": placements, "routes": "all_to_all"})
+
+
+TWO.append(sent("tokens sent to their experts", modules.RoutedExperts(), (X,), {"ep": 2}, **ROUTED, x=["S(1)"]))
 FOUR = [
+    sent(
+        "tokens sent to three experts on four ranks",
+        modules.RoutedExperts(3),
+        (FEW,),
+        {"ep": 4},
+        **ROUTED,
+        x=["S(0)"],
+        output0=["S(1)"],
+    ),
+    sent(
+        "tokens sent to experts inside replicas",
+        modules.RoutedExperts(),
+        (X,),
+        {"dp": 2, "ep": 2},
+        up=["R", "S(0)"],
+        down=["R", "S(0)"],
+        x=["S(0)", "S(1)"],
+        output0=["S(0)", "S(1)"],
+    ),
     on(
         "three routed experts, and their tokens",
         modules.RoutedExperts(3),
@@ -226,6 +254,16 @@ CHUNKS = [
         {"placements": FFN, "chunks": {"linear_1": "copy_engine"}},
     ),
     Case(
+        "feed-forward, tensor parallel, its sum around a ring",
+        modules.FeedForward().double(),
+        (X,),
+        {"DIDx": 2},
+        {
+            "placements": FFN,
+            "domains": {"linear_1": "outer_split(1, 2); swizzle1d(1, DIDx); parallelize(1, Stream)"},
+        },
+    ),
+    Case(
         "feed-forward, tensor parallel, in chunks",
         modules.FeedForward().double(),
         (X,),
@@ -248,6 +286,28 @@ LITTLE = {**FSDP, "cluster": "h200x4", "memory_limit": 61_000 / 2**30}
 def test_random_numbers_are_refused() -> None:
     with pytest.raises(UserError, match="draws random numbers"):
         capture(torch.nn.Dropout(), (X,))
+
+
+def test_tokens_reach_experts_as_the_cheaper_way_or_as_stated() -> None:
+    captured = capture(modules.RoutedExperts().double(), (X,))
+    placed = {**ROUTED, "x": ["S(0)"], "output0": ["S(0)"]}
+
+    def kinds(**stated):
+        program = planned_here(api.request(captured, {"ep": 4}, placements=placed, **stated))
+        return {one.op if isinstance(one, Kernel) else one.kind for one in program.work.values()}
+
+    assert "route.send" in kinds()
+    assert "all_gather" not in kinds(routes="all_to_all")
+    assert "route.send" not in kinds(routes="all_gather")
+
+
+def test_tokens_that_are_not_sent_are_refused_by_name() -> None:
+    odd = capture(modules.RoutedExperts(3).double(), (ODD,))
+    with pytest.raises(PlannerError, match="divides their tokens"):
+        planned_here(api.request(odd, {"ep": 2}, placements=ROUTED, routes="all_to_all"))
+    plain = capture(modules.FeedForward().double(), (X,))
+    with pytest.raises(UserError, match="no experts to which tokens can be sent"):
+        planned_here(api.request(plain, {"ep": 2}, routes="all_to_all"))
 
 
 def test_buffers_that_micro_batches_would_write_are_refused() -> None:
