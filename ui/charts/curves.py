@@ -82,7 +82,7 @@ def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
         axis=alt.Axis(values=[row["days"] for row in rows], format=".2~g", grid=False),
     )
     y = alt.Y("cost:Q", title=unit, scale=alt.Scale(zero=True), axis=alt.Axis(format=",~r"))
-    ranges = {"strokeWidth": 6, "opacity": 0.35, "color": GOOD, "strokeCap": "round"}
+    ranges: dict[str, Any] = {"strokeWidth": 6, "opacity": 0.35, "color": GOOD, "strokeCap": "round"}
     across = base.mark_rule(**ranges).encode(x=alt.X("days_low:Q"), x2=alt.X2("days_high:Q"), y=y)
     upwards = base.mark_rule(**ranges).encode(x=x, y=alt.Y("cost_low:Q"), y2=alt.Y2("cost_high:Q"))
     line = base.mark_line(color=GOOD, strokeWidth=2).encode(x=x, y=y)
