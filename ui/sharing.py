@@ -47,14 +47,14 @@ _TABLE = (
 
 def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
     """Return a search result as an HTML page that refers to no other file; `chosen` is drawn in full."""
-    question, estimate = result.question, chosen.estimate
+    question, best, estimate = result.question, result.plans[0], chosen.estimate
     step, within = rows.step_figure(estimate)
     held, verdict = rows.memory_figure(estimate.memory)
     about = [model_line(question.model), cluster_line(question.cluster), workload_line(question.workload)]
     listed = rows.plan_rows(result)
     title = f"{question.model.name} on {question.cluster.name}"
     parts = [
-        f"<h1>{_text(title)}</h1><p><strong>{_text(answer_sentence(result.plans[0]))}</strong></p>",
+        f"<h1>{_text(title)}</h1><p><strong>{_text(answer_sentence(best))}</strong></p>",
         _list([*about, question.framework.title]),
         f"<h2>{len(listed)} plans, best first</h2>",
         _table([name for name, _ in _TABLE], [[cells[key] for _, key in _TABLE] for cells in map(dict, listed)]),
@@ -69,7 +69,7 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         "<h2>The machine</h2>",
         topology(question.cluster),
         "<h2>What this rests on</h2>",
-        _list([*basis_lines(result.plans[0].estimate, chosen.method), *result.assumed]),
+        _list([*basis_lines(best.estimate, best.method, question.cluster, best.plan.gpus), *result.assumed]),
         f"<h2>The same in a terminal</h2><pre>{_text(command)}</pre>",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'
