@@ -1,6 +1,7 @@
 """How long a person waits for the explorer, in a headless Chromium, alone and alongside a search on 16,384 GPUs.
 
     python tests/bench/explorer_times.py --repeat 3 > examples/ui/times.md
+    python tests/bench/explorer_times.py --alone
 
 A page is there when the browser shows its answer: the first figure, the table, and nothing that is being worked out.
 """
@@ -183,6 +184,7 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="nothing alongside a long search")
     parser.add_argument("--processor", action="store_true", help="only the processor seconds of searches")
     asked = parser.parse_args()
     repeat = asked.repeat
@@ -198,7 +200,7 @@ def main() -> None:
             load = os.getloadavg()[0]
             alone = measured(explorer, repeat)
             alongside: dict[str, list[float]] = {name: [] for name in ROWS}
-            for turn in range(repeat):
+            for turn in range(0 if asked.alone else repeat):
                 for number, (names, does) in enumerate(explorer.rows()):
                     page = explorer.fresh()  # a long search of its own for each, which must not end before
                     page.goto(f"{address}/{LONG.format(batch=2048 + 512 * (len(ROWS) * turn + number))}")
@@ -233,7 +235,7 @@ def report(alone: dict[str, list[float]], alongside: dict[str, list[float]], loa
 
 
 def _words(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({max(seconds):.2f})" if seconds else "the search had ended"
+    return f"{statistics.median(seconds):.2f} ({max(seconds):.2f})" if seconds else "-"
 
 
 if __name__ == "__main__":

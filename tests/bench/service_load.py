@@ -7,7 +7,7 @@
 Each client asks for estimates, one in ten for a search, waits for the answer, and asks again. An answer is right when
 it is about the batch that was asked for. Killed are worker processes, the server (which is then started again), or the
 database (stopped and started). With `--heavy`, two other users have asked for so many searches on 16,384 GPUs before,
-and clients ask for estimates only.
+clients, who are one user, ask for estimates only, and a further user asks for one estimate after the other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from topology.units import in_gib
 ESTIMATES = [{"model": "tiny-llama", "cluster": "h200x4", "gpus": gpus} for gpus in (1, 2, 4)]
 SEARCH = {"model": "tiny-llama", "cluster": "h200x4", "gpus": 2}
 HEAVY = {"model": "llama3-405b", "gpus": 16384, "framework": "megatron-lm"}
-CLIENTS, OTHERS = "clients", ("ada", "bob")
-USERS = {user: hashlib.sha256(f"{user} has a long token".encode()).hexdigest() for user in (CLIENTS, *OTHERS)}
+CLIENTS, OTHERS, ALONE = "clients", ("ada", "bob"), "eve"
+USERS = {user: hashlib.sha256(f"{user} has a long token".encode()).hexdigest() for user in (CLIENTS, *OTHERS, ALONE)}
 
 
 @dataclass
@@ -60,11 +60,11 @@ def asking(url: str, user: str) -> Client:
     return Client(url, token=f"{user} has a long token", patience_s=300)
 
 
-def client(url: str, until: float, seed: int, seen: Count, searches: float) -> None:
+def client(url: str, until: float, seed: int, seen: Count, searches: float, user: str = CLIENTS) -> None:
     """Ask until the time is over or enough was killed, and wait for every answer. `searches` is their share."""
     draw = random.Random(seed)
     time.sleep(draw.random() * 2)
-    with asking(url, CLIENTS) as asked:
+    with asking(url, user) as asked:
         while time.monotonic() < until and not seen.enough.is_set():
             batch = 4 * draw.randint(1, 16)
             command, flags = ("suggest", SEARCH) if draw.random() < searches else ("estimate", draw.choice(ESTIMATES))
@@ -152,6 +152,9 @@ def main() -> None:
             threading.Thread(target=client, args=(running.url, until, seed, seen, 0.0 if said.heavy else 0.1))
             for seed in range(said.clients)
         ]
+        alone = Count()
+        if said.heavy:
+            threads.append(threading.Thread(target=client, args=(running.url, until, -1, alone, 0.0, ALONE)))
         for thread in threads:
             thread.start()
         time.sleep(min(20.0, said.seconds / 3))
@@ -167,6 +170,13 @@ def main() -> None:
         if said.heavy:
             states = Counter(job["state"] for other in others for job in other.jobs(limit=said.heavy))
             print(f"heavy searches of {len(OTHERS)} users at the end: {dict(states)}")
+            print(f"one more user, one estimate after the other: {dict(alone.states)}, {ranks(alone.seconds)}")
+
+
+def ranks(seconds: list[float]) -> str:
+    """Return the median and the times that 5 and 1 of 100 exceed."""
+    at = sorted(seconds)
+    return ", ".join(f"p{q} {at[min(len(at) - 1, len(at) * q // 100)]:.2f} s" for q in (50, 95, 99) if at)
 
 
 def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, running: Process) -> None:
@@ -181,8 +191,6 @@ def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, run
         rows = dict(connection.execute(select(JOBS.c.state, func.count()).where(ours).group_by(JOBS.c.state)).all())
         most = connection.execute(select(func.max(JOBS.c.fence)).where(ours)).scalar_one()
         keys = connection.execute(select(func.count(JOBS.c.idempotency_key.distinct())).where(ours)).scalar_one()
-    at = sorted(seen.seconds)
-    ranks = {f"p{q}": at[min(len(at) - 1, len(at) * q // 100)] for q in (50, 95, 99)} if at else {}
     accepted = sum(rows.values())
     what = f"{said.kill} killed {killed} times" if said.kill else "nothing killed"
     what += f", next to {said.heavy} heavy searches of two users" if said.heavy else ""
@@ -190,7 +198,7 @@ def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, run
         f"| {said.clients} clients, {seconds:.0f} s, {'PostgreSQL' if said.postgres else 'SQLite'}, {what} | {accepted} "
         f"| {rows.get('done', 0)} | {rows.get('failed', 0)} | {accepted - rows.get('done', 0) - rows.get('failed', 0)} "
         f"| {accepted - keys + len(seen.jobs) - len(set(seen.jobs))} | {seen.wrong} | {most} "
-        f"| {', '.join(f'{name} {value:.2f} s' for name, value in ranks.items())} |"
+        f"| {ranks(seen.seconds)} |"
     )
     print(
         f"\nrefused {dict(seen.refused)}, failures {dict(seen.errors)}; load average {os.getloadavg()[0]:.1f}, {platform.node()}"

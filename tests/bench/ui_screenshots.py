@@ -1,6 +1,7 @@
 """Pictures of every page of the explorer, in both themes, for examples/ui/.
 
     python -m tests.bench.ui_screenshots OUT_FOLDER [NAME ...]
+    python -m tests.bench.ui_screenshots OUT_FOLDER path
 
 Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the system (`apt-get install chromium`). Pages
 are 1280 pixels wide and as high as what is on them, two 1920 and one 360. Written as palette PNGs, for their size.
@@ -12,6 +13,7 @@ import argparse
 import io
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image
@@ -47,6 +49,7 @@ SHOTS = (
     ("measured", "measured", 1280),
     ("exports", f"exports?{Q}", 1280),
 )
+PATH = "model=tiny-llama&cluster=h200x4&gpus=2&seq=256&batch=4"
 LARGEST = 250_000  # bytes; beyond it a palette of 256 colours has to do
 
 
@@ -68,7 +71,50 @@ def main(out: Path, names: list[str]) -> None:
                 (out / f"{name}_{theme}.png").write_bytes(data)
                 print(f"{name}_{theme}: {took:.1f} s, {len(data) / 1024:.0f} KB", flush=True)
                 page.close()
+        if not names or "path" in names:
+            page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+            page.set_default_timeout(300_000)
+            for name, data in walked(page, address):
+                (out / f"path_{name}.png").write_bytes(data)
+                print(f"path_{name}: {len(data) / 1024:.0f} KB", flush=True)
         browser.close()
+
+
+def walked(page: Page, address: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures of a person's path: the answer, a changed plan that is kept, its export, and its run on the
+    CPU while it runs.
+    """
+    page.goto(f"{address}/?{PATH}")
+    settled(page)
+    yield "1_answer", picture(page, 1280)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"{address}/detail?{PATH}&tab=Edit")
+    settled(page)
+    field = page.get_by_label("Micro batch", exact=False).first
+    field.fill("1")
+    field.press("Enter")
+    page.get_by_role("button", name="Keep this plan").wait_for()
+    page.wait_for_timeout(1500)
+    page.get_by_role("button", name="Keep this plan").click()
+    settled(page)
+    yield "2_kept", picture(page, 1280)
+    page.locator("[data-testid='stPageLink']").get_by_text("Exports", exact=True).click()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    settled(page)
+    yield "3_export", picture(page, 1280)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.locator("[data-testid='stPageLink']").get_by_text("Run", exact=True).click()
+    settled(page)
+    page.get_by_text("cpu", exact=True).click()
+    steps = page.get_by_label("Steps to measure")
+    steps.fill("200")
+    steps.press("Tab")
+    page.wait_for_timeout(800)
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.locator("[data-testid='stVegaLiteChart']").first.wait_for()
+    page.wait_for_timeout(15_000)  # some steps
+    yield "4_run", picture(page, 1280)
+    page.locator(".st-key-stop_run button").click()
 
 
 def resolved(path: str) -> str:
