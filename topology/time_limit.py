@@ -22,8 +22,10 @@ _began: ContextVar[float | None] = ContextVar("began", default=None)
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Count the time of all limits inside from here on: what a command loads first is part of it."""
-    token = _began.set(time.monotonic())
+    """Count the time of all limits inside from here on, or from where a command around it began: what a command loads
+    first is part of it.
+    """
+    token = _began.set(_began.get() or time.monotonic())
     try:
         yield
     finally:

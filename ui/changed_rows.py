@@ -1,20 +1,21 @@
-"""Rows of a plan that was changed: other lengths and micro batches, and what frees memory."""
+"""Rows of a plan that was changed: other lengths and micro batches, other numbers of GPUs, and what frees memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from planner.io.figures import change_text, gib_text
+from planner.io.figures import change_text, gib_text, gpus_text
 from simulator.config.estimate import Fit, chance
 from topology.units import GIB
-from ui.charts.row_types import SavingRow, SizeRow
+from ui.charts.row_types import RunRow, SavingRow, SizeRow
 
 if TYPE_CHECKING:
     from planner.search.fixes import Fix
     from planner.search.result import RankedPlan
     from planner.search.size_grid import Size
-    from simulator.config.estimate import Estimate
+    from planner.search.whole_run import WholeRun
+    from simulator.config.estimate import Estimate, Interval
 
 LEAST_CHANGE = 0.005  # of a step that is called longer or shorter
 
@@ -45,6 +46,39 @@ def _size_row(size: Size, ranked: RankedPlan, seq_len: int) -> SizeRow:
     else:
         row["state"] = f"{chance(size.fit_probability)} likely to fit"
     return row
+
+
+def run_rows(runs: Sequence[WholeRun], here: int) -> list[RunRow]:
+    """Return whole runs as they are drawn, those that have a plan; `here` is the number of GPUs that is asked about."""
+    rows: list[RunRow] = []
+    for run in runs:
+        cost = run.cost or run.gpu_hours
+        if run.days is not None and cost is not None:
+            rows.append(
+                {
+                    "label": gpus_text(run.gpus),
+                    "days": run.days.value,
+                    "days_low": run.days.low,
+                    "days_high": run.days.high,
+                    "days_text": with_ends(run.days),
+                    "cost": cost.value,
+                    "cost_low": cost.low,
+                    "cost_high": cost.high,
+                    "cost_text": with_ends(cost),
+                    "here": run.gpus == here,
+                }
+            )
+    return rows
+
+
+def with_ends(interval: Interval) -> str:
+    """Return a figure of a whole run with its range: `84 (65 to 110)`."""
+    return f"{two_digits(interval.value)} ({two_digits(interval.low)} to {two_digits(interval.high)})"
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two significant digits: no more is known of a whole run."""
+    return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def saving_rows(fixes: Sequence[Fix], estimate: Estimate) -> list[SavingRow]:

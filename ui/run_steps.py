@@ -16,7 +16,7 @@ QUANTITIES = {
     "loss": "loss",
     "step": "step time, s",
     "clock": "SM clock, MHz",
-    "memory": "most memory of the first rank, GiB",
+    "memory": "peak memory, GiB",
 }
 
 

@@ -18,18 +18,17 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import HTMLResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit.starlette import App
 
+from planner.remote.settings import LOOPBACK
+from planner.service.guard import SameSite
+
 HERE = Path(__file__).parent
-LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 PAGES_NEED = (
     "pandas",
     "altair",
@@ -52,29 +51,6 @@ def _dotted(table: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]
     return found
 
 
-class LoopbackOnly:
-    """Refuse (403) requests whose Host is no loopback name, or whose Origin is another site than that Host."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in {"http", "websocket"} and not _is_ours(Headers(scope=scope)):
-            refusal = PlainTextResponse("the explorer answers its own pages on this machine only\n", status_code=403)
-            await refusal(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-
-def _is_ours(headers: Headers) -> bool:
-    host = headers.get("host", "")
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
-        return False
-    return name in LOOPBACK and headers.get("origin", f"http://{host}") == f"http://{host}"
-
-
 async def _index(_request: Request) -> HTMLResponse:
     """Return Streamlit's page with the address of its server, which it would look for below a page's path first."""
     page = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
@@ -88,7 +64,7 @@ def explorer() -> App:
     return App(
         HERE / "app.py",
         routes=[Route(f"/{page}", _index) for page in ["", *pages]],
-        middleware=[Middleware(LoopbackOnly)],
+        middleware=[Middleware(SameSite, hosts=LOOPBACK)],
     )
 
 

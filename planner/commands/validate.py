@@ -45,7 +45,7 @@ def validate(asked: Validate) -> None:
     if summary["skipped"] == summary["rows"]:
         raise Infeasible(
             "nothing was compared",
-            why=f"every one of {summary['rows']} rows was skipped" if rows else "the files hold no case",
+            why="every row was skipped" if rows else "the files hold no case",
             remedy="see the reason of each row" if rows else "give files with cases",
         )
     warn_of_doubts(measured)

@@ -13,6 +13,7 @@ from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
 from planner.search.fixes import Fix, find_fixes
+from planner.search.mixed import is_mixed, parts_text, price_of
 from simulator.config.estimate import Estimate
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
@@ -42,6 +43,9 @@ def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None =
     if not is_legal(problems):
         return PlanAnswer(case=case, problems=problems)
     found = predict(question, plan)
+    if is_mixed(question.cluster):
+        said = (price_of(question, plan, found.estimate), parts_text(question.cluster))
+        case = replace(case, assumed=(*case.assumed, *said))
     fixes = find_fixes(question, plan, found.estimate, deadline) if with_fixes else ()
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 

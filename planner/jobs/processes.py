@@ -8,6 +8,7 @@ a lower priority, and others may start alongside it, so that a short question ne
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,7 +41,11 @@ class Stopped(PlannerError):
 
 
 class ProcessEnded(PlannerError):
-    """The worker process died before it answered."""
+    """The worker process died before it answered. `killed` says that somebody else ended it: it neither crashed nor
+    did the system end it for want of memory.
+    """
+
+    killed = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +62,15 @@ class Bounds:
 
 
 class Workers:
-    """The processes, and whose turn it is. `module` is run as the process and calls `planner.jobs.worker.serve`."""
+    """The processes, and whose turn it is. `module` is run as the process and calls `planner.jobs.worker.serve`.
 
-    def __init__(self, module: str, slots: int | None = None) -> None:
+    The last `kept` idle ones are for reserved jobs, so that those need not wait for imports.
+    """
+
+    def __init__(self, module: str, slots: int | None = None, *, kept: int = 0) -> None:
         self._module = module
         self._slots = slots or SLOTS
+        self._kept = kept
         self._changed = threading.Condition()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: list[Job] = []
@@ -69,7 +78,7 @@ class Workers:
     def warm(self, processes: int = 1) -> None:
         """Start processes, so that the first questions need not wait for their imports."""
         with self._changed:
-            while len(self._idle) + len(self._running) < min(processes, self._slots):
+            while len(self._idle) + len(self._running) < min(processes, self._slots + self._kept):
                 self._idle.append(_start(self._module))
 
     def free(self) -> int:
@@ -96,9 +105,9 @@ class Workers:
                 if job.reserved or self._free() > 0:
                     job.began = time.monotonic()
                     self._running.append(job)
-                    alive = [one for one in self._idle if one.poll() is None]
-                    self._idle = alive[1:]
-                    return alive[0] if alive else _start(self._module)
+                    self._idle = [one for one in self._idle if one.poll() is None]
+                    warm = len(self._idle) > (0 if job.reserved else self._kept)
+                    return self._idle.pop(0) if warm else _start(self._module)
                 job.line = f"waiting for {len(self._running)} other questions"
                 self._changed.wait(TICK_S)
         return None
@@ -107,7 +116,7 @@ class Workers:
         """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
         with self._changed:
             self._running.remove(job)
-            if again and len(self._idle) < self._slots and not job.slowed:  # one of low priority stays so
+            if again and len(self._idle) < self._slots + self._kept and not job.slowed:  # one of low priority stays so
                 self._idle.append(process)
             else:
                 _end(process)
@@ -175,15 +184,19 @@ class Job:
         if process is not None:
             self._worked_before_s = _worked_s(process)
             self._process = process
+            killed_before = _killed_for_memory()
             try:
                 if self._stopped is None:
                     again = self._converse(process)
             except Exception as error:  # noqa: BLE001 - a job that never ended would be waited for
-                self.error = ProcessEnded(
+                self.error = ended = ProcessEnded(
                     "the process that worked on this ended",
                     why=f"{type(error).__name__}; the system may have run out of memory",
                     remedy="ask again, or for fewer GPUs",
                 )
+                with suppress(subprocess.TimeoutExpired):
+                    by_signal = process.wait(TICK_S) in {-signal.SIGKILL, -signal.SIGTERM}
+                    ended.killed = by_signal and _killed_for_memory() == killed_before
             self._process = None
             self._workers.leave(self, process, again=again and self._stopped is None)
         if self._stopped is not None:
@@ -245,6 +258,14 @@ def _start(module: str) -> subprocess.Popen[bytes]:
         env={**environment(), **ONE_THREAD},
         start_new_session=True,  # Ctrl-C is for the server, which ends its processes
     )
+
+
+def _killed_for_memory() -> int:
+    """Return how many processes Linux has killed since it started because memory ran out; 0 on other systems."""
+    with suppress(OSError):
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def _worked_s(process: subprocess.Popen[bytes]) -> float:

@@ -19,6 +19,7 @@ from typing import IO, Any
 import psutil
 
 from planner.jobs.messages import receive, send
+from topology.cores import several_cores
 from topology.errors import PlannerError
 from topology.units import GIB, in_gib
 
@@ -76,7 +77,8 @@ def _answer(
     function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, out: IO[bytes]
 ) -> tuple[str, Any]:
     try:
-        return "result", function(Progress(out), *arguments)
+        with several_cores():
+            return "result", function(Progress(out), *arguments)
     except PlannerError as error:
         return "error", error
     except MemoryError:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, floor, log, log10
 
 from planner.pictures.palette import BLUE, GREEN, GREY, VERMILION
 from planner.pictures.svg import MARGIN, Picture, legend, stacked
 from planner.serving.pareto import Pareto
 from planner.serving.reports.pareto import ENERGY, GPU, PRICE, USER, about, title, values_of
 from simulator.serving.engine import engine_of
-from topology.units import two_digits
 
 WIDTH, HEIGHT = 960.0, 420.0
 LEFT, TOP, BOTTOM = 96.0, 96.0, 56.0
 TICKS = 5
+STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # between ticks, times a power of ten
 COLOURS = (BLUE, VERMILION, GREEN)
 
 
@@ -54,7 +54,7 @@ def scatter(dots: Sequence[Dot], *, title: str, x: str, y: str, groups: Sequence
     picture = Picture(WIDTH, HEIGHT, title, f"{y} against {x}")
     shades = colours([name for name, _ in groups])
     legend(picture, MARGIN, MARGIN + 32, [(label, shades[name]) for name, label in groups])
-    wide = 1.05 * max((dot.x for dot in dots), default=1.0)
+    wide = _reach([dot.x for dot in dots])
     at = _axes(picture, wide, [dot.y for dot in dots], x, y)
     for dot in dots:
         if not dot.first:
@@ -71,12 +71,19 @@ def _around(point: tuple[float, float], half: float) -> tuple[float, float, floa
     return point[0] - half, point[1] - half, 2 * half, 2 * half
 
 
+def _reach(values: Sequence[float]) -> float:
+    """Return where an axis from 0 ends: past all `values`, at a round number of steps of one size."""
+    least = max(1.01 * max(values, default=1.0), 1e-9) / TICKS
+    power = 10.0 ** floor(log10(least))
+    return TICKS * power * next(step for step in STEPS if step * power >= least * (1 - 1e-9))
+
+
 def _axes(
     picture: Picture, wide: float, ys: Sequence[float], x: str, y: str
 ) -> Callable[[float, float], tuple[float, float]]:
     """Draw both axes with their ticks; return where a point lies."""
     right, bottom = WIDTH - MARGIN, HEIGHT - BOTTOM
-    least, most = min(ys, default=1.0), 1.05 * max(ys, default=1.0)
+    least, most = min(ys, default=1.0), _reach(ys)
     decades = log(most / least) if y in {PRICE, ENERGY} and least > 0 else 0.0
 
     def at(value_x: float, value_y: float) -> tuple[float, float]:
@@ -85,12 +92,10 @@ def _axes(
 
     for tick in range(TICKS + 1):
         share = tick / TICKS
-        value_y = least * exp(decades * share) if decades else most * share
+        value_y = float(f"{least * exp(decades * share):.1e}") if decades else most * share
         picture.line([at(0, value_y), at(wide, value_y)], "", 1.0)
-        picture.write(LEFT - 8, at(0, value_y)[1] + 4, two_digits(value_y), kind="quiet", anchor="end")
-        picture.write(
-            at(wide * share, value_y)[0], bottom + 20, two_digits(wide * share), kind="quiet", anchor="middle"
-        )
+        picture.write(LEFT - 8, at(0, value_y)[1] + 4, f"{value_y:,.6g}", kind="quiet", anchor="end")
+        picture.write(at(wide * share, value_y)[0], bottom + 20, f"{wide * share:,.6g}", kind="quiet", anchor="middle")
     picture.write(right, bottom + 40, x, kind="quiet", anchor="end")
     picture.write(MARGIN, TOP - 14, y, kind="quiet")
     return at

@@ -8,6 +8,7 @@ from typing import Any
 
 from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
+from simulator.legality.frameworks import Framework
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from simulator.runtimes.parts import MODULES
@@ -143,3 +144,33 @@ def plan_value(known: PlanField, value: Any, where: str) -> Any:
     if known.yes and (word := word.lower()) not in known.choices:
         raise BadPlan(f"{where} is {word[:40]!r}", why=f"known: true, false, {', '.join(known.choices)}")
     return SPELLED[known.name](word) if known.name in SPELLED else word
+
+
+def _product(stated: Mapping[str, Any]) -> int:
+    product = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        degree = stated.get(axis)
+        product *= degree if isinstance(degree, int) and degree > 0 else 1  # other values are refused where it is read
+    return product
+
+
+def gpus_of(stated: Mapping[str, Any], available: int) -> int:
+    """Return the GPUs that degrees ask for: their product where data parallelism is stated or it exceeds a cluster."""
+    product = _product(stated)
+    return product if {"dp_replicate", "dp_shard"} & set(stated) or product > available else available
+
+
+def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
+    """Let the data-parallel degree that is left open fill `gpus`, and return what was assumed.
+
+    Nothing is filled where no whole degree does: the world-size rule complains.
+    """
+    by_stage = bool(framework.zero_stages) and not unsaid(stated.get("zero_stage"))
+    filled = "dp_replicate" if by_stage else framework.fills
+    degree, rest = divmod(gpus, _product(stated))
+    if rest or degree <= 1 or not unsaid(stated.get(filled)):
+        return []
+    if filled == "dp_replicate" and not unsaid(stated.get("dp_shard")):
+        return []
+    stated[filled] = degree
+    return [f"{filled} {degree} (fills {gpus} GPUs)"]

@@ -58,6 +58,9 @@ SECTIONS = {"workload": WORKLOAD_KEYS, "plan": PLAN_KEYS, "runtime": RUNTIME_KEY
 _NAMES = frozenset({"name", "version", "task", "log"})  # that say too little without their section
 
 
+ALIKE = 4  # letters at the beginning by which a word is taken for another
+
+
 def _words() -> dict[str, tuple[str, str]]:
     """Return the section and the key there of every word of a row."""
     found = {
@@ -127,9 +130,12 @@ def sectioned(row: JsonObject) -> JsonObject:
 
 
 def did_you_mean(key: str, known: Any) -> str:
-    """Return an unknown key with the known one that is most like it."""
-    near = get_close_matches(key.lstrip("-").replace("-", "_"), known, n=1, cutoff=0.7)
-    return show(key) + (f" (did you mean {near[0]!r}?)" if near else "")
+    """Return an unknown key with the known ones that it may stand for: it is a word of them, or most like one."""
+    word = key.lstrip("-").replace("-", "_")
+    near = sorted((one for one in known if word in one.split("_")), key=len)[:2]
+    near = near or get_close_matches(word, known, n=1, cutoff=0.7)
+    near = near or [one for one in known if one[:ALIKE] == word[:ALIKE]][:1]
+    return show(key) + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
 
 
 def _put(case: JsonObject, section: str, key: str, value: Any, name: str) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
+    fill_gpus,
+    gpus_of,
     kind_of,
     plan_value,
     positive,
@@ -106,6 +108,9 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     workload = _workload(data.get("workload"), name)
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
+    framework = framework_of_runtime(stated_runtime["name"])
+    if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):
+        assumed += fill_gpus(stated_plan, framework, cluster.gpu_count)
     seen = _measured(data, name, assumed)
     outcome = data.get("outcome")
     return build_case(
@@ -113,7 +118,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
         model=model,
         cluster=cluster,
         workload=workload,
-        framework=framework_of_runtime(stated_runtime["name"]),
+        framework=framework,
         runtime=stated_runtime,
         plan=stated_plan,
         measured=measured,
@@ -223,7 +228,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     network = load_model(model)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
     whole = read_cluster(cluster, gpu=flags.gpu)
-    count = max(flags.gpus) if flags.gpus else _gpus_of(stated_plan, whole.gpu_count)
+    count = max(flags.gpus) if flags.gpus else gpus_of(stated_plan, whole.gpu_count)
     machine = read_cluster(cluster, count, gpu=flags.gpu)
     if not flags.gpus and count != whole.gpu_count:
         assumed.append(f"{count} GPUs (the product of the degrees)")
@@ -232,12 +237,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     if flags.global_batch is None and "micro_batch_size" not in stated_plan:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
-    by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
-    filled = "dp_replicate" if by_stage else framework.fills
-    degree = _filling(stated_plan, count)
-    if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
-        stated_plan[filled] = degree
-        assumed.append(f"{filled} {degree} (fills {count} GPUs)")
+    assumed += fill_gpus(stated_plan, framework, count)
     named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
     named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
     case = build_case(
@@ -292,25 +292,6 @@ def all_assumed(
         *away_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
     )
     return tuple(dict.fromkeys(lines))
-
-
-def _product(stated: Mapping[str, Any]) -> int:
-    product = 1
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
-        product *= int(stated.get(axis, 1))
-    return product
-
-
-def _gpus_of(stated: Mapping[str, Any], available: int) -> int:
-    """Return the GPUs that degrees ask for: their product where data parallelism is stated or it exceeds a cluster."""
-    product = _product(stated)
-    return product if {"dp_replicate", "dp_shard"} & set(stated) or product > available else available
-
-
-def _filling(stated: Mapping[str, Any], gpus: int) -> int:
-    """Return the degree that fills `gpus`; 1 where none does, for the world-size rule to complain."""
-    product = _product(stated)
-    return gpus // product if gpus % product == 0 else 1
 
 
 def case_id(data: Mapping[str, Any]) -> str:

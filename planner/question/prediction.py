@@ -19,8 +19,9 @@ from simulator.lowering.simulation import program_length
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory
 
-# Instructions up to which a step is simulated: a quarter of a second of one core.
+# Instructions up to which a step is simulated, and about what one takes of a core.
 MOST_INSTRUCTIONS = 16_000
+INSTRUCTION_S = 2.5e-5
 
 
 class Method(StrEnum):

@@ -43,12 +43,18 @@ class Question(Scenario):
         network whose training is not modelled.
         """
         require_plannable(self.cluster)
-        if self.model.linear is not None:
-            raise BadModel(
-                f"{self.model.name} is described for serving only",
-                why=f"training of linear attention, which {self.model.linear_layers} layers have, is not modelled",
-                remedy="--task serve, or a model whose layers all have attention",
-            )
+        latent = self.model.latent
+        untrained = {
+            "linear attention": self.model.linear is not None,
+            "attention over keys that an indexer chooses": latent is not None and latent.indexer is not None,
+        }
+        for part, there in untrained.items():
+            if there:
+                raise BadModel(
+                    f"{self.model.name} is described for serving only",
+                    why=f"training of {part} is not modelled",
+                    remedy="--task serve, or a model whose layers all have plain attention",
+                )
 
     @property
     def count(self) -> int:

@@ -27,7 +27,7 @@ PLANS = {
 }
 
 
-OF_RUNS = {"workload", "plan", "seq_len", "global_batch", "global_batch_size", "micro_batch", "step_s"}
+OF_POINTS = {"isl", "osl", "backend", "metric_kind", "ttft_ms", "tpot_ms", "output_tok_s", "output_tok_s_per_gpu"}
 
 
 class Task(StrEnum):
@@ -45,19 +45,18 @@ def is_about_serving(command: str, asked: Request) -> bool:
 
 
 def is_points_file(name: str) -> bool:
-    """Return whether a file holds serving points: JSON lines, packed or not, whose first is no run of training."""
-    return name.endswith(".jsonl.gz") or (name.endswith(".jsonl") and not _holds_runs(name))
+    """Return whether a file holds serving points: JSON lines whose first says what only they say, or packed ones."""
+    return name.endswith(".jsonl.gz") or (name.endswith(".jsonl") and _holds_points(name))
 
 
-def _holds_runs(name: str) -> bool:
-    """Return whether the first line of a file is a run of training; one that cannot be read is left to who reads it."""
+def _holds_points(name: str) -> bool:
+    """Return whether the first line of a file is a serving point; one that cannot be read is left to who reads it."""
     try:
         line = next((line for line in codec.read_text(name).splitlines() if line.strip()), "{}")
         first = codec.parse_json(line, where=name)
     except PlannerError:
         return False
-    said = {str(key).lstrip("-").replace("-", "_") for key in first} if isinstance(first, dict) else set()
-    return not said.isdisjoint(OF_RUNS)
+    return isinstance(first, dict) and not OF_POINTS.isdisjoint(first)
 
 
 def is_serving_plan(path: str | Path | None) -> bool:

@@ -23,6 +23,7 @@ class Export(Request):
         None,
         "--to",
         help="torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob, skypilot;"
+        " of tools that tune: torchtune, axolotl, llama-factory, automodel;"
         " with a version if several are known: torchtitan@0.2.2."
         " For a serving plan: script, compose, kubernetes, or its engine's name.",
     )

@@ -17,7 +17,7 @@ from planner.question.question import Question, question_of
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
 from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
-from planner.search.mixed import is_mixed, with_parts
+from planner.search.mixed import is_mixed, parts_text, price_of, with_parts
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained, suggest
@@ -80,6 +80,10 @@ def answer(
         found = with_parts(lambda: run(machine.gpu_count), of_part, machine, options.objective)
     else:
         found = run(counts[0] if counts else machine.gpu_count)
+        if is_mixed(machine):
+            best = found.plans[0]
+            said = (price_of(found.question, best.plan, best.estimate), parts_text(machine))
+            found = replace(found, assumed=(*found.assumed, *said))
     return _with_assumed(found, assumed, measured)
 
 

@@ -6,11 +6,12 @@ to the fastest are a tie, in which the simplest comes first; then the next faste
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.question.prediction import Method, Prediction, predict, simulated_length
+from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
 from simulator.config.estimate import SURE, Estimate
@@ -18,6 +19,7 @@ from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
+from topology.cores import on_cores
 
 # Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted
 # ratio by more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
@@ -48,23 +50,38 @@ def predict_all(
     None where the deadline, a reading of `time.monotonic`, passes before the last is begun: steps by two methods do not
     make one list.
     """
-    found: list[Finalist] = []
-    for number, finalist in enumerate(finalists, start=1):
+    here = os.getpid()
+
+    def predicted(number: int) -> Finalist | None:
         if over(deadline):
             return None
-        turn = f"simulating plan {number} of {len(finalists)}"
-        tell = None if progress is None else partial(_report, progress, turn)
-        plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
-        if simulated_length(question, plan):  # else it would be predicted as it was
-            prediction = predict(question, plan, held=replays[plan], progress=tell)
-        plain = replace(plan, placement=())
-        same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
-        if same_gpus and all(plain != other.plan for other in finalists):
-            in_order = predict(question, plain, held=replays[plain], progress=tell)
-            if in_order.estimate.step_s.value <= prediction.estimate.step_s.value * (1 + ORDER_MARGIN):
-                plan, prediction = plain, in_order
-        found.append(replace(finalist, plan=plan, estimate=prediction.estimate, method=prediction.method))
-    return found
+        turn = f"simulating plan {number + 1} of {len(finalists)}"
+        tell = None if progress is None or os.getpid() != here else partial(_report, progress, turn)
+        return _predicted(question, finalists[number], finalists, replays, tell)
+
+    seconds = INSTRUCTION_S * sum(simulated_length(question, one.plan) for one in finalists)
+    found = on_cores([partial(predicted, number) for number in range(len(finalists))], seconds=seconds)
+    done = [one for one in found if one is not None]
+    return done if len(done) == len(found) else None
+
+
+def _predicted(
+    question: Question,
+    finalist: Finalist,
+    finalists: Sequence[Finalist],
+    replays: Replays,
+    tell: Callable[[str], None] | None,
+) -> Finalist:
+    plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
+    if simulated_length(question, plan):  # else it would be predicted as it was
+        prediction = predict(question, plan, held=replays[plan], progress=tell)
+    plain = replace(plan, placement=())
+    same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
+    if same_gpus and all(plain != other.plan for other in finalists):
+        in_order = predict(question, plain, held=replays[plain], progress=tell)
+        if in_order.estimate.step_s.value <= prediction.estimate.step_s.value * (1 + ORDER_MARGIN):
+            plan, prediction = plain, in_order
+    return replace(finalist, plan=plan, estimate=prediction.estimate, method=prediction.method)
 
 
 def _report(progress: Callable[[str], None], turn: str, line: str) -> None:

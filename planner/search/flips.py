@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from planner.question.prediction import Method, simulated_length
+from planner.question.prediction import INSTRUCTION_S, Method, simulated_length
 from planner.question.question import Question
 from planner.search.finalists import Finalist, certainty
 from simulator.config.estimate import Fit, sure_bytes
 from simulator.config.plan import Plan
 from topology.cluster import Cluster
+from topology.cores import on_cores
 from topology.rates.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
@@ -118,20 +120,23 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
     while open_ones:
         crossings = [(key, x) for key, x in rows.crossings({key: curves[key] for key in open_ones}).items() if x]
         open_ones, tries = [], tries + 1
+        tried: list[tuple[tuple[RateChange, int], float]] = []
+        needed = 0.0
         for key, shift in sorted(crossings, key=lambda one: one[1]):
-            (knob, sign), row = key
-            at, length = shift + PAST, _length(question, best) + _length(question, rows.others[row])
-            if tries > TRIES or length > left or at > OCTAVES:
+            length = _length(question, best) + _length(question, rows.others[key[1]])
+            if tries > TRIES or length > left - needed or shift + PAST > OCTAVES:
                 curves[key] = replace(curves[key], end=shift)
-                continue
-            left -= length
-            there = replace(question, cluster=knob.scale(cluster, 2.0 ** (sign * at)))
-            steps_s = _steps_s(there, (best, rows.others[row]))
+            else:
+                tried.append((key, shift))
+                needed += length
+        left -= needed
+        predicted = on_cores([partial(rows.steps_s, *one) for one in tried], seconds=needed * INSTRUCTION_S)
+        for (key, shift), steps_s in zip(tried, predicted, strict=True):
+            (knob, sign), _ = key
             if steps_s[1] < steps_s[0]:
                 now, wins = knob.now(cluster), "below" if sign < 0 else "above"
-                points[key] = FlipPoint(
-                    quantity=knob.quantity, now=now, at=now * 2.0 ** (sign * at), unit=knob.unit, wins=wins
-                )
+                at = now * 2.0 ** (sign * (shift + PAST))
+                points[key] = FlipPoint(quantity=knob.quantity, now=now, at=at, unit=knob.unit, wins=wins)
             else:
                 known = (*curves[key].simulated, (shift, curves[key].factor(shift) * steps_s[1] / steps_s[0]))
                 curves[key] = replace(curves[key], simulated=known)
@@ -147,20 +152,6 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
 
 def _length(question: Question, one: Finalist) -> float:
     return simulated_length(question, one.plan) if one.method is Method.SIMULATION else 0.0
-
-
-def _steps_s(question: Question, finalists: Sequence[Finalist]) -> list[float]:
-    """Return the steps of plans by the methods that they were predicted by, on links of other rates: what they allocate
-    is the same, and so is what a full allocator costs.
-    """
-    counted = [one.plan for one in finalists if one.method is Method.ANALYTICAL]
-    steps_s = iter(question.estimate(counted).step_s if counted else ())
-    return [
-        float(next(steps_s))
-        if one.method is Method.ANALYTICAL
-        else question.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
-        for one in finalists
-    ]
 
 
 def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[FlipPoint, ...]:
@@ -191,7 +182,7 @@ class _Rows:
     def __init__(
         self, question: Question, best: Finalist, others: Sequence[Finalist], changes: Sequence[RateChange]
     ) -> None:
-        self.question, self.others, self.changes = question, others, changes
+        self.question, self.best, self.others, self.changes = question, best, others, changes
         self.plans = [best.plan, *(other.plan for other in others)]
         cluster, count = question.cluster, len(self.plans)
         changed = [
@@ -217,6 +208,22 @@ class _Rows:
     def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
         clusters, plans = zip(*pairs, strict=True)
         return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
+
+    def steps_s(self, key: tuple[RateChange, int], shift: float) -> list[float]:
+        """Return the steps of the best plan and of another just past a shift, by the methods that they were predicted
+        by: what they allocate is the same, and so is what a full allocator costs.
+        """
+        (knob, sign), row = key
+        there = replace(self.question, cluster=knob.scale(self.question.cluster, 2.0 ** (sign * (shift + PAST))))
+        both = self.best, self.others[row]
+        counted = [one.plan for one in both if one.method is Method.ANALYTICAL]
+        steps_s = iter(there.estimate(counted).step_s if counted else ())
+        return [
+            float(next(steps_s))
+            if one.method is Method.ANALYTICAL
+            else there.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
+            for one in both
+        ]
 
     def crossings(
         self, curves: Mapping[tuple[RateChange, int], RateCurve]

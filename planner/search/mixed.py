@@ -12,10 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.question.prediction import predict
+from planner.question.question import Question
 from planner.search.gpu_counts import objective_value
 from planner.search.result import SearchResult
+from simulator.config.estimate import Estimate
+from simulator.config.plan import Plan
 from topology.cluster import Cluster, GpuKind
 from topology.errors import Infeasible, Unproved
+
+NOT_IN_PROPORTION = (
+    "frameworks here give every data-parallel rank the same micro batches, and stages on unlike GPUs have no cost"
+    " here: plan the parts by themselves with --cluster"
+)
 
 
 def parts_of(cluster: Cluster) -> list[Cluster]:
@@ -53,18 +61,14 @@ def with_parts(
         assert failure is not None  # noqa: S101 - the whole has no plan then
         raise failure
     best = min(known, key=lambda result: objective_value(result.plans[0].estimate, objective))
-    notes = [] if found is None else [_price(found, cluster)]
+    notes = [] if found is None else [price_of(found.question, found.plans[0].plan, found.plans[0].estimate)]
     notes += [f"{one.name} alone: {_step(result) if result else 'no plan fits'}" for one, result in alone]
     if best is not found:
         used, everything = best.plans[0].plan.gpus, "no plan fits" if found is None else _step(found)
         notes.append(f"{used} of {cluster.gpu_count} GPUs are used: on all of them {everything}")
     if found is not None and all(result for _, result in alone) and alone:
         rates = sum(1 / result.plans[0].estimate.step_s.value for _, result in alone if result)
-        notes.append(
-            f"work in proportion to speed would take {1 / rates:.3g} s a step at best; frameworks here give"
-            " every data-parallel rank the same micro batches, and stages on unlike GPUs have no cost here: plan the"
-            " parts by themselves with --cluster"
-        )
+        notes.append(f"work in proportion to speed would take {1 / rates:.3g} s a step at best; {NOT_IN_PROPORTION}")
     return replace(best, assumed=(*best.assumed, *notes))
 
 
@@ -79,8 +83,9 @@ def _step(result: SearchResult) -> str:
     return f"{result.plans[0].estimate.step_s.value:.3g} s a step"
 
 
-def _price(found: SearchResult, cluster: Cluster) -> str:
-    """Return what the plan on all GPUs takes longer than it would on as many of the fastest kind."""
+def price_of(question: Question, plan: Plan, estimate: Estimate) -> str:
+    """Return what a plan on GPUs of several kinds takes longer than it would on as many of the fastest kind."""
+    cluster = question.cluster
     used = {gpu.kind for group in cluster.groups for gpu in group.node.gpus}
     fastest = max((cluster.kind(name) for name in used), key=_rate)
     groups = tuple(
@@ -93,14 +98,18 @@ def _price(found: SearchResult, cluster: Cluster) -> str:
         )
         for group in cluster.groups
     )
-    alike = replace(found.question, cluster=replace(cluster, groups=groups), calibration=None)
-    best = found.plans[0]
-    step_s, alike_s = best.estimate.step_s.value, predict(alike, best.plan).estimate.step_s.value
-    longer = f"{step_s / alike_s - 1:.0%} longer than"
+    alike = replace(question, cluster=replace(cluster, groups=groups), calibration=None)
+    step_s, alike_s = estimate.step_s.value, predict(alike, plan).estimate.step_s.value
     return (
-        f"the step goes by the slowest GPUs: plan #1 on all {cluster.gpu_count} takes {step_s:.3g} s,"
-        f" {longer} the {alike_s:.3g} s it would take if all were {fastest.title}"
+        f"the step goes by the slowest GPUs: the plan on all {plan.gpus} takes {step_s:.3g} s,"
+        f" {step_s / alike_s - 1:.0%} longer than the {alike_s:.3g} s it would take if all were {fastest.title}"
     )
+
+
+def parts_text(cluster: Cluster) -> str:
+    """Return how the parts of a machine of several kinds are planned by themselves."""
+    kinds = (f"{part.gpu_count} x {part.slowest_kind.name}" for part in parts_of(cluster))
+    return f"{NOT_IN_PROPORTION} ({', '.join(kinds) or 'without the slow GPUs'})"
 
 
 def _rate(kind: GpuKind) -> float:

@@ -26,7 +26,8 @@ from topology.errors import BadInput, PlannerError, UserError
 
 MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
 POLL_S = 0.1
-ELSEWHERE_S = 1.0  # between two looks at a job that another server works on
+# Between two looks at a job that another server works on, or none: longer and longer while nothing changes.
+ELSEWHERE_S, MOST_ELSEWHERE_S = 1.0, 5.0
 MAX_WAIT_S = 30.0
 
 
@@ -72,17 +73,20 @@ class Service:
     async def changes(self, user: str, job: str) -> AsyncIterator[JobDocument]:
         """Yield a job's document at each change, until it has ended."""
         last: JobDocument | None = None
+        elsewhere_s = ELSEWHERE_S
         while last is None or last.state not in ENDED:
             seen = self.dispatcher.versions.get(job)
             found = await run_in_threadpool(self.read, user, job)
             if found != last:
+                last, elsewhere_s = found, ELSEWHERE_S
                 yield found
-            last = found
-            await self._changed(job, seen)
+            if found.state not in ENDED:
+                await self._changed(job, seen, elsewhere_s)
+                elsewhere_s = min(MOST_ELSEWHERE_S, elsewhere_s * 1.5)
 
-    async def _changed(self, job: str, seen: int | None) -> None:
-        """Wait until this server has news of a job, or for a while."""
-        for _ in range(int(ELSEWHERE_S / POLL_S)):
+    async def _changed(self, job: str, seen: int | None, most_s: float) -> None:
+        """Wait until this server has news of a job, or for `most_s`."""
+        for _ in range(int(most_s / POLL_S)):
             await asyncio.sleep(POLL_S)
             if self.dispatcher.versions.get(job) != seen:
                 return

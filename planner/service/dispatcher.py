@@ -46,7 +46,7 @@ class _Running:
     claim: Claim
     folder: Path
     alone: bool  # whether it has the machine to itself
-    reserved: bool  # whether it is in the slot of short questions
+    reserved: bool  # whether it is in a slot of short questions
     job: Job | None = None
     ending: JobEnd | None = None
     shown: str = ""
@@ -59,7 +59,7 @@ class Dispatcher:
     def __init__(self, jobs: Jobs, files: Files, flags: dict[str, Mapping[str, Flag]], settings: Settings) -> None:
         self._jobs, self._files, self._flags, self._settings = jobs, files, flags, settings
         self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._workers = Workers("planner.service.worker", settings.workers)
+        self._workers = Workers("planner.service.worker", settings.workers, kept=1)
         self._running: dict[str, _Running] = {}
         self._work = Path(settings.folder) / "work"
         self._wake = threading.Event()
@@ -72,7 +72,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:
-        self._workers.warm(self._settings.workers)
+        self._workers.warm(self._settings.workers + 1)
         self._thread.start()
 
     def stop(self) -> None:
@@ -174,13 +174,13 @@ class Dispatcher:
         """Begin what waits longest, if it may begin; return whether there was something.
 
         One user's long questions take no more slots than there are workers: as many again are for other users. Short
-        ones have a slot of their own besides, so that they never wait for long ones to end.
+        ones have as many of their own besides, so that they never wait for long ones to end.
         """
         server, lease_s, slots = self._server, self._settings.lease_s, self._settings.workers
         claim = None
         if self._free() > 0:
             claim = self._jobs.claim(server, lease_s, without=self._left_out(), most_running=slots)
-        reserved = claim is None and not any(running.reserved for running in self._running.values())
+        reserved = claim is None and sum(running.reserved for running in self._running.values()) < slots
         if reserved:
             claim = self._jobs.claim(server, lease_s, without=(), only=SHORT)
         if claim is None:
@@ -244,7 +244,7 @@ class Dispatcher:
                     self._news(claim.job)
                 return
             if isinstance(job.error, ProcessEnded):
-                self._jobs.give_back(claim, started=True)
+                self._jobs.give_back(claim, started=claim.command in RUNS or not job.error.killed)
                 self._drop(claim.job)
                 return
             running.ending = ending(job, claim, running.folder, self._files)

@@ -34,15 +34,18 @@ class SameSite:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] in {"http", "websocket"} and not self._is_ours(Headers(scope=scope)):
-            await _refuse(403, "this name or site may not ask this service", scope, receive, send)
+            await _refuse(403, "it answers its own pages, asked by its own names", scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_ours(self, headers: Headers) -> bool:
         host = headers.get("host", "")
         try:
-            name = urlsplit(f"//{host}").hostname
+            asked = urlsplit(f"//{host}")
+            name, _ = asked.hostname, asked.port
         except ValueError:
+            return False
+        if asked.netloc != host or "@" in host:  # more than a name and a port
             return False
         origin = headers.get("origin", f"http://{host}")
         return name in self._hosts and origin in {f"http://{host}", f"https://{host}"}

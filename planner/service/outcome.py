@@ -54,7 +54,8 @@ def ending(job: Job, claim: Claim, folder: Path, files: Files) -> JobEnd:
     result = _result(answer, as_text=request["values"].get("json") is False)
     if result is not None and code in ANSWERED:
         return JobEnd(state=DONE, exit_code=code, result=result, said=said, artifacts=wrote)
-    why = codec.to_json(_error(said) or {"message": f"the command ended with code {code}"}, indent=None)
+    failed = _error(said) or _failure(result) or {"message": f"the command ended with code {code}"}
+    why = codec.to_json(failed, indent=None)
     return JobEnd(state=FAILED, exit_code=code, result=result, error=why, said=said, artifacts=wrote)
 
 
@@ -88,6 +89,14 @@ def _error(said: str) -> dict[str, str]:
     message, _, why = message.partition("\n  why: ")
     parts = {"message": message, "why": why, "remedy": remedy}
     return {key: value for key, value in parts.items() if value}
+
+
+def _failure(result: str | None) -> dict[str, str]:
+    """Return what a run says of why it failed."""
+    document = codec.parse_json(result or "{}", where="the answer")
+    failure = document.get("failure") if isinstance(document, dict) else None
+    message = failure.get("message") if isinstance(failure, dict) else None
+    return {"message": message} if isinstance(message, str) else {}
 
 
 def _artifacts(folder: Path, files: Files, sent: Collection[str]) -> tuple[Artifact, ...]:

@@ -140,13 +140,16 @@ def read_point(row: ServingRow) -> Point:
     return Point(model=model, cluster=cluster, deployment=deployment, traffic=traffic, assumed=tuple(assumed))
 
 
-def engine_named(backend: str) -> str:
-    """Return the engine of a source's words for its software and its release, or an empty string."""
+def engine_named(backend: str, date: str = "") -> str:
+    """Return the engine of a source's words for its software and its release, or an empty string.
+
+    `date` is the day that it was measured on, year first.
+    """
     word, *rest = [*(backend.lower().split() or [""]), ""]
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
     if found in {"vllm", "sglang"}:
         release = re.sub(r"-cu[0-9]+$", "", rest[0].rstrip(","))
-        return vllm_of(release) if found == "vllm" else sglang_of(release)
+        return vllm_of(release) if found == "vllm" else sglang_of(release, date)
     if found != "trtllm":
         return found
     # Releases 0.x.post are of NVIDIA Dynamo, which counts its own and is younger than TensorRT-LLM 1.2's first.
@@ -156,11 +159,13 @@ def engine_named(backend: str) -> str:
 
 
 def _engine(row: ServingRow, assumed: list[str]) -> str:
-    found = engine_named(row.backend or "")
+    found = engine_named(row.backend or "", row.date or "")
     if not found:
         assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
     if found == "vllm013" and not re.search(r"\d", row.backend or ""):
         assumed.append("release of vLLM: one before 0.14, which schedules while the GPU waits")
+    if found == "sglang059" and not re.search(r"\d", row.backend or ""):
+        assumed.append("release of SGLang: one before 0.5.10, by the date")
     return found or "vllm013"
 
 

@@ -33,6 +33,7 @@ class ServingRow:
     hardware: str = ""
     model: str = ""
     backend: str | None = None
+    date: str | None = None
     precision: str | None = None
     metric_kind: str = ""
     n_gpus: Degree | None = None

@@ -176,7 +176,7 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     without_head = ranks.head_saved + head * ranks.cast_bytes
     yield compute + np.where(reduces, ranks.passing(head), 0.0) - without_head, gather
     before = np.where(last, head * (prefetch > 0), np.minimum(np.maximum(ranks.alike - 1, 0), prefetch) * layer)
-    compute, gather = ranks.gathered(layer, waiting=before, buffer=end)
+    compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
     sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
     yield compute + ranks.recomputed + sent - without_head, gather
     without_layer = without_head + ranks.saved_by_layer + layer * ranks.cast_bytes

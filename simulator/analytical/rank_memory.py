@@ -31,6 +31,8 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
+FIRST_AND_LAST = 2  # micro batches: of more, one goes back beside gradients and is not the last
+
 
 class RankMemory:
     """Bytes of each kind on every pipeline rank of every plan, all of shape (plans, ranks); parameters as numbers of
@@ -142,14 +144,22 @@ class RankMemory:
         return self.spec.fsdp.flat_parameters or self.spec.zero is not None
 
     def gathered(
-        self, unit: Floats, *, waiting: Floats | float = 0.0, buffer: Floats | float = 0.0
+        self,
+        unit: Floats,
+        *,
+        waiting: Floats | float = 0.0,
+        buffer: Floats | float = 0.0,
+        before: Floats | float = 0.0,
     ) -> tuple[Floats, Floats]:
         """Return what is gathered while `unit` computes, on the compute stream and on that of gathers: copies, besides
-        the last `buffer` that they were copied out of; or views, besides those that are `waiting` for the device.
+        the last `buffer` that they were copied out of; or views, besides those that are `waiting` for the device. Units
+        that went back `before` have given up what they kept if it is the last micro batch that goes back.
         """
         kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
-        window = np.where(kept, self.whole, unit + (waiting if self.flat_units else 0.0)) * width
+        last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
+        whole = self.whole - np.where(last, before, 0.0)
+        window = np.where(kept, whole, unit + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
             return nothing, window
         return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
@@ -261,10 +271,9 @@ class RankMemory:
                     most = np.maximum(most, (layers > 0) * of_layer)
         return saved, most
 
-    @cached_property
-    def _saved_by_all(self) -> tuple[Floats, Floats]:
-        """What forward passes of a micro batch through all of a rank's stages save at least, and through one of them at
-        most.
+    def _saved_by_all(self, *, as_wrapped: bool) -> tuple[Floats, Floats]:
+        """Return what forward passes of a micro batch through all of a rank's stages save at least, and through one of
+        them at most; `as_wrapped`, if every layer saved as little as one that its mode wraps.
         """
         layout, blocks = self.layout, self.blocks
         ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
@@ -272,12 +281,21 @@ class RankMemory:
         for mode, counts in layout.by_mode.items():
             for name, layers in zip(("dense", "moe"), counts, strict=True):
                 if name in blocks:
-                    of_layer = blocks[name].saved_bytes[mode][:, None]
+                    of_layer, everything = (
+                        blocks[name].saved_bytes[mode][:, None],
+                        blocks[name].everything_bytes[:, None],
+                    )
                     less = self._wrapped_less(name, mode)
-                    wrapped = np.minimum(of_layer, blocks[name].everything_bytes[:, None] - less)
-                    saved = saved + np.maximum(layers * of_layer - (layers > 0) * self.stages * less, layers * wrapped)
-                    most = np.maximum(most, (layers > 0) * (of_layer + less))
+                    wrapped = np.minimum(of_layer, everything - less)
+                    at_least = of_layer * layers - (layers > 0) * self.stages * less
+                    at_most = wrapped if as_wrapped else np.where(less > 0, everything, of_layer)
+                    saved = saved + (wrapped * layers if as_wrapped else at_least)
+                    most = np.maximum(most, (layers > 0) * at_most)
         return saved, ends + layout.largest * most
+
+    @cached_property
+    def _by_all(self) -> list[tuple[Floats, Floats]]:
+        return [self._saved_by_all(as_wrapped=as_wrapped) for as_wrapped in (False, True)]
 
     def _wrapped_less(self, name: str, mode: str) -> Floats | float:
         """Return by how much less a layer saves that a mode wraps, of which it wraps every so many."""
@@ -314,10 +332,11 @@ class RankMemory:
         if goes_away(self.context.runtime):  # all but those of a layer
             return self.head_saved * heads + np.minimum(saved, of_layer)
         # Where nearly all micro batches are in flight on all stages: all of them without the passes that are not.
-        by_all, by_one = self._saved_by_all
         micro_batches = self.table.micro_batches[:, None]
         missing = self.stages * np.maximum(micro_batches - held, 0.0)
-        of_many = np.where(self.stages > 1, by_all * micro_batches - by_one * missing, 0.0)
+        of_many = np.zeros_like(saved)
+        for by_all, by_one in self._by_all:
+            of_many = np.where(self.stages > 1, np.maximum(of_many, by_all * micro_batches - by_one * missing), 0.0)
         # Of passes alongside each other a layer of the one is there before the other's goes.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
         cached = self.layout.last * head_cached_bytes(self.context)[:, None]

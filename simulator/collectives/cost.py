@@ -318,7 +318,7 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
     if comm.nodes > 1:
         candidates = multi_node_s(comm, op, sizes)
         if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
-            return _tree_or_ring(comm, sizes)
+            return _tree_or_ring_on_any_slower_ports(comm, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
         chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
         if (fitted := on_fitted_links(comm)) is None:
@@ -379,6 +379,44 @@ def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
     pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))[: len(sizes)]
     times = _no_more_than_behind(np.minimum(small, bulk), piece)
     return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), times, pick)
+
+
+def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Options:
+    """Cost an all-reduce between nodes without NVLS so that no faster network makes it slower.
+
+    On faster ports NCCL may leave the tree for the ring at smaller sizes, where the tree over slower ports is quicker
+    (examples/validation/monotone.md): that is then the bound. Where the quicker of the two runs there is nothing to
+    bound, since neither is slower over faster ports.
+    """
+    options = _tree_or_ring(comm, sizes)
+    quickest = np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0)
+    late = options.time_s > quickest * (1 + 1e-9)
+    for nccl, tree_until, ring_until in _machines_that_switch_otherwise(comm.nccl) if late.any() else ():
+        other = np.array([max(tree_until, ring_until), tree_until, ring_until])[options.pick]
+        if (here := late & (sizes < other)).any():
+            slower = _tree_or_ring(on_slower_ports(comm, nccl.nic / comm.nccl.nic), sizes[here])
+            options.time_s[here] = np.minimum(options.time_s[here], slower.time_s)
+    return options
+
+
+@lru_cache(maxsize=256)
+def _machines_that_switch_otherwise(nccl: NcclMachine) -> tuple[tuple[NcclMachine, float, float], ...]:
+    """Return the machines with slower networks on which NCCL leaves the tree or the ring at other sizes than on any
+    that is faster, each with the sizes from which on it does not run the tree, and the ring.
+    """
+    machines = [replace(nccl, nic=rate) for rate in (*nccl_model.network_rates(nccl), nccl.nic)]
+    fastest = {nccl_model.ring_graph(slower): slower for slower in machines}  # of those with the same channels
+    known, found = set[tuple[tuple[float, bool], ...]](), []
+    for slower in sorted(fastest.values(), key=lambda one: -one.nic):
+        starts, chosen, lines = nccl_model.switches(slower, "all_reduce", allow_nvls=False)
+        rings = [lines[row].algorithm == "ring" for row in chosen]
+        changes = [at for at in range(len(rings)) if at == 0 or rings[at] != rings[at - 1]]
+        switched = tuple((float(starts[at]), rings[at]) for at in changes)
+        if switched not in known:
+            known.add(switched)
+            last, ring = switched[-1]
+            found.append((slower, *((last, math.inf) if ring else (math.inf, last))))
+    return tuple(found[1:])
 
 
 def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
-from simulator.config.model import LatentAttention, LinearAttention
+from simulator.config.model import Indexer, LatentAttention, LinearAttention
 from simulator.config.model_families import LATENT_DEFAULTS
 
 
@@ -23,6 +23,13 @@ def latent_attention(reader: ConfigReader) -> LatentAttention:
         qk_nope_head_dim=width("qk_nope_head_dim"),
         qk_rope_head_dim=width("qk_rope_head_dim"),
         v_head_dim=width("v_head_dim"),
+        indexer=_indexer(reader) if reader.family.indexed else None,
+    )
+
+
+def _indexer(reader: ConfigReader) -> Indexer:
+    return Indexer(
+        heads=reader.size("index_n_heads"), width=reader.size("index_head_dim"), keys=reader.size("index_topk")
     )
 
 

@@ -20,6 +20,21 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Small heads that choose which keys a query of latent attention meets (DeepSeek sparse attention, arXiv 2512.02556
+    section 2.1). `width` in elements, the same for queries and the one key that all heads share.
+    """
+
+    heads: int
+    width: int
+    keys: int  # that a query meets, at most
+
+    def matmul_parameters(self, hidden: int, q_lora_rank: int) -> int:
+        """Weights of one layer's projections: queries from their compressed vector, the key, a weight a head."""
+        return q_lora_rank * self.heads * self.width + hidden * (self.width + self.heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1). Widths in elements."""
 
@@ -28,6 +43,7 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    indexer: Indexer | None = None  # None: a query meets all keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +197,8 @@ class Model:
             query = h * m.q_lora_rank + m.q_lora_rank * queries if m.q_lora_rank else h * queries
             compress = h * (m.kv_lora_rank + m.qk_rope_head_dim)
             expand = m.kv_lora_rank * self.heads * (m.qk_nope_head_dim + m.v_head_dim)
-            return query + compress + expand + self.heads * m.v_head_dim * h
+            index = m.indexer.matmul_parameters(h, m.q_lora_rank) if m.indexer else 0
+            return query + compress + expand + self.heads * m.v_head_dim * h + index
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return h * ((2 if self.attention_gate else 1) * q + 2 * kv) + q * h
 
@@ -208,6 +225,7 @@ class Model:
         if self.latent:
             m = self.latent
             norms = m.q_lora_rank + m.kv_lora_rank  # one norm on each compressed vector
+            norms += 2 * m.indexer.width if m.indexer else 0  # a layer norm on the indexer's key
             compressed = m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim
             return self.attention_matmul_parameters + norms + (compressed if self.qkv_bias else 0) + out_bias
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

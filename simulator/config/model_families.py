@@ -44,6 +44,7 @@ class Family:
     head_bias: bool = False
     multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
     latent: bool = False
+    indexed: bool = False  # queries of latent attention meet keys that an indexer chooses
     experts: str = "optional"  # optional (dense without the keys), required
     expert_width_keys: tuple[str, ...] = ("moe_intermediate_size",)
     attention_gate: bool = False
@@ -156,6 +157,28 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         config_class="DeepseekV3Config",
         latent=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        experts="required",
+        shared_experts=1,
+        dense_first=3,
+        router_bias=True,
+    ),
+    "deepseek_v32": Family(
+        config_class="DeepseekV32Config",
+        latent=True,
+        indexed=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        experts="required",
+        shared_experts=1,
+        dense_first=3,
+        router_bias=True,
+    ),
+    "glm_moe_dsa": Family(
+        config_class="GlmMoeDsaConfig",
+        latent=True,
+        indexed=True,
         qkv_bias_key="attention_bias",
         out_bias_key="attention_bias",
         experts="required",
@@ -407,5 +430,6 @@ SHAPE_CHANGING = frozenset({
     "ssm_state_size", "mamba_num_heads", "attn_layer_period", "num_kv_shared_layers", "embedding_size",
     "word_embed_proj_dim", "n_inner", "ffn_hidden_size", "ffn_dim", "n_embd", "n_layer", "n_head", "d_model",
     "n_layers", "n_heads", "num_layers", "multi_query", "index_n_heads", "index_head_dim", "block_configs",
+    "indexer_types", "index_topk_freq", "index_topk",
     "hidden_size_per_layer_input", "o_lora_rank", "attn_output_gate", "layer_group_size",
 })  # fmt: skip

@@ -38,7 +38,7 @@ MODEL_RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("hidden", "heads", "kv_heads", "head_dim", "vocab", "experts", "experts_per_token"), (1, MAX_COUNT)
     ),
-    **dict.fromkeys(("kv_lora_rank", "v_head_dim"), (1, MAX_COUNT)),
+    **dict.fromkeys(("kv_lora_rank", "v_head_dim", "width", "keys"), (1, MAX_COUNT)),
     **dict.fromkeys(("ffn", "shared_ffn", "learned_positions", "sliding_window", "max_positions"), (0, MAX_COUNT)),
     **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), (0, MAX_COUNT)),
     **dict.fromkeys(("dense_layers", "dense_layer_ids", "sliding_layers", "multi_token_layers"), (0, MAX_LAYERS)),

@@ -14,6 +14,7 @@ import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.adapter import Adapter
+from simulator.legality.frameworks import FRAMEWORKS
 from simulator.legality.rule import Mask, Rule, RuleFacts, rule
 
 
@@ -41,8 +42,10 @@ def _all(c: PlanColumns) -> Mask:
 
 
 def _without(q: RuleFacts) -> str:
-    known = q.framework.adapters
-    return f"{q.framework.title} trains {', '.join(known)}" if known else f"{q.framework.title} trains all parameters"
+    known, kind = q.framework.adapters, _adapter(q).kind
+    others = ", ".join(name for name, other in FRAMEWORKS.items() if kind in other.adapters)
+    trains = f"{q.framework.title} trains {', '.join(known) or 'all parameters'}"
+    return f"{trains}; {kind} is trained by {others}"
 
 
 ADAPTER_RULES: tuple[Rule, ...] = (

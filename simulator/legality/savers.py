@@ -27,7 +27,7 @@ OTHERWISE = {
     ("megatron-lm", CHUNKED_LOSS): "--cross-entropy-loss-fusion keeps whole logits, and is what is costed",
     ("nemo-automodel", LINEAR_LOSS): "its cut cross-entropy has no cost here",
     ("nemo-automodel", CHUNKED_LOSS): "its chunked cross-entropy has no cost here",
-    ("torchtitan", CHUNKED_LOSS): "it has that from 0.3 on (ChunkedLossWrapper): ask for torchtitan@0.3.0",
+    ("torchtitan", CHUNKED_LOSS): "without a release; say torchtitan@0.3.0, which has it (ChunkedLossWrapper)",
     ("meshwright", LINEAR_LOSS): "our executor's own is chunked_loss",
 }
 

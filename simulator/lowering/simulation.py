@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from simulator.analytical.account import WALKED
 from simulator.analytical.estimates import EstimateTable, estimate_plans
@@ -16,11 +17,13 @@ from simulator.config.estimate import Estimate
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
-from simulator.engine.simulate import Run, simulate
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
 from simulator.pipeline.schedule_walk import walked
 from simulator.program import trace as tr
+
+if TYPE_CHECKING:
+    from simulator.engine.simulate import Run
 
 # Telling which ranks behave alike takes as long for one of them as simulating so many instructions.
 INSTRUCTIONS_PER_RANK = 2
@@ -80,6 +83,8 @@ def simulate_plan(
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """
+    from simulator.engine.simulate import simulate  # noqa: PLC0415 - loads SimPy, which most plans do without
+
     table = estimate_plans(scenario, [plan])
     clocks = float(table.clocks[0])
     say = progress or (lambda _: None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from math import nextafter
+from functools import cached_property, partial
+from math import inf, nextafter
 
 import numpy as np
 
 from simulator.analytical.estimates import known_costs, memory_of_plans
-from simulator.analytical.memory import CONTEXT_BYTES
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.buffers import communicator_bytes
@@ -19,6 +19,9 @@ from simulator.config.plan import Plan
 from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
 from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
 from simulator.pipeline.schedules.registry import schedule_kind
+from topology.cores import forks, on_cores
+
+PASS_S = 1.5e-4  # that replaying a pass of a unit takes of one core
 
 
 class PlanMemory:
@@ -31,6 +34,7 @@ class PlanMemory:
         self._replay = MemoryReplay(scenario, plan)
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
+        self._ahead: dict[tuple[int, float], ReservedMemory | None] = {}  # by rank and limit, what will be asked for
         self._beyond: set[int] = set()  # ranks that hold more than a plan may that is rather sure to fit
         self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
@@ -47,11 +51,21 @@ class PlanMemory:
     def rank(self, rank: int) -> ReservedMemory:
         """Return what a pipeline rank holds with as much memory as it asks for."""
         if rank not in self._held:
-            described = self._replay.rank(rank)
+            described = self._ahead.pop((rank, inf), None) or self._replay.rank(rank)
             if self._shorter is not None:
                 described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
             self._held[rank] = self._as_known(rank, described)
+            if self._shorter is not None:
+                self._held[rank] = self._at_least(rank, self._held[rank])
         return self._held[rank]
+
+    def _at_least(self, rank: int, held: ReservedMemory) -> ReservedMemory:
+        """Return what was told from shorter steps, of which another moment may be the fullest: no less than the bound
+        of the step itself.
+        """
+        allocated = max(held.allocated_bytes, round(float(self._bound.peak_bytes[0, rank])))
+        reserved = max(held.reserved_bytes, allocated, round(float(self._bound.reserved_bytes[0, rank])))
+        return replace(held, allocated_bytes=allocated, reserved_bytes=reserved)
 
     def _as_known(self, rank: int, described: ReservedMemory) -> ReservedMemory:
         return replace(
@@ -63,17 +77,44 @@ class PlanMemory:
     def _within(self, rank: int, limit_bytes: float) -> bool:
         """Return whether a rank holds no more than a limit; one that does is replayed no further."""
         if rank not in self._held and self._shorter is None and rank not in self._beyond:
-            limit = self._known.described_bytes(limit_bytes, self._state[rank])
-            described = self._replay.rank_within(rank, limit)
+            known = self._limit(rank, limit_bytes)
+            described = self._ahead.pop(known) if known in self._ahead else self._replay.rank_within(*known)
             if described is None:
                 self._beyond.add(rank)
             else:
                 self._held[rank] = self._as_known(rank, described)
         return rank not in self._beyond and self.rank(rank).reserved_bytes <= limit_bytes
 
+    def _limit(self, rank: int, limit_bytes: float) -> tuple[int, float]:
+        return rank, self._known.described_bytes(limit_bytes, self._state[rank])
+
+    def first_ahead(self) -> list[Replayed]:
+        """Return the replay of the rank that is asked about first, where it has not been done."""
+        return self._to_replay([next(self._order)], self._rather_sure_bytes)
+
+    def _to_replay(self, ranks: Iterable[int], limit_bytes: float) -> list[Replayed]:
+        if self._shorter is not None:  # each rank of which takes two
+            return []
+        keys = [self._limit(rank, limit_bytes) if limit_bytes < inf else (rank, inf) for rank in ranks]
+        return [(self, key) for key in keys if key[0] not in {*self._held, *self._beyond} and key not in self._ahead]
+
+    def take(self, replayed: tuple[int, float]) -> ReservedMemory | None:
+        """Replay a rank within a limit."""
+        return self._replay.rank_within(*replayed)
+
+    def note(self, replayed: tuple[int, float], held: ReservedMemory | None) -> None:
+        """Keep what was found before it is asked for."""
+        self._ahead[replayed] = held
+
+    @property
+    def replay_s(self) -> float:
+        """Seconds that replaying a rank takes, about."""
+        return self._replay.passes * PASS_S
+
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
         """What every pipeline rank holds."""
+        replay_ahead(self._to_replay(range(self.plan.pp), inf))
         return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
     @property
@@ -85,6 +126,7 @@ class PlanMemory:
     @cached_property
     def fits(self) -> bool:
         """Whether no rank runs out of memory, though some may have to give back what they hold and ask again."""
+        replay_ahead(self._to_replay(self._order, inf))
         # A rank that allocates more than there is has run out of it.
         return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in self._order) and not any(
             self._limited(rank).out_of_memory for rank in self._order
@@ -132,7 +174,9 @@ class PlanMemory:
         for which it is below `sure`; less than RATHER_SURE, whatever it is, where it is below that.
         """
         likely = 1.0
-        for rank in self._order:
+        for number, rank in enumerate(self._order):
+            if number == 1:  # the first shows of most plans that do not fit that they do not
+                replay_ahead(self._to_replay(self._order, self._rather_sure_bytes))
             within = self._within(rank, self._rather_sure_bytes)
             likely = min(
                 likely,
@@ -202,8 +246,11 @@ class PlanMemory:
         """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
-        columns = memory_of_plans(self._scenario, [self.plan])
-        return [float(nbytes) / self._known.reserved for nbytes in columns.state_bytes[0, : self.plan.pp]]
+        return [float(nbytes) / self._known.reserved for nbytes in self._bound.state_bytes[0, : self.plan.pp]]
+
+    @cached_property
+    def _bound(self) -> MemoryColumns:
+        return memory_of_plans(self._scenario, [self.plan])
 
 
 class Replays:
@@ -219,6 +266,22 @@ class Replays:
             fullest = self._fullest.setdefault((plan.pp, plan.virtual_stages, plan.schedule_name), [])
             self._found[plan] = PlanMemory(self._scenario, plan, fullest)
         return self._found[plan]
+
+    def look_ahead(self, plans: Iterable[Plan]) -> None:
+        """Replay the first rank of each of several plans that will be asked about, on several cores where there are."""
+        replay_ahead([replay for plan in plans for replay in self[plan].first_ahead()])
+
+
+Replayed = tuple[PlanMemory, tuple[int, float]]  # a rank of a plan, within a limit
+
+
+def replay_ahead(replays: Sequence[Replayed]) -> None:
+    """Do replays that will be asked for, where several cores do them sooner; what is asked for is the same."""
+    seconds = sum(memory.replay_s for memory, _ in replays)
+    if forks(len(replays), seconds):
+        found = on_cores([partial(memory.take, key) for memory, key in replays], seconds=seconds)
+        for (memory, key), held in zip(replays, found, strict=True):
+            memory.note(key, held)
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:

@@ -76,6 +76,11 @@ class MemoryReplay:
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )
 
+    @property
+    def passes(self) -> float:
+        """How many passes of units a step of a rank has, on average."""
+        return len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
+
     def rank(
         self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True, every_step: bool = False
     ) -> ReservedMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -92,3 +92,16 @@ def engine_of(name: str) -> Engine:
     if name not in known:
         raise BadInput(f"no serving engine {name!r}", remedy=f"use one of: {', '.join(known)}")
     return known[name]
+
+
+def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
+    """Return an engine for networks that are `hybrid`, with linear attention, or not. One that runs eagerly replays no
+    step, and launches each kernel from Python.
+    """
+    engine = engine_of(name)
+    if hybrid and engine.hybrid_waits:
+        waits = engine_of("vllm013")
+        engine = replace(
+            engine, host_step_s=waits.host_step_s, host_sequence_s=waits.host_sequence_s, runs_ahead=waits.runs_ahead
+        )
+    return replace(engine, graph_batch=0, host_launch_s=engine.host_eager_launch_s) if eager else engine

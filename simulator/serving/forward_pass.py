@@ -14,26 +14,18 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, LinearAttention, MixtureOfExperts, Model
+from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
-from simulator.serving.engine import Engine, engine_of
-from simulator.serving.kernels import Kernels, visited_share
+from simulator.serving.engine import Engine, as_started
+from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
+from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, DELTA_KERNELS, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
+from simulator.serving.sparse_attention import INDEX_KERNELS, SparseAttention
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
-DELTA_CHUNK = 64  # tokens that the kernels of linear attention take at once (fla-org/flash-linear-attention)
-# More kernels than attention's that linear attention launches over prompts: norms of queries and keys, sums, products
-# and inverses of chunks (two), their weights, states, outputs (fla/ops/gated_delta_rule/chunk.py), a convolution,
-# gates, a gated norm, splitting what is projected, fetching and keeping the state.
-DELTA_KERNELS = 15.0
-# Of the rate of attention over prompts, what these kernels reach, and seconds of a chunk, which waits for the one
-# before: 0.27, 0.32, 0.43, 0.60 and 0.93 ms of a prompt of 8,192 tokens with 4 to 64 heads of 128 on B200, 0.24 to 1.31
-# on H200 (SGLang 0.5.14 by themselves, ai-dynamo/aiconfigurator systems/data, gdn_perf.parquet).
-DELTA_SHARE, CHUNK_S = 0.10, 1.9e-6
 TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
-SINGLE = 512  # tokens up to which every count is tabulated
 
 
 @dataclass(slots=True)
@@ -60,12 +52,15 @@ class ForwardPass:
     _pair_s: float = field(init=False)
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
+    _sparse: SparseAttention | None = field(init=False)
     _launch_s: float = field(init=False)
     _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
     def __post_init__(self) -> None:
-        self.engine = _as_started(self.deployment, hybrid=self.model.linear is not None)
+        self.engine = as_started(
+            self.deployment.engine, eager=self.deployment.eager, hybrid=self.model.linear is not None
+        )
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
             gpu=gpu,
@@ -90,6 +85,7 @@ class ForwardPass:
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
         self._key_s, self._pair_s = self._one_key_s(), self._one_pair_s()
+        self._sparse = self._chosen_keys()
         if steps is not None:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
@@ -159,7 +155,7 @@ class ForwardPass:
         time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
-            time += self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
+            time += self._read_s(prompt_tokens, pairs, readers)
         if sequences:
             time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             time += self._state_s * sequences / min(sequences, ranks)
@@ -182,8 +178,7 @@ class ForwardPass:
         found["head"] = float(np.interp(written, self._rows, self._head))
         met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
         met += self._state_s * sequences / min(sequences, ranks)
-        read = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
-        found["attention"] = met * share + read
+        found["attention"] = met * share + self._read_s(prompt_tokens, pairs, readers)
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -203,7 +198,7 @@ class ForwardPass:
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
-        met = self._pair_s * pairs / min(readers, ranks) + self._scan_s * prompt_tokens / readers
+        met = self._read_s(prompt_tokens, pairs, readers)
         if sequences:
             met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
             met += self._state_s * sequences / min(sequences, ranks)
@@ -236,6 +231,7 @@ class ForwardPass:
         """
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
+        latent += INDEX_KERNELS if self.model.latent and self.model.latent.indexer else 0.0
         norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
         return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (TO_EXPERTS if kind.sparse else 0.0)
 
@@ -245,8 +241,32 @@ class ForwardPass:
         heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers - model.linear_layers
         return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
 
+    def _chosen_keys(self) -> SparseAttention | None:
+        """Return what attention over chosen keys takes; None where queries meet all."""
+        latent = self.model.latent
+        if latent is None or latent.indexer is None:
+            return None
+        return SparseAttention(
+            kernels=self.kernels,
+            latent=latent,
+            indexer=latent.indexer,
+            heads=self.model.heads / self.pool.tp,
+            cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
+        )
+
+    def _read_s(self, tokens: float, pairs: float, readers: int) -> float:
+        """Return seconds of all layers' attention over `tokens` of prompts, `pairs` of a query and a key it meets."""
+        if not pairs:
+            return 0.0
+        sparse = self._sparse and self._sparse.read_s(tokens, pairs, readers)
+        met = self._pair_s * pairs if sparse is None else self.model.layers * sparse
+        return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
+
     def _cache_s(self, keys: float, mean: float) -> float:
         """Return seconds of attention over `keys` cached on one rank, `mean` of them a sequence."""
+        if self._sparse is not None:
+            met = self._key_s * keys * self._sparse.met_share(mean) + self._sparse.index_s(self._checked * keys, mean)
+            return self.model.layers * met
         full, windowed, window = self._layers_met
         met = full + windowed * min(1.0, (window or mean) / mean)
         return met * self._key_s * keys
@@ -318,7 +338,11 @@ class ForwardPass:
             down = product(rows, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim, h)
             queries = product(rows, heads * model.qk_dim, m.q_lora_rank or h)
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
-            return down + queries + expand + product(rows, h, heads * m.v_head_dim)
+            whole = down + queries + expand + product(rows, h, heads * m.v_head_dim)
+            if m.indexer is None:
+                return whole
+            whole = whole + product(rows, m.indexer.heads * m.indexer.width, m.q_lora_rank)
+            return whole + product(rows, m.indexer.width + m.indexer.heads, h)
         kv = max(1.0, model.kv_heads / tp)
         gated = (2 if model.attention_gate else 1) * heads
         full = product(rows, (gated + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
@@ -327,19 +351,9 @@ class ForwardPass:
             return full
         inner = linear.value_heads * linear.value_dim / tp
         mixed = product(rows, linear.mixed / tp + inner, h) + product(rows, h, inner)
-        mixed = (
-            mixed + product(rows, 2 * linear.value_heads / tp, h, stored="bfloat16") + self._delta_rule(rows, linear)
-        )
+        mixed = mixed + product(rows, 2 * linear.value_heads / tp, h, stored="bfloat16")
+        mixed = mixed + rows * delta_rule_s(self.kernels, linear, tp)
         return (full * (model.layers - linear.layers) + mixed * linear.layers) / model.layers
-
-    def _delta_rule(self, rows: Floats, linear: LinearAttention) -> Floats:
-        """Return seconds of the gated delta rule over `rows` in chunks of DELTA_CHUNK: each token meets those of its
-        chunk, and the state (Yang et al., arXiv 2412.06464, section 3.3).
-        """
-        heads, width = linear.value_heads / self.pool.tp, linear.key_dim + linear.value_dim
-        inside = 2.0 * DELTA_CHUNK * 1.5 * width
-        state = 2.0 * 3 * linear.key_dim * linear.value_dim
-        return np.asarray(rows * heads * (inside + state) / (DELTA_SHARE * self.kernels.attention_flops_per_s))
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
         h, f = self.model.hidden, width / self.pool.tp
@@ -429,21 +443,3 @@ class ForwardPass:
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
-
-
-def _as_started(deployment: Deployment, *, hybrid: bool) -> Engine:
-    """Return the deployment's engine; one that runs eagerly replays no step, and launches each kernel from Python."""
-    engine = engine_of(deployment.engine)
-    if hybrid and engine.hybrid_waits:
-        waits = engine_of("vllm013")
-        engine = replace(
-            engine, host_step_s=waits.host_step_s, host_sequence_s=waits.host_sequence_s, runs_ahead=waits.runs_ahead
-        )
-    return replace(engine, graph_batch=0, host_launch_s=engine.host_eager_launch_s) if deployment.eager else engine
-
-
-def token_grid(most: int) -> Floats:
-    """Return counts of tokens to tabulate: all small ones, where tiles decide, then about eight a doubling."""
-    small = np.arange(1.0, SINGLE + 1.0)
-    large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
-    return np.concatenate([small, large[large > SINGLE]])

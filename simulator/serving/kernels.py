@@ -28,6 +28,7 @@ FLOAT4_FROM = 100
 # efficiency.toml is of kernels that write as much as they read.
 STREAMED = 0.85
 FLOAT8_FROM = 89
+SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
 # loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
 # sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
@@ -216,3 +217,10 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
     taken = np.minimum(1.0, chosen * popularity / popularity.mean())
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
+
+
+def token_grid(most: int) -> Floats:
+    """Return counts of tokens to tabulate: all small ones, where tiles decide, then about eight a doubling."""
+    small = np.arange(1.0, SINGLE + 1.0)
+    large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
+    return np.concatenate([small, large[large > SINGLE]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from simulator.config.model import Model
 from simulator.serving.deployment import CACHE_BYTES, Pool
+from simulator.serving.sparse_attention import INDEX_BYTES
 
 
 def cache_elements(model: Model) -> float:
@@ -19,7 +20,9 @@ def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
     """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
     share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
     layers = model.layers - model.linear_layers
-    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * layers / pool.pp
+    indexer = model.latent.indexer if model.latent else None
+    index = indexer.width * INDEX_BYTES if indexer else 0.0
+    return (cache_elements(model) * share * CACHE_BYTES[kv_cache] + index) * layers / pool.pp
 
 
 def state_bytes(model: Model, pool: Pool) -> float:

@@ -41,6 +41,26 @@ def test_words_of_the_command_line_say_what_sections_say() -> None:
     assert by_words.measured == by_sections.measured
 
 
+def test_data_parallelism_that_a_row_leaves_open_fills_the_gpus() -> None:
+    """As on the command line; where a degree of it is said, or none fills them, nothing is filled."""
+    open_row = {name: value for name, value in ROW.items() if name != "dp-shard"}
+
+    assert load_case(open_row).plan == load_case(ROW).plan
+    assert "dp_shard 2 (fills 2 GPUs)" in load_case(open_row).assumed
+    assert load_case({**open_row, "dp-replicate": 1}).plan.dp_shard == 1
+    assert load_case({**open_row, "--gpus": 3, "tp": 2}).plan.dp_shard == 1
+
+
+def test_a_row_with_misspelt_words_is_read_as_training(planner, tmp_path) -> None:
+    row = {"id": "a", "model": "llama3.2-1b", "cluster": "dgx-h100", "seq": 4096, "batch": 8, "steptime": 0.5}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row), "utf-8")
+    found = planner("validate", file)
+    words = " ".join(found.stdout.split())
+
+    assert "'batch' (did you mean 'micro_batch' or 'global_batch'?), 'steptime' (did you mean 'step_s'?)" in words
+
+
 def test_all_that_nothing_reads_is_named_at_once_with_what_it_may_mean() -> None:
     wrong = {**CASE, "plan": {"tpp": 2, "microbatch": 1}, "globalbatch": 8, "colour": "red"}
 

@@ -9,6 +9,7 @@ import pytest
 
 from simulator.calibration.distance import distance
 from simulator.calibration.intervals import interval_table
+from simulator.calibration.published_mfu import highest_published
 from simulator.config.runtime import Runtime
 from topology.catalog.clusters import cluster
 
@@ -32,6 +33,19 @@ def test_each_thing_that_was_never_measured_widens_it():
 
     assert far == sorted(far)
     assert len(set(far)) == len(far)
+
+
+def test_an_mfu_that_no_published_run_reached_is_said_with_the_highest(planner):
+    """The published rows of runs on 64 to 512 A100s reach 53 %: 2.6 B parameters on 64, by llm-foundry's table."""
+    asked = ("--model", "llama2-7b", "--cluster", "dgx-a100", "--gpus", "128", "--framework", "llm-foundry")
+    plan = ("--micro-batch", "2", "--global-batch", "1024")
+    above, below = (
+        " ".join(planner("estimate", *asked, *plan, "--recompute", mode).stdout.split()) for mode in ("none", "full")
+    )
+
+    assert highest_published(cluster("dgx-a100"), 312e12, 1 << 20) is None
+    assert "; 54% is the most that the published runs on about as many of these GPUs reached (2.6 B" in above
+    assert "published runs" not in below
 
 
 def test_the_range_of_another_vendor_is_wider_and_the_answer_says_so(planner):

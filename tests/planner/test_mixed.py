@@ -48,6 +48,15 @@ def test_the_answer_uses_the_fast_part_where_it_is_faster_and_gives_the_price_of
         assert words in said
 
 
+@pytest.mark.parametrize("command", ["suggest", "estimate"])
+def test_a_plan_that_a_person_wants_on_all_of_them_has_its_price_and_the_way_around(planner, command):
+    flags = ("--cluster", "1xH100+1xA100-80GB", "--gpus", "2", "--seq-len", "2048", "--global-batch", "8")
+    said = " ".join(planner(command, "--model", "llama3.2-1b", *flags, "--micro-batch", "1").stdout.split())
+
+    for words in ("the step goes by the slowest GPUs: the plan on all 2", "with --cluster (1 x h100-sxm, 1 x a100"):
+        assert words in said
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_one_slow_gpu_is_as_all_of_them_being_slow(share):
     """A synchronous step goes by its slowest rank."""
@@ -82,7 +91,7 @@ def test_weak_links_and_ports_slow_the_groups_they_are_in():
         assert slow > fast
 
 
-@pytest.mark.parametrize("pair", [[8, 0.5], [0, 0.0], [0, 1.5], [0]])
-def test_impossible_shares_are_refused(pair):
+@pytest.mark.parametrize("pairs", ["[[8, 0.5]]", "[[0, 0.0]]", "[[0, 1.5]]", "[[0]]", '{"3": 0.8}'])
+def test_impossible_shares_are_refused(pairs):
     with pytest.raises(BadCluster, match="slow_gpus"):
-        load_cluster(f'{{"gpu": "h100", "slow_gpus": [{pair}]}}')
+        load_cluster(f'{{"gpu": "h100", "slow_gpus": {pairs}}}')

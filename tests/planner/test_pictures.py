@@ -231,6 +231,7 @@ def test_a_whole_runs_cost_is_drawn_against_its_days():
 
     root = ElementTree.fromstring(text)
     words = [element.text for element in root.iter() if element.text]
-    assert {"16 GPUs", "64 GPUs", "days", "EUR"} <= set(words)
+    assert {"16 GPUs", "64 GPUs", "days (logarithmic)", "EUR", "80", "23"} <= set(words)
+    assert {"0", "20,000", "40,000", "60,000", "80,000"} <= set(words)  # round numbers, up to the end of a range
     assert not any("128" in str(word) for word in words)
     assert run_curve([WholeRun(gpus=8, problem="no plan")], 8, title="run", unit="EUR").startswith("<svg")

@@ -17,9 +17,11 @@ from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.question.releases import WORDS, facts, parse_release, split_engine, too_old
 from planner.serving.stated import problems_of, stated_deployment
 from planner.validate.serving_points import engine_named
-from simulator.serving.deployment import Pool
+from simulator.config.hf_config import load_model
+from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import ForwardPass
+from topology.catalog.clusters import cluster
 from topology.errors import BadInput
 
 DEEPSEEK = ServingFlags(model="deepseek-v3", cluster="dgx-h200", isl=100, osl=10, concurrency=4, weights="float8")
@@ -160,3 +162,25 @@ def test_a_context_beyond_the_models_positions_does_not_start() -> None:
     assert "50000 tokens is beyond the 40960 positions" in said
     assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" in said
     assert "positions" not in problems("Qwen/Qwen3-30B-A3B-Instruct-2507")
+
+
+def test_a_release_that_is_not_stated_is_the_one_of_the_date() -> None:
+    assert [engine_named("sglang", date) for date in ("2025-12-12", "2026-05-22", "")] == [
+        "sglang059", "sglang", "sglang",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "machine", "tokens", "measured_ms"), [
+    ("sglang059", "dgx-h200", 1, 82.6),  # a whole prefill, sgl-project/sglang pull request 12160
+    ("sglang", "dgx-b300", 1024, 71.0),  # 0.5.12, the first token of one client (InferenceX, 2026-05-22)
+])  # fmt: skip
+def test_prompts_wait_for_launches_as_long_as_published(
+    engine: str, machine: str, tokens: int, measured_ms: float
+) -> None:
+    pool = Pool(tp=8)
+    costs = ForwardPass(
+        load_model("deepseek-v3"), cluster(machine, 8), Deployment(engine=engine, pool=pool, weights="float8"), pool
+    )
+    read_s = costs.seconds(prompt_tokens=tokens, pairs=tokens**2 / 2, sequences=0, keys=0.0)
+    asked_s = costs.engine.host_request_s if tokens > 1 else 0.0
+    assert 1e3 * (read_s + asked_s) == pytest.approx(measured_ms, rel=0.06)

@@ -247,23 +247,6 @@ def test_with_tokens_users_see_their_own_jobs_and_wait_at_their_rate(tmp_path):
         assert httpx.get(f"{running.url}/v1/jobs/{job}", headers=bob).status_code == 404
 
 
-def test_a_job_whose_process_is_killed_is_started_once_more_and_then_fails(tmp_path):
-    with service(tmp_path) as running, Client(running.url) as client:
-        job = client.submit("suggest", LONG)
-        starts = 0
-        while (document := client.job(job))["state"] in {"queued", "running"}:
-            if document["starts"] > starts and document["progress"] not in {"", "starting"}:
-                starts = document["starts"]
-                for worker in running.workers():
-                    worker.kill()
-            time.sleep(0.02)
-
-        assert document["state"] == "failed"
-        assert document["starts"] == starts == 2
-        assert "ended before it answered" in document["error"]["message"]
-        assert client.result(client.submit("estimate", ESTIMATE))["legal"] is True
-
-
 @pytest.mark.parametrize("database", ["sqlite" if binaries() is None else "postgresql"], indirect=True)
 def test_jobs_survive_the_death_of_the_server(database, tmp_path):
     """The server is killed with a job running and one waiting; each ends once, and the worker went with it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from topology.cluster import LinkKind, LinkState, NodeGroup, Source
 from topology.codec import read_json
 from topology.errors import BadInput, Infeasible
 from topology.profile.profile import CollectiveSample
-from topology.rates.groups import GroupShape
+from topology.rates.groups import GroupShape, group_shape
 from topology.rates.scaling import scale_network, scale_nvlink
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
@@ -285,6 +285,18 @@ def test_a_faster_network_takes_no_more_sm_seconds_from_kernels(name, nvlink):
             taken = np.array([one.sms * one.time_s.value for one in found])
             assert np.all(taken <= least[row] * 1.05)  # two windows of slower links may end at other rates
             least[row] = np.minimum(least[row], taken)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("dgx-2", 144), ("dgx-a100", 64), ("oci-gpu4-8", 32)])
+def test_a_faster_network_slows_no_all_reduce(name, gpus):
+    """Without NVLS NCCL leaves the tree for the ring at another size where another number of channels fits."""
+    machine, sizes = catalog.cluster(name, gpus), np.geomspace(2.0**16, 2.0**32, 120)
+    shape = group_shape(size=gpus, stride=1, gpus_per_node=machine.gpus_per_node, world=gpus)
+    rates = np.unique([1.0, 2.0, 4.0, *np.geomspace(0.25, 8.0, 13)])
+    times = [CollectiveModel(scale_network(machine, float(rate))).time_s("all_reduce", sizes, shape) for rate in rates]
+
+    for slower, faster in combinations(times, 2):
+        assert np.all(faster <= slower * (1 + 1e-9))
 
 
 def test_one_byte_integers_cannot_use_nvls():

@@ -439,6 +439,8 @@ def test_sane_configs_are_read_and_round_trip(family, layers, head_dim, groups, 
             config |= {"moe_intermediate_size": expert_ffn}
     if spec.linear:
         config |= {f"linear_{name}": groups for name in LINEAR}
+    if spec.indexed:
+        config |= {"index_n_heads": groups, "index_head_dim": head_dim, "index_topk": 2}
     model = model_from_config(config, name="sane")
     assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (
         layers, heads * head_dim, heads, ffn, vocab,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from planner.question.question import question_of
+from planner.question.question import Question, question_of
 from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import plan_columns
@@ -76,10 +76,49 @@ def plans(draw, runtime: str):
 @given(st.data())
 def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> None:
     drawn = data.draw(plans(runtime))
-    if drawn is None:
-        return
-    question, plan = drawn
-    event(plan.schedule or "no pipeline")
+    if drawn is not None:
+        event(drawn[1].schedule or "no pipeline")
+        _check(*drawn)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "model", "layers", "plan", "batch"),
+    [
+        # Gathered weights are given up as the last of two micro batches goes back beside gradients.
+        ("pytorch", "qwen3-30b-a3b", 2, Plan(dp_shard=2, reshard_after_forward=False), 4),
+        # Of two stages one has no layer, and a mode wraps every other.
+        (
+            "torchtitan",
+            "qwen3-30b-a3b",
+            2,
+            Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B", recompute="selective"),
+            2,
+        ),
+        # Of a long step another moment is the fullest than of the shorter ones that are replayed.
+        (
+            "meshwright",
+            "gemma2-9b",
+            12,
+            Plan(pp=4, cp=2, virtual_stages=3, schedule="LoopedBFS", micro_batch_size=2, zero_stage=0),
+            48,
+        ),
+    ],
+)
+def test_the_bound_lies_below_in_plans_that_were_drawn_once(
+    runtime: str, model: str, layers: int, plan: Plan, batch: int
+) -> None:
+    question = question_of(
+        replace(load_model(model), layers=layers, name=""),
+        cluster("dgx-h100", gpus=8),
+        Workload(seq_len=1024, global_batch_size=batch),
+        runtime=resolve({"name": runtime, "param_dtype": "bfloat16"})[0],
+        framework="any" if runtime == "meshwright" else runtime,
+        gpus=plan.gpus,
+    )
+    _check(question, plan)
+
+
+def _check(question: Question, plan: Plan) -> None:
     columns, held = estimate_plans(question, [plan]).memory, PlanMemory(question, plan)
 
     for rank, found in enumerate(held.ranks):

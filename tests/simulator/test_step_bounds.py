@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
@@ -22,44 +24,43 @@ RUNTIMES = {
     "hosts behind": Runtime(name="torchtitan"),
     "whole gradients": Runtime(name="megatron-lm", param_dtype="bfloat16"),
 }
-PP, GPUS = 4, 32
 
 
-def plans_of(schedule, *, stages, sharded):
+def plans_of(common, *, gpus, sharded):
     """Return pipelines with replicas, shards, or both; kept or gathered anew; alone on a node and across two."""
     for tp, recompute in ((1, "none"), (4, "full")):
-        data = GPUS // PP // tp
-        common = {
-            "tp": tp,
-            "sequence_parallel": tp > 1,
-            "pp": PP,
-            "virtual_stages": stages,
-            "schedule": schedule,
-            "recompute": recompute,
-        }
+        data = gpus // common["pp"] // tp
+        axes = {**common, "tp": tp, "sequence_parallel": tp > 1, "recompute": recompute}
         if not sharded:
-            yield Plan(**common, dp_replicate=data, zero_stage=1)
+            yield Plan(**axes, dp_replicate=data, zero_stage=1)
             continue
         for reshard in (True, False):
-            yield Plan(**common, dp_shard=data, reshard_after_forward=reshard)
-        yield Plan(**common, dp_replicate=2, dp_shard=data // 2, reshard_after_forward=True)
+            yield Plan(**axes, dp_shard=data, reshard_after_forward=reshard)
+        if data > 1:
+            yield Plan(**axes, dp_replicate=2, dp_shard=data // 2, reshard_after_forward=True)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_bound_of_a_pipeline_is_above_its_account(schedule, runtime):
-    kind, asked = SCHEDULES[schedule], RUNTIMES[runtime]
-    if kind.splits_backward and asked.compile:
-        pytest.skip("blocks that are compiled cannot split their backward")
-    stages = max(kind.least_stages, 2 if kind.most_stages != 1 else 1)
-    # Layers that do not divide: stages are uneven.
-    model = replace(load_model("llama3-8b"), layers=PP * stages * 3 + 2)
-    plans = [*plans_of(schedule, stages=stages, sharded=asked.name == "torchtitan")]
-    batch = 2 * stages * PP * GPUS // PP  # of every plan at least as many micro batches as stages
+@settings(max_examples=3, deadline=None)
+@given(st.data())
+def test_no_bound_of_a_pipeline_is_above_its_account(schedule, data):
+    kind = SCHEDULES[schedule]
+    ways = [name for name, asked in RUNTIMES.items() if not (kind.splits_backward and asked.compile)]
+    asked = RUNTIMES[data.draw(st.sampled_from(ways))]
+    pp, gpus = data.draw(st.sampled_from(((4, 32), (2, 16), (8, 32), (4, 128))))
+    stages = data.draw(st.integers(kind.least_stages, kind.most_stages or 3))
+    each, more = data.draw(st.integers(1, 3)), data.draw(st.integers(0, pp - 1))  # stages may be uneven
+    model = replace(
+        load_model(data.draw(st.sampled_from(("llama3-8b", "llama3-70b")))), layers=pp * stages * each + more
+    )
+    common = {"pp": pp, "virtual_stages": stages, "schedule": schedule}
+    plans = [*plans_of(common, gpus=gpus, sharded=asked.name == "torchtitan")]
+    # Of every plan at least as many micro batches as stages.
+    batch = data.draw(st.sampled_from((1, 2, 4))) * stages * pp * gpus // pp
     scenario = Scenario(
         model=model,
-        cluster=cluster("dgx-h100", GPUS),
-        workload=Workload(seq_len=2048, global_batch_size=batch),
+        cluster=cluster("dgx-h100", gpus),
+        workload=Workload(seq_len=data.draw(st.sampled_from((2048, 8192))), global_batch_size=batch),
         runtime=asked,
     )
     columns, screening = plan_columns(plans), Screening(scenario)

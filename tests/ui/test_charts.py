@@ -11,12 +11,14 @@ from planner.io.inputs import read_cluster
 from planner.pictures import palette
 from planner.pictures.memory import stage_parts
 from planner.pictures.node_layout import node_view, pair_rows
+from planner.search.whole_run import WholeRun
 from simulator.config.estimate import Interval, MemoryEstimate
 from simulator.config.plan import Plan, rank_grid
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
+from ui.changed_rows import run_rows
 from ui.charts import compare, curves, detail, loads, look, measured, model, plans, topology
 from ui.charts.placement_layout import placement_rows
 from ui.charts.timeline import COLOURS
@@ -39,6 +41,16 @@ SIZES = [
     {**CELL, "tokens_per_s": 100.0, "here": True},
     {**CELL, "micro_batch": "2", "tokens_per_s": None, "here": False},
 ]
+
+DAYS = Interval(value=84.0, low=65.0, high=110.0, source=Source.ASSUMED)
+RUN = WholeRun(gpus=8, days=DAYS, gpu_hours=DAYS.at(16128.0))
+
+
+def test_a_run_without_a_plan_is_not_drawn():
+    (drawn,) = run_rows([RUN, WholeRun(gpus=16, problem="none")], 8)
+
+    assert drawn["cost_text"] == "16,000 (12,000 to 21,000)"
+    assert drawn["here"]
 
 
 @cache
@@ -65,6 +77,7 @@ def specifications(dark):
         "errors": measured.errors([run], dark=dark),
         "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
         "sizes": curves.size_map(SIZES, dark=dark),
+        "runs": curves.cost_over_days(run_rows([RUN], 8), "GPU hours", dark=dark),
         "savings": detail.savings(
             [{"change": "c", "from_gib": 9.0, "to_gib": 4.0, "quicker": True, "text": "t"}], 8.0, dark=dark
         ),

@@ -124,6 +124,9 @@ HOSTS = ["127.0.0.1:8501", "localhost:8501", "localhost"]
         ("rebound.example", "http://rebound.example", False),  # same origin, as DNS rebinding has it
         ("127.0.0.1.rebound.example:8501", "http://127.0.0.1.rebound.example:8501", False),
         ("localhost@rebound.example", None, False),
+        ("rebound.example\\@localhost", None, False),
+        ("localhost:port", None, False),
+        ("localhost/", None, False),
         ("[::1", None, False),
         ("", None, False),
         ("127.0.0.1:8501", "http://elsewhere.example", False),
@@ -132,13 +135,13 @@ HOSTS = ["127.0.0.1:8501", "localhost:8501", "localhost"]
     ],
 )
 def test_only_pages_of_this_machine_are_answered(kind, host, origin, passes):
-    from ui.serve import LoopbackOnly
-
-    assert asyncio.run(status(LoopbackOnly, kind, host, origin)) == (200 if passes else 403)
+    assert asyncio.run(status(kind, host, origin)) == (200 if passes else 403)
 
 
-async def status(middleware, kind, host, origin):
-    """Return the status that an application behind `middleware` answers with."""
+async def status(kind, host, origin):
+    """Return the status that an application behind the explorer's check answers with."""
+    from ui.serve import LOOPBACK, SameSite
+
     sent = []
 
     async def inner(scope, receive, send):
@@ -148,7 +151,7 @@ async def status(middleware, kind, host, origin):
         sent.append(message)
 
     headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
-    await middleware(inner)({"type": kind, "headers": headers, "extensions": {}}, None, send)
+    await SameSite(inner, LOOPBACK)({"type": kind, "headers": headers, "extensions": {}}, None, send)
     return sent[0]["status"]
 
 

@@ -193,6 +193,11 @@ def _full(document: JsonObject, where: str) -> Cluster:
 
 
 def _small(document: JsonObject, where: str) -> Cluster:
+    for key in ("slow_gpus", "slow_links", "slow_ports"):
+        if not isinstance(document.get(key, []), list):
+            raise BadCluster(
+                f"{where}: {key} is no list", why="it lists GPUs, each with the share of its rate", remedy="[[3, 0.8]]"
+            )
     small = convert(document, SmallCluster, where=where)
     kind = gpu_kind(small.gpu)
     usual = default_platform(kind)

@@ -50,7 +50,8 @@ def show_run(found: RunReport, key: str) -> None:
     rows = [row for row in comparison.quantities(document) if (row.predicted, row.measured) != (None, None)]
     quantities = [_quantity(row) for row in rows]
     panels.section(
-        f"The run: {panels.plain(document.get('status', ''))}", f"Predicted and measured, on {document['device']}."
+        f"The run: {panels.plain(str(document.get('status', '')).replace('_', ' '))}",
+        f"Predicted and measured, on {document['device']}.",
     )
     checked = document.get("verified")
     if isinstance(checked, dict):

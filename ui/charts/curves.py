@@ -9,7 +9,7 @@ import altair as alt
 
 from planner.pictures.palette import BAD, BLUE, GOOD, GREY
 from ui.charts.look import Figure, finished, paper, table
-from ui.charts.row_types import SizeRow
+from ui.charts.row_types import RunRow, SizeRow
 
 
 def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure:
@@ -59,8 +59,40 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
     )
     line = base.mark_line(color=GOOD, strokeWidth=2)
     points = base.mark_point(color=GOOD, filled=True, size=80, opacity=1)
-    text = base.mark_text(dy=-12, fontSize=11, color=p.ink).encode(text=alt.Text("text:N"))
-    return finished(alt.layer(line, points, text).properties(height=230), dark)
+    names = base.encode(text=alt.Text("text:N"))
+    outline = names.mark_text(dy=-12, fontSize=11, stroke=p.page, strokeWidth=4)
+    text = names.mark_text(dy=-12, fontSize=11, color=p.ink)
+    return finished(alt.layer(line, points, outline, text).properties(height=230), dark)
+
+
+def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
+    """Draw what a whole run costs over the days that it takes, a point for each number of GPUs, with 80 % ranges."""
+    p = paper(dark)
+    base = alt.Chart(table(rows)).encode(
+        tooltip=[
+            alt.Tooltip("label:N", title="on"),
+            alt.Tooltip("days_text:N", title="days"),
+            alt.Tooltip("cost_text:N", title=unit),
+        ]
+    )
+    x = alt.X(
+        "days:Q",
+        title="days (logarithmic)",
+        scale=alt.Scale(type="log", nice=False, padding=26),
+        axis=alt.Axis(values=[row["days"] for row in rows], format=".2~g", grid=False),
+    )
+    y = alt.Y("cost:Q", title=unit, scale=alt.Scale(zero=True), axis=alt.Axis(format=",~r"))
+    ranges: dict[str, Any] = {"strokeWidth": 6, "opacity": 0.35, "color": GOOD, "strokeCap": "round"}
+    across = base.mark_rule(**ranges).encode(x=alt.X("days_low:Q"), x2=alt.X2("days_high:Q"), y=y)
+    upwards = base.mark_rule(**ranges).encode(x=x, y=alt.Y("cost_low:Q"), y2=alt.Y2("cost_high:Q"))
+    line = base.mark_line(color=GOOD, strokeWidth=2).encode(x=x, y=y)
+    points = base.mark_point(filled=True, size=80, opacity=1).encode(
+        x=x, y=y, color=alt.condition(alt.datum.here, alt.value(BAD), alt.value(GOOD))
+    )
+    names = base.encode(x=x, y=alt.Y("cost_high:Q"), text=alt.Text("label:N"))
+    outline = names.mark_text(dy=-9, fontSize=11, stroke=p.page, strokeWidth=4)
+    text = names.mark_text(dy=-9, fontSize=11, color=p.ink)
+    return finished(alt.layer(across, upwards, line, points, outline, text).properties(height=300), dark)
 
 
 def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
@@ -86,7 +118,9 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     filled = filled.encode(opacity=alt.Opacity("tokens_per_s:Q", scale=depth, legend=None))
     hollow = base.transform_filter(~fits).mark_rect(cornerRadius=3, fillOpacity=0, stroke=BAD, strokeOpacity=0.45)
     here = base.transform_filter(alt.datum.here).mark_rect(cornerRadius=3, fillOpacity=0, stroke=p.ink, strokeWidth=2.5)
-    upper = base.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("upper:N"))
+    # The unit is in the words above the chart: cells of a phone have no room for it.
+    short = base.transform_calculate(short="replace(datum.upper, ' tokens/s', '')")
+    upper = short.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("short:N"))
     lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text=alt.Text("lower:N"))
     lengths = len({row["length"] for row in rows})
     return finished(alt.layer(filled, hollow, here, upper, lower).properties(height=44 * lengths + 60), dark)

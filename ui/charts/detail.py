@@ -75,18 +75,27 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
 
 
+SAVING_PX = 118  # of the words before a bar
+
+
 def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Figure:
     """Draw what changes of one setting free: a bar from what the plan holds down to what it would, in GiB, blue where
     the step takes no more time; and what a GPU has.
     """
     p = paper(dark)
     most = max([capacity_gib, *(row["from_gib"] for row in rows)]) * 1.04
+    # On a phone, too, there is room for the words before the longest bar.
+    share = f"{SAVING_PX} / max(width, {2 * SAVING_PX})"
+    least = min((row["to_gib"] for row in rows), default=0.0)
+    least = alt.ExprRef(f"min(0, ({least} - {most} * {share}) / (1 - {share}))")
+    scale = alt.Scale(domainMin=least, domainMax=most, nice=False, zero=False)
+    axis = alt.Axis(labelExpr="datum.value < 0 ? '' : datum.label")
     base = alt.Chart(table(rows)).encode(
         y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False)),
         tooltip=[alt.Tooltip("change:N", title="change"), alt.Tooltip("text:N", title="frees")],
     )
     bars = base.mark_bar(height=18, cornerRadius=2).encode(
-        x=alt.X("to_gib:Q", title="GiB that the allocator reserves", scale=alt.Scale(domain=[0, most], nice=False)),
+        x=alt.X("to_gib:Q", title="GiB that the allocator reserves", scale=scale, axis=axis),
         x2=alt.X2("from_gib:Q"),
         color=alt.condition(alt.datum.quicker, alt.value(GOOD), alt.value(GREY)),
     )

@@ -53,6 +53,21 @@ class SizeRow(TypedDict):
     here: bool
 
 
+class RunRow(TypedDict):
+    """A whole run on one number of GPUs: its days and its cost (GPU hours without a price), with 80 % ranges."""
+
+    label: str
+    days: float
+    days_low: float
+    days_high: float
+    days_text: str
+    cost: float
+    cost_low: float
+    cost_high: float
+    cost_text: str
+    here: bool
+
+
 class SavingRow(TypedDict):
     """A change of one setting of a plan that frees memory."""
 

@@ -44,7 +44,7 @@ def thumbnail(line: Timeline, *, last_s: float, dark: bool) -> Figure:
             x=alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, line.length_s], nice=False)),
             x2=alt.X2("to:Q"),
             y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
-            color=alt.Color("kind:N", title=None, scale=colours, legend=alt.Legend(columns=3)),
+            color=alt.Color("kind:N", title=None, scale=colours, legend=alt.Legend(columns=2)),
             tooltip=[alt.Tooltip("lane:N"), alt.Tooltip("kind:N"), alt.Tooltip("words:N", title="what")],
         )
     )

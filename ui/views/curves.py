@@ -10,18 +10,20 @@ import streamlit as st
 from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.pictures.memory import stage_parts
-from planner.pictures.run_curve import run_curve
 from planner.question.goal import Goal
 from planner.search.whole_run import runs_of_counts, whole_run
 from topology.errors import PlannerError
 from ui import data, other_machines, panels, rows
-from ui.changed_rows import size_rows
+from ui.changed_rows import run_rows, size_rows, two_digits
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
 from ui.question import state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from planner.search.result import GpuCountRow, RankedPlan, SearchResult
+    from planner.search.whole_run import WholeRun
     from simulator.config.estimate import Interval
 
 MOST = 4.0  # times what it is: nobody plans for a machine further away
@@ -101,24 +103,19 @@ def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
     run = whole_run(replace(result, plans=(chosen,)), Goal(tokens=billions * 1e9, gpu_price_per_hour=price or None))
     cells: list[panels.Figure] = []
     if run.days is not None and run.gpu_hours is not None:
-        cells.append(("Days", _two(run.days.value), "With the range that holds 80 % of runs.", _ends(run.days)))
-        cells.append(("GPU hours", _two(run.gpu_hours.value), "", f"{run.steps:,.0f} steps"))
+        cells.append(("Days", two_digits(run.days.value), "With the range that holds 80 % of runs.", _ends(run.days)))
+        cells.append(("GPU hours", two_digits(run.gpu_hours.value), "", f"{run.steps:,.0f} steps"))
     if run.cost is not None:
         about = f"In the currency of the price, {price:g} an hour, with the range that holds 80 % of runs."
-        cells.append(("Cost", _two(run.cost.value), about, _ends(run.cost)))
+        cells.append(("Cost", two_digits(run.cost.value), about, _ends(run.cost)))
     if run.energy_j is not None:
-        megawatt_hours = _two(run.energy_j / 3.6e9)
+        megawatt_hours = two_digits(run.energy_j / 3.6e9)
         cells.append(("Energy", f"{megawatt_hours} MWh", "Of the GPUs at the limit of their datasheet.", "at most"))
     panels.figures(cells)
 
 
-def _two(value: float) -> str:
-    """Return a number with two significant digits: no more is known of a whole run."""
-    return f"{float(f'{value:.2g}'):,.10g}"
-
-
 def _ends(interval: Interval) -> str:
-    return f"{_two(interval.low)} to {_two(interval.high)}"
+    return f"{two_digits(interval.low)} to {two_digits(interval.high)}"
 
 
 def _memory(result: SearchResult) -> None:
@@ -135,8 +132,8 @@ def _memory(result: SearchResult) -> None:
 def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> None:
     panels.section(
         "Other lengths and micro batches",
-        f"Plan #{chosen.rank} with the same number of micro batches a step, by the analytical model. A deeper colour is"
-        " more tokens/s per GPU; an empty frame may not fit, or is not legal.",
+        f"Plan #{chosen.rank} with the same number of micro batches a step, by the analytical model. A cell has"
+        " tokens/s per GPU, deeper where they are more, and the memory; an empty frame may not fit, or is not legal.",
     )
     found = data.sizes(question, result, chosen)
     if found is None:
@@ -164,9 +161,9 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
     if found is None:
         return
     known = [row for row in found.by_gpus if row.step_s is not None]
-    last_s = last_digit_s(found.plans[0].estimate.step_s)
+    step = found.plans[0].estimate.step_s
     base = max((row.tokens_per_s_per_gpu or 0.0 for row in known), default=1.0)
-    drawn = [_count_row(row, last_s, base) for row in known]
+    drawn = [_count_row(row, last_digit_s(step.at(row.step_s or 0.0)), base) for row in known]
     if drawn:
         columns = st.columns(3 if price else 2, gap="large")
         quantities = [("step_s", "step time, s", "step"), ("share", "tokens/s a GPU, % of the best", "share_text")]
@@ -183,11 +180,24 @@ def _numbers(question: state.Inputs, result: SearchResult) -> None:
     billions = float(st.session_state.get("tokens") or 0.0)
     if drawn and billions:
         runs = runs_of_counts(found, Goal(tokens=billions * 1e9, gpu_price_per_hour=price))
-        title, unit = "A whole run: cost against days", "in the currency of the price"
-        st.image(run_curve(runs, found.plans[0].plan.gpus, title=title, unit=unit))
+        _runs(runs, here, priced=price is not None)
     for row in found.by_gpus:
         if row.problem:
             st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")
+
+
+def _runs(runs: Sequence[WholeRun], here: int, *, priced: bool) -> None:
+    """Draw the whole run on each number of GPUs: its cost, or GPU hours without a price, against its days."""
+    drawn = run_rows(runs, here)
+    if not drawn:
+        return
+    unit = "cost, in the currency of the price" if priced else "GPU hours"
+    panels.section(
+        f"A whole run: {'cost' if priced else 'GPU hours'} against days",
+        "One point for each number of GPUs, with the ranges that hold 80 % of runs; the question's is red.",
+    )
+    about = "; ".join(f"{row['label']}: {row['days_text']} days, {row['cost_text']}" for row in drawn)
+    panels.chart(charts.cost_over_days(drawn, unit, dark=panels.dark()), key="run_curve", alt=f"{unit}: {about}")
 
 
 def _there(question: state.Inputs, gpus: int) -> bool:
@@ -210,7 +220,7 @@ def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, s
         "share": 100 * rate / best_rate,
         "share_text": f"{rate / best_rate:.0%}",
         "cost": cost,
-        "cost_text": "" if cost is None else f"{cost:.2g}",
+        "cost_text": "" if cost is None else f"{cost:#.2g}".rstrip("."),
     }
 
 

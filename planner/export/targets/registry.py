@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from planner.export.adapters import adapter_needs, optimizer_needs
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
+from planner.export.frameworks.tuning import TUNING
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.planned import LABEL, SECTION, planned_document, planned_line
@@ -41,6 +42,8 @@ ALIASES = {
     "fsdp2": "accelerate",
     "sbatch": "slurm",
     "sky": "skypilot",
+    "llamafactory": "llama-factory",
+    "nemo-automodel": "automodel",
 }
 
 
@@ -53,11 +56,13 @@ def find_target(text: str, wanted: str | None = None) -> Target:
     name, _, stated = text.partition("@")
     bare = name.strip().lower()
     bare = ALIASES.get(bare, bare)
-    if is_described(bare) and runtime_spec(bare).tools.export != ToolsSpec().export:
+    targets = (*TARGETS, *TUNING)
+    tuned = any(target.name == bare for target in TUNING)
+    if not tuned and is_described(bare) and runtime_spec(bare).tools.export != ToolsSpec().export:
         bare = runtime_spec(bare).tools.export
-    versions = [target for target in TARGETS if target.name == bare]
+    versions = [target for target in targets if target.name == bare]
     if not versions:
-        known = list(dict.fromkeys(target.name for target in TARGETS))
+        known = list(dict.fromkeys(target.name for target in targets))
         near = get_close_matches(bare, [*known, *ALIASES], n=2)
         raise UserError(
             f"no export to {name[:60]!r}",
@@ -83,6 +88,7 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
+    more = () if target in TUNING else more  # whose files say it all
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))

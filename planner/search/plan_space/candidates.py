@@ -239,6 +239,7 @@ def _remove_illegal(table: PlanColumns, facts: RuleFacts, level: Level, rejected
     """Remove rows that break a rule of `level`, each counted under the first rule it breaks."""
     keep = np.ones(len(table), dtype=np.bool_)
     for rule in RULES:
+        check_time()
         if rule.level is level and rule.grade is Grade.ILLEGAL and rule.applies(facts):
             hit = keep & rule.broken(table, facts)
             if hit.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
@@ -13,6 +14,7 @@ from simulator.config.estimate import SURE
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
+from topology.errors import Unproved
 from topology.rates.orders import irregular
 from topology.rates.placement import place
 from topology.time_limit import limited
@@ -42,9 +44,14 @@ def explore(
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown:
             return search.with_near_pipelines(found.take(bounds.judged[found.rows]) if late else found)
+        plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
+        with suppress(Unproved):
+            replays.look_ahead(plans)
         with limited(None):
-            for row in unknown:
-                memory = replays[plan_of_row(bounds.variants, row, cluster)]
+            for row, plan in zip(unknown, plans, strict=True):
+                if row != unknown[0] and search.expired():
+                    break
+                memory = replays[plan]
                 if late or not (costs_first and bounds.costs_more(row, memory)):
                     bounds.judge(row, memory, search.screening.sure)
         search.judged()

@@ -24,7 +24,7 @@ from topology.errors import PlannerError
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 ENDED = frozenset({DONE, FAILED, CANCELLED})
 MAX_LINE = 500
-MOST_STARTS = 100  # of a job whose server ends again and again: it may be what ends it
+MOST_STARTS = 100  # of a job whose server or process is ended again and again: it may be what ends it
 
 ENDED_TWICE = codec.to_json(
     {
@@ -222,11 +222,12 @@ class Jobs:
     def give_back(self, claim: Claim, *, started: bool) -> None:
         """Let another start a job that this server cannot finish. One that may not start again fails.
 
-        With `started` False, the start does not count: nothing of the work has happened.
+        With `started` False, the start does not count, MOST_STARTS times at most: it was not the work that ended.
         """
         with self._engine.begin() as connection:
             if not started:
-                connection.execute(_held(claim).values(starts_left=JOBS.c.starts_left + 1))
+                again = _held(claim).where(JOBS.c.fence < MOST_STARTS)
+                connection.execute(again.values(starts_left=JOBS.c.starts_left + 1))
             connection.execute(_held(claim).values(**self._again()))
 
     def sweep(self) -> int:

@@ -22,6 +22,7 @@ _RELEASE = re.compile(
 _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
 HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
+HYBRIDS_SINCE = "2026-04-05"  # when it was packaged (the wheel on PyPI)
 # From where on the published times of TensorRT-LLM's host are (NVIDIA/TensorRT-LLM pull request 10273, issue 13957).
 HOST_HIDDEN_FROM = "1.2.0rc0"
 WORDS = {
@@ -91,12 +92,12 @@ def vllm_of(release: str) -> str:
         return "vllm013"
 
 
-def sglang_of(release: str) -> str:
-    """Return the engine that describes a release of SGLang; one that is not stated is the present one, and one that is
-    not readable, such as a nightly build, an older one.
+def sglang_of(release: str, date: str = "") -> str:
+    """Return the engine that describes a release of SGLang; one that is not stated is the one of the date, or else the
+    present one, and one that is not readable, such as a nightly build, an older one.
     """
     if not release:
-        return "sglang"
+        return "sglang059" if date and date < HYBRIDS_SINCE else "sglang"
     try:
         return "sglang" if parse_release(release) >= parse_release(HYBRIDS_FROM) else "sglang059"
     except BadInput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from planner.question.flags import Flags
@@ -11,6 +10,7 @@ from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
+from simulator.serving.linear_attention import delta_rule_s
 from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.catalog.clusters import cluster
 from topology.errors import BadModel
@@ -58,8 +58,7 @@ def test_chunks_of_a_prompt_beside_kernels_by_themselves(tp: int, measured_ms: f
     """
     model = load_model("Qwen/Qwen3.5-397B-A17B")
     costs = ForwardPass(model, cluster("dgx-b200", 8), Deployment(engine="sglang", pool=Pool(tp=tp)), Pool(tp=tp))
-    rows = np.array([8192.0])
     scan_s = costs.parts(prompt_tokens=8192, pairs=1e-9, sequences=0, keys=0.0)["attention"] / model.linear_layers
-    assert 1e3 * (float(costs._delta_rule(rows, model.linear)[0]) + scan_s) == pytest.approx(measured_ms, rel=0.12)
+    assert 1e3 * (8192 * delta_rule_s(costs.kernels, model.linear, tp) + scan_s) == pytest.approx(measured_ms, rel=0.12)
     both = costs.parts(prompt_tokens=16_384, pairs=1e-9, sequences=0, keys=0.0, readers=2)["attention"]
     assert both == pytest.approx(scan_s * model.linear_layers)

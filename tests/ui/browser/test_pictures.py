@@ -58,10 +58,9 @@ def test_the_price_of_a_gpu_stays_in_the_link_and_gives_cost_against_days(page, 
     page.reload()
     assert figure(page, "Cost")
     assert "price=2.5" in page.url
-    picture = page.locator("[data-testid='stImage'] img")
+    picture = page.locator(".st-key-run_curve canvas, .st-key-run_curve svg").first
     picture.wait_for()
-    box = picture.bounding_box()
-    assert box["width"] >= 300
+    assert picture.bounding_box()["width"] >= 300
     assert page.get_by_text("cannot be used").count() == 0
 
 

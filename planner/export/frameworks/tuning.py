@@ -1,0 +1,285 @@
+"""Files of tools that tune models, with adapters or without: torchtune, axolotl, LLaMA-Factory, NeMo AutoModel.
+
+Keys: recipes/configs/llama3_1/8B_{full,lora,qlora}*.yaml of torchtune 0.6; src/axolotl/utils/schemas of axolotl 0.12;
+examples/train_{full,lora,qlora} and hparams/ of LLaMA-Factory 0.9; examples/llm_finetune and components/_peft/lora.py
+of NeMo AutoModel. `planner.configs.formats` reads the same keys. What no key says is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from planner.export.degrees import to_fsdp_degrees
+from planner.export.draft import Draft, Target
+from planner.export.frameworks.tuning_words import (
+    HUGGING_FACE,
+    PLAIN_LOSS,
+    TORCH,
+    nested,
+    torchtune_model,
+    trained_modules,
+)
+from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import Settings
+from planner.export.script import run_line
+from planner.export.yaml_text import yaml_text
+from simulator.config.adapter import DORA, LORA, Adapter
+from simulator.config.hf_config import hub_name
+from simulator.config.plan import Plan
+from simulator.config.savers import (
+    ACTIVATION_OFFLOAD,
+    CHUNKED_LOSS,
+    LINEAR_LOSS,
+    OPTIMIZER_IN_BACKWARD,
+)
+from topology.errors import Infeasible
+
+
+def _refuse_others(title: str, what: str, asked: Iterable[str], has: Iterable[str]) -> None:
+    """Raise Infeasible for what a tool has no key for."""
+    if lacking := [word for word in asked if word not in set(has)]:
+        raise Infeasible(
+            f"{title} has no key for {what} {', '.join(lacking)}", why=f"it has {', '.join(has) or 'none'}"
+        )
+
+
+def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[str, ...]) -> tuple[ExportJob, list[str]]:
+    """Return the job as a tool can write it, and what that leaves out. Raises Infeasible."""
+    adapter, runtime = job.question.runtime.adapter, job.question.runtime
+    plan, notes = to_fsdp_degrees(job.plan, title)
+    degrees = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep") if getattr(plan, axis) > 1]
+    _refuse_others(title, "the degrees", degrees, axes)
+    asked = {*runtime.savers, *({LINEAR_LOSS} if "linear_loss" in runtime.fused else ())}
+    _refuse_others(title, "the savers", sorted(asked), savers)
+    if adapter is not None:
+        _refuse_others(title, "adapters of kind", [adapter.kind], (LORA, DORA))
+        _refuse_others(title, "frozen weights in", [adapter.base_weights or "bfloat16"], ("bfloat16", "float32", "nf4"))
+    recompute = plan.recompute if plan.recompute in {"none", "full"} else "full"
+    left_out = [*notes]
+    if recompute != plan.recompute:
+        left_out.append(f"recompute {plan.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
+    if plan.offload == "optimizer":
+        raise Infeasible(f"{title} moves parameters to host memory with the optimizer, or nothing")
+    job = job.with_plan(plan.with_(recompute=recompute, tp_overlap="none", ep_overlap="none"))
+    return job, [*left_out, *require_legal(job, "pytorch", title)]
+
+
+def _optimizer(job: ExportJob, title: str, words: dict[str, str]) -> str:
+    name = job.question.runtime.optimizer
+    _refuse_others(title, "the optimizer", [name], words)
+    return words[name]
+
+
+def _packed(adapter: Adapter | None) -> bool:
+    return adapter is not None and adapter.packed
+
+
+def _draft(job: ExportJob, settings: Settings, left_out: Iterable[str], run: list[str], *needed: str) -> Draft:
+    data = "data set, epochs and learning rate, which no plan decides: add their keys"
+    return Draft(
+        body=yaml_text(nested(settings)),
+        settings=settings,
+        not_expressed=tuple(left_out),
+        needed=(data, *needed),
+        run=run_line(job, run),
+    )
+
+
+# --- torchtune --------------------------------------------------------------------------------------------------------
+
+
+def write_torchtune(job: ExportJob) -> Draft:
+    """Return a recipe's configuration: of `full_finetune_distributed`, or `lora_finetune_distributed`."""
+    title, adapter = "torchtune 0.6", job.question.runtime.adapter
+    axes = ("dp_shard",) if adapter else ("dp_replicate", "dp_shard", "tp", "cp")
+    job, left_out = _written(job, title, axes, (CHUNKED_LOSS, ACTIVATION_OFFLOAD, OPTIMIZER_IN_BACKWARD))
+    plan, runtime = job.plan, job.question.runtime
+    if runtime.param_dtype != runtime.compute_dtype:
+        left_out.append(f"parameters in {runtime.param_dtype}: dtype names one type for parameters and products")
+    component = torchtune_model(job.question.model.name)
+    settings: Settings = {"model._component_": component}
+    if adapter:
+        module, _, name = component.rpartition(".")
+        settings["model._component_"] = f"{module}.{'qlora' if _packed(adapter) else 'lora'}_{name}"
+        words = trained_modules(adapter, title)
+        mlp = {"gate_proj", "up_proj", "down_proj"}
+        if words & mlp not in (set(), mlp):
+            raise Infeasible(f"{title} adapts all matrices of the feed-forward network or none: {', '.join(words)}")
+        attention = sorted("output_proj" if word == "o_proj" else word for word in words - mlp)
+        settings |= {
+            "model.lora_attn_modules": attention,
+            "model.apply_lora_to_mlp": bool(words & mlp),
+            "model.lora_rank": adapter.rank,
+            "model.lora_dropout": adapter.dropout,
+            "model.use_dora": adapter.kind == DORA,
+        }
+    elif plan.gpus > 1:
+        settings |= {
+            "tensor_parallel_dim": plan.tp,
+            "context_parallel_dim": plan.cp,
+            "data_parallel_replicate_dim": plan.dp_replicate,
+            "data_parallel_shard_dim": plan.dp_shard,
+        }
+    in_pieces = CHUNKED_LOSS in runtime.savers
+    settings |= {
+        "tokenizer.max_seq_len": job.question.workload.seq_len,
+        "batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": job.micro_batches,
+        "enable_activation_checkpointing": plan.recompute == "full",
+        "enable_activation_offloading": ACTIVATION_OFFLOAD in runtime.savers,
+        "optimizer_in_bwd": OPTIMIZER_IN_BACKWARD in runtime.savers,
+        "optimizer._component_": _optimizer(job, title, TORCH),
+        "loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss" if in_pieces else PLAIN_LOSS,
+        "dtype": {"bfloat16": "bf16", "float32": "fp32"}.get(runtime.compute_dtype, "bf16"),
+        "compile": bool(runtime.compile),
+    }
+    if plan.gpus > 1:
+        settings |= {
+            "fsdp_cpu_offload": plan.offload == "parameters",
+            "fsdp_reshard_after_forward": plan.reshard_after_forward is not False,
+        }
+    recipe = "lora_finetune" if adapter else "full_finetune"
+    where = "distributed" if plan.gpus > 1 else "single_device"
+    ranks = [f"--nproc_per_node={min(plan.gpus, job.question.cluster.gpus_per_node)}"] if plan.gpus > 1 else []
+    run = ["tune", "run", *ranks, f"{recipe}_{where}", "--config", "torchtune.yaml"]
+    return _draft(job, settings, left_out, run, "tokenizer, checkpointer and dataset of the recipe's own example")
+
+
+# --- Hugging Face's trainers ------------------------------------------------------------------------------------------
+
+
+def _sharded(plan: Plan) -> Settings:
+    """Return accelerate's keys of FSDP2 inside a trainer's file."""
+    return {
+        "fsdp_config.reshard_after_forward": plan.reshard_after_forward is not False,
+        "fsdp_config.offload_params": plan.offload == "parameters",
+        "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    }
+
+
+def write_axolotl(job: ExportJob) -> Draft:
+    """Return axolotl's file, which `axolotl train` starts under accelerate."""
+    title, adapter = "axolotl 0.12", job.question.runtime.adapter
+    axes = ("dp_replicate", "dp_shard", "tp", "cp")
+    job, left_out = _written(job, title, axes, (LINEAR_LOSS, ACTIVATION_OFFLOAD))
+    plan, runtime = job.plan, job.question.runtime
+    settings: Settings = {
+        "base_model": hub_name(job.question.model.name),
+        "sequence_len": job.question.workload.seq_len,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": job.micro_batches,
+        "gradient_checkpointing": plan.recompute == "full",
+        "bf16": runtime.compute_dtype == "bfloat16",
+        "optimizer": _optimizer(job, title, HUGGING_FACE),
+        "torch_compile": bool(runtime.compile),
+    }
+    settings |= {"tensor_parallel_size": plan.tp} if plan.tp > 1 else {}
+    settings |= {"context_parallel_size": plan.cp} if plan.cp > 1 else {}
+    if plan.dp_shard > 1:
+        settings |= {"fsdp_version": 2, "dp_shard_size": plan.dp_shard, **_sharded(plan)}
+        settings |= {"dp_replicate_size": plan.dp_replicate} if plan.dp_replicate > 1 else {}
+    if adapter:
+        every = trained_modules(adapter, title)
+        settings |= {
+            "adapter": "qlora" if _packed(adapter) else "lora",
+            "load_in_4bit": _packed(adapter),
+            "lora_r": adapter.rank,
+            "lora_alpha": 2 * adapter.rank,
+            "lora_dropout": adapter.dropout,
+            "lora_target_modules": sorted(every),
+            "peft_use_dora": adapter.kind == DORA,
+        }
+    if LINEAR_LOSS in runtime.savers or "linear_loss" in runtime.fused:
+        settings |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
+    settings |= {"activation_offloading": True} if ACTIVATION_OFFLOAD in runtime.savers else {}
+    return _draft(job, settings, left_out, ["axolotl", "train", "axolotl.yaml"])
+
+
+def write_factory(job: ExportJob) -> Draft:
+    """Return LLaMA-Factory's file: TrainingArguments with its own words for adapters."""
+    title, adapter = "LLaMA-Factory 0.9", job.question.runtime.adapter
+    job, left_out = _written(job, title, ("dp_replicate", "dp_shard"), (LINEAR_LOSS,))
+    plan, runtime = job.plan, job.question.runtime
+    if plan.dp_shard > 1 and plan.dp_replicate > 1:
+        raise Infeasible(f"{title} has no key for replicas of FSDP", remedy="plan with dp_replicate 1")
+    settings: Settings = {
+        "model_name_or_path": hub_name(job.question.model.name),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "lora" if adapter else "full",
+        "cutoff_len": job.question.workload.seq_len,
+        "per_device_train_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": job.micro_batches,
+        "gradient_checkpointing": plan.recompute == "full",
+        "bf16": runtime.compute_dtype == "bfloat16",
+        "optim": _optimizer(job, title, HUGGING_FACE),
+        "torch_compile": bool(runtime.compile),
+        "use_liger_kernel": LINEAR_LOSS in runtime.savers or "linear_loss" in runtime.fused,
+    }
+    settings |= {"disable_gradient_checkpointing": True} if plan.recompute == "none" else {}
+    settings |= (
+        {"fsdp": "full_shard auto_wrap", "fsdp_config.version": 2, **_sharded(plan)} if plan.dp_shard > 1 else {}
+    )
+    if adapter:
+        settings |= {
+            "lora_rank": adapter.rank,
+            "lora_target": ",".join(sorted(trained_modules(adapter, title))),
+            "lora_dropout": adapter.dropout,
+            "use_dora": adapter.kind == DORA,
+        }
+        settings |= {"quantization_bit": 4, "quantization_type": "nf4"} if _packed(adapter) else {}
+    return _draft(job, settings, left_out, ["llamafactory-cli", "train", "llama_factory.yaml"], "template of the model")
+
+
+# --- NeMo AutoModel ---------------------------------------------------------------------------------------------------
+
+
+def write_automodel(job: ExportJob) -> Draft:
+    """Return AutoModel's file, for its FSDP2."""
+    title, adapter = "NeMo AutoModel", job.question.runtime.adapter
+    job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
+    plan, runtime = job.plan, job.question.runtime
+    if plan.dp_shard > 1 and plan.reshard_after_forward is False:
+        left_out.append("parameters that stay gathered after the forward pass: a key of its FSDP2 says that nowhere")
+    if plan.offload != "none":
+        raise Infeasible(f"{title} has no key for parameters in host memory", remedy="plan with --offload none")
+    local = plan.micro_batch_size
+    settings: Settings = {
+        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+        "model._target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+        "model.pretrained_model_name_or_path": hub_name(job.question.model.name),
+        "model.torch_dtype": {"bfloat16": "bf16"}.get(runtime.param_dtype, runtime.param_dtype),
+        "step_scheduler.local_batch_size": local,
+        "step_scheduler.global_batch_size": job.question.workload.global_batch_size,
+        "packed_sequence.packed_sequence_size": job.question.workload.seq_len,
+        "distributed.strategy": "fsdp2",
+        "distributed.dp_replicate_size": plan.dp_replicate,
+        "distributed.tp_size": plan.tp,
+        "distributed.cp_size": plan.cp,
+        "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
+        "distributed.activation_checkpointing": plan.recompute == "full",
+        "optimizer._target_": _optimizer(job, title, TORCH),
+        "compile.enabled": bool(runtime.compile),
+    }
+    if adapter:
+        settings |= {
+            "peft._target_": "nemo_automodel.components._peft.lora.PeftConfig",
+            "peft.target_modules": sorted(trained_modules(adapter, title)),
+            "peft.dim": adapter.rank,
+            "peft.dropout": adapter.dropout,
+            "peft.use_dora": adapter.kind == DORA,
+        }
+        settings |= {"quantization.load_in_4bit": True} if _packed(adapter) else {}
+    return _draft(job, settings, left_out, ["automodel", "automodel.yaml"], "dataset of the tool's own example")
+
+
+def _target(name: str, version: str, title: str, file: str, write: Callable[[ExportJob], Draft]) -> Target:
+    return Target(name=name, version=version, title=title, file_name=file, write=write)
+
+
+TUNING: tuple[Target, ...] = (
+    _target("torchtune", "0.6", "torchtune", "torchtune.yaml", write_torchtune),
+    _target("axolotl", "0.12", "axolotl", "axolotl.yaml", write_axolotl),
+    _target("llama-factory", "0.9", "LLaMA-Factory", "llama_factory.yaml", write_factory),
+    _target("automodel", "2025", "NeMo AutoModel", "automodel.yaml", write_automodel),
+)

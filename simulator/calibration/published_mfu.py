@@ -1,0 +1,55 @@
+"""The highest MFU that published runs reached, against which a predicted one can be judged.
+
+`published_mfu.json` is written by tests/bench/published_mfu.py from published runs. No prediction is made from it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from topology.cluster import Cluster
+from topology.codec import convert
+
+ALIKE = 4  # times as many GPUs, or as few, are a run of like size
+FEWEST = 3  # runs of which the highest says something
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """A run on `gpus` GPUs with a dense peak of `peak_flops` each, and the MFU that it reached; `source` is its row."""
+
+    architecture: str
+    peak_flops: float
+    gpus: int
+    mfu: float
+    parameters: int
+    runtime: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRuns:
+    made_on: str
+    command: str
+    rows: tuple[PublishedRun, ...]
+
+
+@cache
+def published_runs() -> tuple[PublishedRun, ...]:
+    """Return the runs as the package has them."""
+    text = (resources.files("simulator") / "calibration" / "published_mfu.json").read_text("utf-8")
+    return convert(json.loads(text), PublishedRuns, where="published_mfu.json").rows
+
+
+def highest_published(cluster: Cluster, peak_flops: float, gpus: int) -> PublishedRun | None:
+    """Return the run of the highest MFU on a like number of such GPUs with products of this peak; None of few."""
+    architecture = cluster.slowest_kind.architecture
+    alike = [
+        run
+        for run in published_runs()
+        if (run.architecture, run.peak_flops) == (architecture, peak_flops) and gpus / ALIKE <= run.gpus <= gpus * ALIKE
+    ]
+    return max(alike, key=lambda run: run.mfu) if len(alike) >= FEWEST else None

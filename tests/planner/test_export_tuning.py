@@ -1,0 +1,75 @@
+"""Files for tools that tune models: read back, each says the plan, the adapter and the savers it was written for."""
+
+import pytest
+
+from planner.configs.asked import CheckFlags
+from planner.configs.formats.kinds import read_configuration
+from planner.export.frameworks.tuning import TUNING
+from planner.export.mapping import read
+from planner.export.targets.registry import export, find_target
+from simulator.config.adapter import Adapter
+from simulator.config.plan import Plan
+from tests.planner.test_export import job
+from topology.errors import Infeasible
+
+PLAN = Plan(dp_shard=8, recompute="full", micro_batch_size=4, reshard_after_forward=True)
+LORA = Adapter(kind="lora", rank=16, target_modules=("q_proj", "v_proj"), dropout=0.05)
+EVERY = Adapter(kind="dora", rank=8, target_modules=("all-linear",), base_weights="nf4")
+SAME = ("tp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "recompute", "seq_len", "global_batch_size")
+TYPES = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+
+
+def asked(plan: Plan = PLAN, **runtime):
+    return job(plan, framework="pytorch", **{**TYPES, **runtime})
+
+
+def read_back(done, gpus: int = 8):
+    found = read_configuration(done.text, done.file_name, CheckFlags())
+    facts = {"gpus": gpus, "gpus_per_node": 8, "layers": 32, "moe": False, "max_positions": 0, **TYPES}
+
+    assert not found.unknown, done.target
+    assert found.model is not None
+    return read(found.table, found.settings, facts)
+
+
+@pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
+@pytest.mark.parametrize("adapter", [None, LORA, EVERY], ids=["full", "lora", "qdora"])
+@pytest.mark.parametrize("optimizer", ["adamw", "pagedadamw8bit"])
+def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None:
+    written = asked(adapter=adapter, optimizer=optimizer)
+    facts, back = written.facts(), read_back(export(written, target))
+
+    assert {key: back.get(key, 1) for key in SAME} == {key: facts[key] for key in SAME}
+    assert back["optimizer"].replace("_", "").removesuffix("32bit") == optimizer
+    if adapter is None:
+        assert back["adapter"] is None
+        return
+    said = back["adapter"]
+    assert (said["kind"], said["rank"], said["dropout"]) == (adapter.kind, adapter.rank, adapter.dropout)
+    assert (said["base_weights"] == "nf4") == adapter.packed
+    assert len(said["target_modules"]) == (7 if adapter is EVERY else 2)
+
+
+@pytest.mark.parametrize(
+    ("tool", "savers"),
+    [
+        ("torchtune", ("activation_offload", "chunked_loss")),
+        ("axolotl", ("activation_offload", "fused_linear_loss")),
+        ("llama-factory", ("fused_linear_loss",)),
+    ],
+)
+def test_savers_are_keys_of_tools_that_have_them(tool, savers) -> None:
+    assert set(read_back(export(asked(savers=savers), find_target(tool)))["savers"]) == set(savers)
+
+
+@pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
+def test_what_no_key_says_is_refused_by_name(target) -> None:
+    ia3 = Adapter(kind="ia3", target_modules=("k_proj", "v_proj", "down_proj"))
+    for written, named in (
+        (asked(Plan(dp_shard=4, pp=2, schedule="1F1B", recompute="none")), "pp"),
+        (asked(optimizer="muon"), "muon"),
+        (asked(savers=("bf16_gradients",)), "bf16_gradients"),
+        (asked(adapter=ia3), "ia3"),
+    ):
+        with pytest.raises(Infeasible, match=named):
+            export(written, target)
