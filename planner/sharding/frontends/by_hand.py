@@ -1,9 +1,10 @@
-"""The placements that people write: matrices of products split by columns, then by rows, as in Megatron-LM.
+"""The placements that people write: parameters whole on every rank, as in data parallelism, and matrices of products
+split by columns, then by rows, as in Megatron-LM.
 
 A product with a matrix splits its columns where its operand is whole, and its rows where the operand is already split
 by an earlier product, after which the sum over ranks is whole again (Shoeybi et al., arXiv 1909.08053, section 3). All
-other parameters are whole. A choice adds up times, and a program overlaps them: so the program of these placements is
-one of those that are compared, and no answer is predicted to be slower than it.
+other parameters are whole. A choice adds up times, and a program overlaps them: so the programs of these placements are
+among those that are compared, and no answer is predicted to be slower than them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "einsum", "grou
 
 
 def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
-    """Yield the problem with all parameters that are open placed so over one mesh axis, for each one that splits
-    any.
-    """
+    """Yield the problem with all parameters that are open whole, and with them split over each mesh axis."""
     shapes = {name: problem.tensors[name].shape for name in problem.graph.parameters}
     open_ones = {name: shape for name, shape in shapes.items() if name not in problem.input_layouts}
+    whole = {name: Layout(((),) * len(shape)) for name, shape in open_ones.items()}
+    if open_ones:
+        yield replace(problem, input_layouts={**problem.input_layouts, **whole})
     for axis in problem.mesh.names if open_ones else ():
         split = {name: at for name, at in _split(problem, axis).items() if name in open_ones}
         if split:
-            whole = {name: Layout(((),) * len(shape)) for name, shape in open_ones.items()}
             yield replace(problem, input_layouts={**problem.input_layouts, **whole, **split})
 
 
