@@ -47,8 +47,13 @@ def check_time() -> None:
     """Raise Unproved where the time is over."""
     deadline = _deadline.get()
     if deadline is not None and time.monotonic() >= deadline:
-        raise Unproved(
-            "the time limit ended before there was an answer",
-            why="no plan was found by then, and it was not shown that there is none",
-            remedy="a longer --time-limit",
-        )
+        raise ended()
+
+
+def ended() -> Unproved:
+    """Return what says that the time is over and nothing was found."""
+    return Unproved(
+        "the time limit ended before there was an answer",
+        why="no plan was found by then, and it was not shown that there is none",
+        remedy="a longer --time-limit",
+    )

@@ -3,16 +3,19 @@
 The modes are those of torchtitan 0.2.2: `full` recomputes every block, `selective` every second block, `selective-op`
 saves the results of attention, reduce-scatters and every second matmul (eager: `executor.model.saved_results`;
 compiled: torch's own policy, which the compiler supports). A block's `forward` is replaced instead of wrapping the
-block, so that parameters keep their names.
+block, so that parameters keep their names. With activation offload (eager, `full`), what blocks keep waits in host
+memory, and each copy is waited for, as transformers has it (`torch.autograd.graph.save_on_cpu`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from executor.model import saved_results
@@ -51,9 +54,11 @@ def _save_expensive(expensive: set[Any]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool, compiled: bool) -> None:
+def apply_activation_checkpoint(
+    model: Decoder, mode: str, *, early_stop: bool, compiled: bool, away: bool = False
+) -> None:
     """Apply a mode of `MESHWRIGHT.recomputes` to every block; see `simulator.runtimes.recomputation` for
-    `early_stop`.
+    `early_stop`. `away`: what blocks keep waits in host memory.
     """
     if mode == "none":
         return
@@ -63,18 +68,24 @@ def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool, 
     described = runtime_spec(MESHWRIGHT.name).recompute[mode]
     for index, block in model.blocks().items():
         if wraps(int(index), described):
-            _recompute(block, contexts, early_stop=early_stop)
+            _recompute(block, contexts, early_stop=early_stop, away=away)
 
 
-def _recompute(block: Block, contexts: Any, *, early_stop: bool) -> None:
+def _kept(x: torch.Tensor, *, away: bool) -> AbstractContextManager[Any]:
+    """Return the context in which a block's input is saved for its backward pass."""
+    return save_on_cpu(pin_memory=x.is_cuda) if away else nullcontext()
+
+
+def _recompute(block: Block, contexts: Any, *, early_stop: bool, away: bool) -> None:
     plain = block.forward
     extra = {} if contexts is None else {"context_fn": contexts}
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         # A block uses no random numbers, so the generator's state need not be saved.
-        out: torch.Tensor = checkpoint(
-            plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra
-        )
+        with _kept(x, away=away):
+            out: torch.Tensor = checkpoint(
+                plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra
+            )
         return out
 
     block.forward = forward  # type: ignore[method-assign] # on this instance only

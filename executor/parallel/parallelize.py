@@ -30,7 +30,7 @@ from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.savers import CHUNKED_LOSS
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS
 from simulator.config.workload import Workload
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.runtimes.library import recompute_stops_early
@@ -171,7 +171,13 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
     """Apply the stage's recomputation, then compile each block; `early_stop` as the runtime description has it."""
     plan, runtime = setup.plan, setup.runtime
     recompute = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
-    apply_activation_checkpoint(part, recompute, early_stop=recompute_stops_early(runtime), compiled=runtime.compile)
+    apply_activation_checkpoint(
+        part,
+        recompute,
+        early_stop=recompute_stops_early(runtime),
+        compiled=runtime.compile,
+        away=ACTIVATION_OFFLOAD in runtime.savers,
+    )
     if runtime.compile:
         for block in part.blocks().values():
             block.compile()

@@ -113,7 +113,7 @@ def check_text(
 
     `flags` is what is known besides the file, `stated_rate` what its source says that it takes. Without `changes` only
     the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
-    was found until then. Raises what `ask` does, and Unproved where it ends before the plan itself is predicted.
+    was found until then. Raises what `ask` does.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -127,8 +127,7 @@ def check_text(
     )
     if case is None:
         return base
-    with limited(time_limit_s):
-        found = answer_plan(case, deadline=deadline)
+    found = answer_plan(case, deadline=deadline)
     base = replace(base, problems=found.problems, found=found)
     if stated_rate is not None:
         base = replace(base, against=against(found, asked.configuration, stated_rate))

@@ -29,7 +29,7 @@ _PLAIN = {
 # What a target's own file or program does by itself.
 _OWN = {
     "torchtitan": frozenset({OPTIMIZER_IN_BACKWARD, CHUNKED_LOSS}),
-    "torchrun": frozenset({CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD}),
+    "torchrun": frozenset({CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD, ACTIVATION_OFFLOAD}),
 }
 
 

@@ -306,8 +306,9 @@ def _surely_first(
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
     if sure:
-        likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
-        rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
+        with suppress(Unproved):
+            likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
+            rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
     if not sure:

@@ -264,7 +264,8 @@ class PipelinePlans:
         ends = [self._end(*each) for each in zip(self.courses, self._passes, clocks, strict=True)]
         end = ends[0]
         if len(ends) > 1:
-            end = end.longer_by(self._rounds, ends[1], clocks[0].held_up(self._rounds, clocks[1]))
+            late = clocks[0].held_up(self._rounds, clocks[1], end.done_s - ends[1].done_s)
+            end = end.longer_by(self._rounds, ends[1], late)
         return Account(parts_s=end.parts_s(), clocks=self.inputs.clocks)
 
     def _end(self, course: Course, passes: Sequence[PassCounts], clocks: Clocks) -> PipelineEnd:

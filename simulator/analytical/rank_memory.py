@@ -31,7 +31,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
-FIRST_AND_LAST = 2  # micro batches: of more, one goes back beside gradients and is not the last
+FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
 
 class RankMemory:

@@ -89,13 +89,13 @@ class Clocks:
     waits: Mapping[str, Floats]
     room: Mapping[str, Floats]  # how much later host and wire could be without holding up passes of the second half
 
-    def held_up(self, rounds: Floats, before: Clocks) -> dict[str, Floats]:
+    def held_up(self, rounds: Floats, before: Clocks, round_s: Floats) -> dict[str, Floats]:
         """Return for how long hosts and wires that are ahead of their devices, but slower, hold up so many further
-        rounds of micro batches, as seconds of parts; `before` are the clocks of one round less.
+        rounds of micro batches, as seconds of parts; `before` are the clocks of one round less, of which each is taken
+        to last `round_s`.
 
         They have less room with every round, until there is none.
         """
-        round_s = (self.compute - before.compute).max(axis=0)
         host, wire = (
             np.maximum(rounds * (now - earlier - round_s) - self.room[part], 0.0)
             for part, now, earlier in (("host", self.host, before.host), ("dp", self.wire, before.wire))

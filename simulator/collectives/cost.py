@@ -384,13 +384,12 @@ def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
 def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Options:
     """Cost an all-reduce between nodes without NVLS so that no faster network makes it slower.
 
-    On faster ports NCCL may leave the tree for the ring at smaller sizes, where the tree over slower ports is quicker
-    (examples/validation/monotone.md): that is then the bound. Where the quicker of the two runs there is nothing to
+    On faster ports NCCL may leave the tree for the ring at smaller sizes, where the tree over slower ports is faster
+    (examples/validation/monotone.md): that is then the bound. Where the faster of the two runs there is nothing to
     bound, since neither is slower over faster ports.
     """
     options = _tree_or_ring(comm, sizes)
-    quickest = np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0)
-    late = options.time_s > quickest * (1 + 1e-9)
+    late = options.time_s > np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0) * (1 + 1e-9)
     for nccl, tree_until, ring_until in _machines_that_switch_otherwise(comm.nccl) if late.any() else ():
         other = np.array([max(tree_until, ring_until), tree_until, ring_until])[options.pick]
         if (here := late & (sizes < other)).any():

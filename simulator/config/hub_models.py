@@ -20,6 +20,7 @@ SHIPPED = Path(__file__).parents[1] / "models"
 _CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")  # a folder of huggingface_hub's cache
 ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
 _SITE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+_SUFFIX = re.compile(r"-(it|pt|instruct|base|chat|hf)$")
 _MOST_WORDS = 3  # of a name that say how it is quantised: "-unsloth-bnb-4bit"
 
 
@@ -77,7 +78,7 @@ def hub_model(name: str) -> tuple[str, HubModel] | None:
     Raises BadModel, with the part that is not modelled, for a model that is known and cannot be described.
     """
     said = _SITE.sub("", name.strip()).strip("/")
-    for key, plain in _spellings(said):
+    for key, plain in _spellings(_spelt_out(said)):
         found = _index().get(key)
         if isinstance(found, RefusedModel):
             raise BadModel(
@@ -88,6 +89,30 @@ def hub_model(name: str) -> tuple[str, HubModel] | None:
         if found is not None:
             return (next(i for i in found.ids if _same(i, key)) if plain else said), found
     return None
+
+
+def _spelt_out(said: str) -> str:
+    """Return the name in the table that a short one has the letters and digits of: `llama3.1-8b`, `phi4`.
+
+    `-Instruct` and the like may be left out. A name that is in the table, or may mean several shapes, stays as it is.
+    """
+    return said if "/" in said or said.casefold() in _index() else _by_letters().get(_letters(said), said)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
+@cache
+def _by_letters() -> dict[str, str]:
+    found: dict[str, list[tuple[int, str]]] = {}
+    entries: tuple[HubModel | RefusedModel, ...] = (*hub_table().rows, *hub_table().refused)
+    for row, entry in enumerate(entries):
+        for name in entry.ids:
+            last = name.rpartition("/")[2].casefold()
+            for short in {_letters(last), _letters(_SUFFIX.sub("", last))}:
+                found.setdefault(short, []).append((row, name))
+    return {letters: names[0][1] for letters, names in found.items() if len({row for row, _ in names}) == 1}
 
 
 def name_of_file(path: Path, config: Any) -> str:

@@ -33,6 +33,11 @@ def _packed(q: RuleFacts) -> bool:
     return _has(q) and _adapter(q).packed
 
 
+def _kept(q: RuleFacts) -> bool:
+    """Return whether a framework keeps frozen weights in the packed type of a question."""
+    return _adapter(q).base_weights in q.framework.packed_bases
+
+
 def _plain(q: RuleFacts) -> bool:
     return q.model.moe is None and q.model.latent is None
 
@@ -78,7 +83,12 @@ ADAPTER_RULES: tuple[Rule, ...] = (
             f"frozen weights in {_adapter(q).base_weights}: {q.framework.title} stores all parameters in one type "
             f"({q.dtypes[0]})"
         ),
-        applies=lambda q: _has(q) and q.framework.base_as_stored and _adapter(q).base_weights not in {"", q.dtypes[0]},
+        applies=lambda q: (
+            _has(q)
+            and q.framework.base_as_stored
+            and not _packed(q)
+            and _adapter(q).base_weights not in {"", q.dtypes[0]}
+        ),
     ),
     rule(
         "packed-base",
@@ -86,8 +96,9 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         lambda p, q: (
             f"frozen weights in {_adapter(q).base_weights}: {q.framework.title} keeps them in "
             f"{', '.join(q.framework.packed_bases) or '16 or 32 bits'}"
+            f"{f' ({q.framework.why_unpacked})' if q.framework.why_unpacked else ''}"
         ),
-        applies=lambda q: _packed(q) and _adapter(q).base_weights not in q.framework.packed_bases,
+        applies=lambda q: _packed(q) and not _kept(q),
     ),
     rule(
         "packed-sharded",
@@ -97,7 +108,7 @@ ADAPTER_RULES: tuple[Rule, ...] = (
             f"{', '.join(q.framework.sharded_bases) or 'none that are packed'}: replicate them (dp_replicate, ZeRO 0 "
             "to 2), or keep them in bfloat16"
         ),
-        applies=lambda q: _packed(q) and _adapter(q).base_weights not in q.framework.sharded_bases,
+        applies=lambda q: _packed(q) and _kept(q) and _adapter(q).base_weights not in q.framework.sharded_bases,
     ),
     rule(
         "packed-cut",

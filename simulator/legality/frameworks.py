@@ -117,7 +117,9 @@ class Framework:
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
     norm_recomputed_unsharded: bool = True  # recomputes operators around norms of query heads under tp without FSDP
+    why_unpacked: str = ""  # why it packs no frozen weights
     cuts_with_savers: bool = True  # has its memory savers with tensor parallelism
+    compiles_away: bool = True  # moves what compiled layers keep to host memory
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
 
     @property
@@ -235,7 +237,10 @@ MESHWRIGHT = Framework(
     own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
     window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
+    # torch 2.13: "derivative for aten::_weight_int4pack_mm_for_cpu is not implemented", nor for the CUDA one.
+    why_unpacked="torch's int4 products have no derivative, NF4 is torchao's and bitsandbytes': ask for pytorch",
     cuts_with_savers=False,
+    compiles_away=False,
     compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
 )
 MEGATRON = Framework(

@@ -92,6 +92,17 @@ SAVER_RULES: tuple[Rule, ...] = (
         applies=lambda q: _asks(ACTIVATION_OFFLOAD, q),
     ),
     rule(
+        "activation-offload",
+        lambda c, q: np.ones(len(c), dtype=np.bool_),
+        lambda p, q: f"{q.framework.title} moves what eager layers keep: {ACTIVATION_OFFLOAD} with compile off",
+        applies=lambda q: (
+            _asks(ACTIVATION_OFFLOAD, q)
+            and q.runtime is not None
+            and q.runtime.compile
+            and not q.framework.compiles_away
+        ),
+    ),
+    rule(
         "optimizer-in-backward",
         lambda c, q: q.workload.global_batch_size > c.dp_replicate * c.dp_shard * c.micro_batch_size,
         lambda p, q: (

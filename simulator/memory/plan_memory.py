@@ -60,7 +60,7 @@ class PlanMemory:
         return self._held[rank]
 
     def _at_least(self, rank: int, held: ReservedMemory) -> ReservedMemory:
-        """Return what was told from shorter steps, of which another moment may be the fullest: no less than the bound
+        """Return what follows from shorter steps, of which another moment may be the fullest: no less than the bound
         of the step itself.
         """
         allocated = max(held.allocated_bytes, round(float(self._bound.peak_bytes[0, rank])))

@@ -258,7 +258,7 @@ class ForwardPass:
         """Return seconds of all layers' attention over `tokens` of prompts, `pairs` of a query and a key it meets."""
         if not pairs:
             return 0.0
-        sparse = self._sparse and self._sparse.read_s(tokens, pairs, readers)
+        sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
         met = self._pair_s * pairs if sparse is None else self.model.layers * sparse
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 

@@ -47,9 +47,9 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     attention = model.attention_matmul_parameters_of_all * stored
     if model.latent:  # compressing projections, and those of an indexer, are repeated on each rank
         m = model.latent
-        repeated = model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
-        repeated += m.indexer.matmul_parameters(model.hidden, m.q_lora_rank) if m.indexer else 0
-        repeated *= model.layers * stored
+        weights_of_layer = model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
+        weights_of_layer += m.indexer.matmul_parameters(model.hidden, m.q_lora_rank) if m.indexer else 0
+        repeated = model.layers * weights_of_layer * stored
         attention = (attention - repeated) / pool.tp + repeated
     else:
         attention = attention / pool.tp

@@ -1,7 +1,7 @@
 """Where the CPU seconds of questions go: the stack every 5 ms of CPU time, by part of the program and by function.
 
 Run as `python -m tests.bench.search_profile OUT.md [question ...]` with names of `search_cost.QUESTIONS`, all without.
-Parts are told by the outermost function of `PARTS` on the stack; functions by their own samples. Children of a command
+Parts are known by the outermost function of `PARTS` on the stack; functions by their own samples. Children of a command
 are left out: it runs on one core here.
 """
 

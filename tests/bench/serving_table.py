@@ -32,7 +32,8 @@ first token to two (`host_request_s` of TensorRT-LLM 1.0 to Llama 3.1 8B on H100
 clients), and TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b. SGLang's and
 eager vLLM's `host_launch_s`, and hosts of TensorRT-LLM from 1.2 on, are as their makers and others measured them by themselves. Kernels
 are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test of the rest of
-the model, not a prediction made before the fact; GLM-5 is one, as nothing was changed after it was first predicted.
+the model, not a prediction made before the fact. GLM-5 was first predicted after its attention had been described; only launches of
+SGLang changed afterwards.
 
 ## By cause
 
@@ -53,12 +54,14 @@ The largest term of what is off, by group:
 - **Settings of the scheduler that no row states**, read from the scripts of InferenceX: `--scheduler-recv-interval` of SGLang on B200
   and B300, 10 below 16 clients and 30 from there on (a request is seen at each thirtieth step, fifteen steps late: Qwen3.5 in 16 bits
   on B300 takes 159, 174, 318 and 418 ms with 4, 8, 16 and 32 clients, predicted 83 to 137), the balance of attention data-parallel in
-  TensorRT-LLM, which waits up to 60 steps (0.9 to 1.9 s from 64 clients on, whatever the lengths), `batch_wait_timeout_iters 40` of TensorRT-LLM (from 64 clients on), chunks of 32,768 tokens, a limit of 128 requests, an
-  8-bit cache next to 8-bit weights (queues with 256 clients). Engines' defaults are assumed, and listed as assumed; rows that state
-  them (`scheduler_recv_interval`, `max_num_batched_tokens`, `max_num_seqs`, `kv_cache`) are predicted with them. As an experiment, 241
-  points of that source drawn by chance were given what its scripts set: first tokens were off by 45 % in the median, 44 % in the
-  mean, instead of 62 and 57. With SGLang on B200 DeepSeek-R1 went from 64 to 27 % (nvfp4) and 59 to 39 % (8 bits), Qwen3.5 from 63 to
-  41 % (16 bits) and 80 to 59 % (8 bits), on B300 from 51 and 54 to 21 and 27 %; with TensorRT-LLM nothing changed.
+  TensorRT-LLM, which waits up to 60 steps (0.9 to 1.9 s from 64 clients on, whatever the lengths), `batch_wait_timeout_iters
+  40` of TensorRT-LLM (from 64 clients on), chunks of 32,768 tokens, a limit of 128 requests, an 8-bit cache next to 8-bit
+  weights (queues with 256 clients). Engines' defaults are assumed, and listed as assumed; rows that state them
+  (`scheduler_recv_interval`, `max_num_batched_tokens`, `max_num_seqs`, `kv_cache`) are predicted with them. As an experiment,
+  241 points of that source drawn by chance were given what its scripts set: first tokens were off by 45 % in the median, 44 %
+  in the mean, instead of 62 and 57. With SGLang on B200 DeepSeek-R1 went from 64 to 27 % (nvfp4) and 59 to 39 % (8 bits),
+  Qwen3.5 from 63 to 41 % (16 bits) and 80 to 59 % (8 bits), on B300 from 51 and 54 to 21 and 27 %; with TensorRT-LLM nothing
+  changed.
 - **Prompts in graphs**: SGLang of today replays prompts of up to a chunk piece by piece (sgl-project/sglang pull request 16331), which is
   not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 and 77 ms on B300 with 0.5.12, predicted 67 by launches. Of 8,192
   tokens in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
@@ -148,16 +151,17 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 1b0553f5. vidur is not compared: its package has no profiles, and the tables of attention in its
-repository (microsoft/vidur @7d47513, data/profiling/compute/*/attention.csv) could not be had, neither from a copy of the repository nor
-file by file; Llama 2 7B and 70B and Llama 3 8B and 70B are the only models of these points that it profiles.
+made with. Ours are of commit a228b24f. vidur is not compared: its
+package has no profiles, and the tables of attention in its repository (microsoft/vidur @7d47513,
+data/profiling/compute/*/attention.csv) could not be had, neither from a copy of the repository nor file by file; Llama 2 7B and
+70B and Llama 3 8B and 70B are the only models of these points that it profiles.
 
 aiconfigurator is ahead in first tokens of DeepSeek-R1 with TensorRT-LLM on B200, where two of ten points (one measurement
-listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +305
+listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +300
 %; in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens with four and eight clients take 160 ms and 105 to 115
 are predicted (cause not found); in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
-which two are of a release whose kernels were compiled while requests waited; and in the mean of first tokens of Qwen3.5 on B200
-and DeepSeek-R1 on B300 with SGLang (settings, see above).
+which two are of a release whose kernels were compiled while requests waited; and in first tokens of
+Qwen3.5 on B200 (in the mean) and DeepSeek-R1 on B300 with SGLang (settings, see above).
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"

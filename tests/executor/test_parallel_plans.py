@@ -142,7 +142,10 @@ TWO = {
     # Head and loss piece by piece, with gradients added up and for a tied head; parameters updated as gradients come.
     "pieces-ddp": ({"savers": ["chunked_loss"]}, {"dp_replicate": 2, "micro_batch_size": 2}),
     "pieces-fsdp-tied": ({"model": "tied", "savers": BOTH}, {"dp_shard": 2, "micro_batch_size": 4}),
-    "pieces-cp": ({"savers": BOTH}, {"cp": 2, "recompute": "full", "micro_batch_size": 8, "cp_method": "ring"}),
+    "pieces-cp": (
+        {"savers": [*BOTH, "activation_offload"]},
+        {"cp": 2, "recompute": "full", "micro_batch_size": 8, "cp_method": "ring"},
+    ),
 }
 MIXED = {
     "mixed": "attention_in=ring,mlp_in=fused,mlp_out=chunked",

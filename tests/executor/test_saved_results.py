@@ -11,6 +11,7 @@ from executor.model.init_weights import init_weights  # noqa: E402 - as above
 from executor.model.saved_results import ATTENTION  # noqa: E402 - as above
 from executor.overlap.autograd import AllGatherMatmul, MatmulReduceScatter  # noqa: E402 - as above
 from executor.overlap.nccl import Nccl  # noqa: E402 - as above
+from executor.parallel import activation_checkpoint  # noqa: E402 - as above
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint  # noqa: E402 - as above
 from executor.parallel.tensor_overlap import SavingMode  # noqa: E402 - as above
 from tests.executor.workers.verify_worker import MODELS  # noqa: E402 - as above
@@ -34,11 +35,11 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoder(mode: str, model: str = "llama", dtype=torch.float64) -> Decoder:
+def decoder(mode: str, model: str = "llama", dtype=torch.float64, *, away: bool = False) -> Decoder:
     made = Decoder(MODELS[model]).to(dtype)
     init_weights(made, seed=1)
     made.set_positions(torch.arange(12), dtype)
-    apply_activation_checkpoint(made, mode, early_stop=False, compiled=False)
+    apply_activation_checkpoint(made, mode, early_stop=False, compiled=False, away=away)
     return made
 
 
@@ -54,6 +55,24 @@ def test_gradients_are_those_without_recomputation(model: str) -> None:
     assert expected.keys() == found.keys()
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12 * float(expected[name].abs().max()))
+
+
+def test_what_blocks_keep_waits_in_host_memory_and_nothing_else(monkeypatch) -> None:
+    """One tensor a layer goes, its input, and comes back once; gradients are those of what stays."""
+    gone, back = [], []
+
+    def hooks(*, pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        assert not pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: gone.append(kept.shape) or kept.numpy(force=True).copy(),
+            lambda kept: back.append(kept.shape) or torch.from_numpy(kept),
+        )
+
+    monkeypatch.setattr(activation_checkpoint, "save_on_cpu", hooks)
+    expected, found = gradients(decoder("full")), gradients(decoder("full", away=True))
+
+    assert gone == back == [(*TOKENS.shape, MODELS["llama"].hidden)] * LAYERS
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_attention_and_every_second_product_run_once() -> None:

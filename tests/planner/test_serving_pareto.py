@@ -50,10 +50,14 @@ def test_the_command_draws_and_saves_what_it_says(planner: Callable[..., Finishe
     for point in points:
         assert point["engine"] == "sglang"
         assert point["price_per_million_tokens"] == pytest.approx(2 / 3600 / point["gpu_tokens_per_s"] * 1e6)
-    words_of_marks = [
-        element.text or ""
-        for element in ElementTree.fromstring(drawn.read_text()).iter("{http://www.w3.org/2000/svg}title")
+    picture = ElementTree.fromstring(drawn.read_text())
+    words_of_marks = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}title")]
+    written = [
+        (element.get("text-anchor"), element.text or "") for element in picture.iter("{http://www.w3.org/2000/svg}text")
     ]
+    ticks = [float(text.replace(",", "")) for anchor, text in written if anchor == "middle"][:6]
+    assert ticks == pytest.approx([ticks[1] * place for place in range(6)])
+    assert max(point["user_tokens_per_s"] for point in points) < ticks[-1]
     assert sum("tokens/s a user" in text for text in words_of_marks) == 3 * len(points)
     assert planner(*asked, "--svg", str(drawn)).returncode == 2
     assert planner("suggest", "--task", "serve", *words, "--csv", str(saved), "--force").returncode == 2

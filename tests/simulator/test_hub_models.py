@@ -49,6 +49,9 @@ def test_every_row_says_where_it_is_from_and_no_name_has_two():
         ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", 8.03),
         ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", 70.55),
         ("Qwen/Qwen3-8B", "qwen3-8b", 8.19),  # shipped under a name of its own
+        ("llama3.1-8b", "meta-llama/Llama-3.1-8B", 8.03),
+        ("llama3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", 70.55),
+        ("phi4", "microsoft/phi-4", 14.66),
     ],
 )
 def test_names_as_people_write_them(said, name, billions):

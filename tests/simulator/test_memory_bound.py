@@ -84,7 +84,7 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
 @pytest.mark.parametrize(
     ("runtime", "model", "layers", "plan", "batch"),
     [
-        # Gathered weights are given up as the last of two micro batches goes back beside gradients.
+        # Gathered weights are given up as the last of two micro batches goes back alongside gradients.
         ("pytorch", "qwen3-30b-a3b", 2, Plan(dp_shard=2, reshard_after_forward=False), 4),
         # Of two stages one has no layer, and a mode wraps every other.
         (

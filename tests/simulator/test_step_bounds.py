@@ -71,3 +71,27 @@ def test_no_bound_of_a_pipeline_is_above_its_account(schedule, data):
     assert (some.at_least_s() <= step_s).all()
     # Some of these plans are walked, the others bounded by the paths of those.
     assert (some.at_least_by_schedule_s() <= step_s).all()
+
+
+def test_a_host_that_is_slower_by_little_holds_up_a_long_step():
+    """One rank ends last in few rounds; in many, the host of another does, which has an embedding more."""
+    plan = Plan(
+        pp=4,
+        tp=8,
+        dp_shard=1,
+        virtual_stages=3,
+        schedule="InterleavedZeroBubble",
+        recompute="full",
+        reshard_after_forward=False,
+        sequence_parallel=True,
+    )
+    scenario = Scenario(
+        model=replace(load_model("llama3-70b"), layers=27),
+        cluster=cluster("dgx-h100", 32),
+        workload=Workload(seq_len=2048, global_batch_size=192),
+        runtime=RUNTIMES["hosts behind"],
+    )
+    screening, columns = Screening(scenario), plan_columns([plan])
+    some = screening.plans(columns, screening.blocks(columns, ("full",)), np.arange(1))
+
+    assert some.at_least_s()[0] <= some.step_s()[0]

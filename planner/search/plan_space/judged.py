@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from time import process_time
 
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
 from planner.search.plan_space.candidates import plan_of
@@ -17,10 +18,11 @@ from topology.cluster import Cluster
 from topology.errors import Unproved
 from topology.rates.orders import irregular
 from topology.rates.placement import place
-from topology.time_limit import limited
+from topology.time_limit import ended, limited
 
 # Of an explored space the rows that would be listed.
 Listed = Callable[[Explored], Sequence[int]]
+GRACE_S = 1.0  # of CPU time, that of a core to itself: on a busy machine a first answer would fail that is nearly there
 
 
 def explore(
@@ -32,8 +34,10 @@ def explore(
     plans that may fit by time, one rank shows most of what they cost, and all ranks are replayed of those alone that
     would still be listed.
     `tell` receives what there is before each turn.
-    When the time is over, those are returned that have been judged by then, if only the first of them.
+    When the time is over, those are returned that have been judged by then. Where none has, the first are, until one
+    fits; Unproved is raised where none does for GRACE_S.
     """
+    over_s: float | None = None  # reading of the CPU's clock when the time was over
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     costs_first = search.objective == "time" and not search.screening.sure
     while True:
@@ -41,9 +45,14 @@ def explore(
         if tell is not None:
             tell(found)
         rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
+        judged = bounds.judged[found.rows]
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
-        if not unknown:
-            return search.with_near_pipelines(found.take(bounds.judged[found.rows]) if late else found)
+        if not unknown or (late and judged.any()):
+            return search.with_near_pipelines(found.take(judged) if late else found)
+        if late:
+            over_s = process_time() if over_s is None else over_s
+            if process_time() - over_s > GRACE_S:
+                raise ended()
         plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
         with suppress(Unproved):
             replays.look_ahead(plans)
