@@ -92,8 +92,7 @@ def request(
         "backward": backward,
         "gradients": list(gradients),
         **({} if chunks is None else {"chunks": dict(chunks)}),
-        **({} if stages is None else {"stages": dict(stages)}),
-        **({} if routes is None else {"routes": routes}),
+        **{name: one for name, one in (("stages", stages), ("routes", routes)) if one is not None},
     }
 
 

@@ -20,6 +20,7 @@ from planner.sharding.backends.runnable import (
     simulate_program,
     write_program,
 )
+from planner.sharding.frontends.by_hand import placed_by_hand
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, is_request, read_request
 from planner.sharding.frontends.routes import with_routes
@@ -138,9 +139,13 @@ def _answered(
     if request.stages is not None and not request.stages.of and machine is not None:
         return _faster([_answer(request, one) for one in _with_best_cuts(request, captured, machine)])
     every = [problem]
+    by_time = problem.policy == "min_time" and machine is not None and request.stages is None
+    if by_time:
+        every += placed_by_hand(problem)
     if problem.memory is not None:  # all is kept, or may be made again: the programs say which is faster
-        every = [replace(problem, memory=replace(problem.memory, counts_saved=saved)) for saved in (True, False)]
-    if problem.policy == "min_time" and machine is not None and request.stages is None:
+        limit = problem.memory
+        every = [replace(one, memory=replace(limit, counts_saved=saved)) for one in every for saved in (True, False)]
+    if by_time:
         every += [replace(one, hidden_share=_HIDDEN) for one in every]
     found: list[Answer] = []
     refused: list[Infeasible] = []
@@ -149,7 +154,7 @@ def _answered(
         if found and problem.deadline.over:
             break
         try:
-            found.append(_fitting(request, replace(captured, problem=one), tried))
+            found.append(_fitting(request, replace(captured, problem=one), tried, problem.input_layouts))
         except Infeasible as error:
             refused.append(error)
     if not found:
@@ -160,8 +165,10 @@ def _answered(
     return replace(best, plan=plan)
 
 
-def _fitting(request: Request, captured: CapturedProblem, tried: _Tried) -> Answer:
+def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: Mapping[str, Layout]) -> Answer:
     """Return an answer whose program fits a limit of memory. Raises Infeasible where none is found.
+
+    Layouts of inputs that are not `given` are tried besides: a bound of theirs is none of all choices.
 
     What is counted of a choice is what a rank holds when the backward pass begins. At its peak a program may need more:
     gradients of activations, and copies that were moved. Then choices that hold less are tried, a little less at first,
@@ -181,7 +188,7 @@ def _fitting(request: Request, captured: CapturedProblem, tried: _Tried) -> Answ
                 raise
             none_at = counted
             continue
-        if doubled == 0 and not problem.hidden_share:
+        if doubled == 0 and not problem.hidden_share and problem.input_layouts == given:
             tried.bounds.append(plan.choice.bound)
         key = (plan.choice.options, frozenset(plan.choice.layouts.items()))
         if key not in tried.programs:

@@ -10,7 +10,7 @@ from executor.sharding import api  # noqa: E402 - after the check for torch
 from executor.sharding.capture import capture  # noqa: E402 - after the check for torch
 from executor.sharding.operations import run_kernel  # noqa: E402 - after the check for torch
 from executor.sharding.places import Context, Place  # noqa: E402 - as above
-from simulator.sharded.program import Buffer, Kernel, is_of_patches  # noqa: E402 - as above
+from simulator.sharded.program import Buffer, Exchange, Kernel, is_of_patches  # noqa: E402 - as above
 from tests.executor.sharding import modules  # noqa: E402 - as above
 from tests.executor.sharding.ranks import Case, planned_here, run, run_files, run_function  # noqa: E402 - as above
 from topology.errors import PlannerError, UserError  # noqa: E402 - as above
@@ -216,6 +216,7 @@ FOUR = [
         parameters={"embed": "data"},
         compute={"batch": ["replica", "data"]},
     ),
+    block("sequence sharded, attention by heads", {"seq": 4}, compute={"seq": "seq"}),
     on("experts over four ranks", modules.Experts(), (X,), {"ep": 4}, **EXPERTS, x=["S(0)"], output0=["S(0)"]),
     on(
         "vision transformer in two dims",
@@ -299,6 +300,17 @@ def test_tokens_reach_experts_as_the_cheaper_way_or_as_stated() -> None:
     assert "route.send" in kinds()
     assert "all_gather" not in kinds(routes="all_to_all")
     assert "route.send" not in kinds(routes="all_gather")
+
+
+def test_attention_over_a_sharded_sequence_goes_by_heads_where_that_sends_fewer_bytes() -> None:
+    captured = capture(modules.LlamaBlock().double(), (X,))
+
+    def kinds(ranks):
+        program = planned_here(api.request(captured, {"seq": ranks}, axes=LLAMA, compute={"seq": "seq"}))
+        return {one.kind for one in program.work.values() if isinstance(one, Exchange)}
+
+    assert {"all_to_all", "all_gather"} & kinds(4) == {"all_to_all"}
+    assert {"all_to_all", "all_gather"} & kinds(2) == {"all_gather"}
 
 
 def test_tokens_that_are_not_sent_are_refused_by_name() -> None:

@@ -166,7 +166,7 @@ def test_captured_weights_that_nobody_placed_fit_the_memory_and_cost_time_for_it
     little = answer_request(asked, where="the example", cluster=machine, limits=Limits(memory_bytes=limit))
 
     assert held(little) <= limit
-    assert little.plan.choice.cost >= roomy.plan.choice.cost
+    assert little.plan.choice.cost >= roomy.plan.choice.bound
     with pytest.raises(Infeasible, match="memory"):
         answer_request(asked, where="the example", cluster=machine, limits=Limits(memory_bytes=10_000))
 
@@ -263,7 +263,7 @@ def test_the_memory_of_a_hand_plan_admits_that_plan_and_one_where_nothing_is_sai
     assert all(held_at_the_peak(one) <= limit for one in found)
     seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (free, *found)]
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
-    assert seconds[2] <= 1.02 * seconds[0]  # the choice adds times up; programs overlap products and exchanges
+    assert seconds[2] <= seconds[0] * (1 + 1e-9 if len(mesh) == 1 else 1.02)  # by hand over one axis is tried besides
 
 
 def test_the_result_of_an_operator_that_no_rule_knows_is_made_whole() -> None:
@@ -407,7 +407,7 @@ def test_copy_engines_do_not_reach_other_nodes() -> None:
 
 def test_chunks_that_cannot_be_are_refused() -> None:
     asked = large({"d": 4}, TENSOR_PARALLEL)
-    refused = ({"gelu_0": 2}, "does not run"), ({"linear_1": 3}, "rows"), ({"linear_1": "ring"}, "ring")
+    refused = ({"gelu_0": 2}, "does not run"), ({"linear_1": 3}, "rows"), ({"linear_1": "broadcast"}, "broadcast")
     for chunks, why in refused:
         with pytest.raises(BadInput, match=why):
             answer_request({**asked, "chunks": chunks}, where="refused")
