@@ -58,7 +58,8 @@ def test_the_price_of_a_gpu_stays_in_the_link_and_gives_cost_against_days(page, 
     page.reload()
     assert figure(page, "Cost")
     assert "price=2.5" in page.url
-    picture = page.locator(".st-key-run_curve canvas, .st-key-run_curve svg").first
+    page.get_by_role("heading", name="A whole run: cost against days").wait_for()
+    picture = page.locator("[data-testid='stVegaLiteChart']").last
     picture.wait_for()
     assert picture.bounding_box()["width"] >= 300
     assert page.get_by_text("cannot be used").count() == 0
