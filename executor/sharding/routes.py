@@ -58,7 +58,7 @@ def _plan(ids: torch.Tensor, experts: int, group: Group | None) -> torch.Tensor:
 
 
 def _read(plan: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return plan[_PARTS:].split(plan[:_PARTS].tolist())
+    return torch.split(plan[_PARTS:], plan[:_PARTS].tolist())
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

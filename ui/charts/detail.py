@@ -87,8 +87,8 @@ def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Fi
     # On a phone, too, there is room for the words before the longest bar.
     share = f"{SAVING_PX} / max(width, {2 * SAVING_PX})"
     least = min((row["to_gib"] for row in rows), default=0.0)
-    least = alt.ExprRef(f"min(0, ({least} - {most} * {share}) / (1 - {share}))")
-    scale = alt.Scale(domainMin=least, domainMax=most, nice=False, zero=False)
+    begin = alt.ExprRef(f"min(0, ({least} - {most} * {share}) / (1 - {share}))")
+    scale = alt.Scale(domainMin=begin, domainMax=most, nice=False, zero=False)
     axis = alt.Axis(labelExpr="datum.value < 0 ? '' : datum.label")
     base = alt.Chart(table(rows)).encode(
         y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False)),

@@ -68,7 +68,7 @@ class _Region:
     _ended: list[GraphNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tensors = {one.name: one for one in (*self.graph.inputs, *self.graph.nodes)}
+        self.tensors = {one.name: one for one in self.graph.inputs} | {one.name: one for one in self.graph.nodes}
 
     def replaced(self) -> CapturedGraph:
         """Return the graph with one node in the place of all that depends on the order. Raises _OtherFormError."""
@@ -113,7 +113,7 @@ class _Region:
     def _in_order(self, nodes: Sequence[GraphNode], made: GraphNode) -> tuple[GraphNode, ...]:
         """Return the nodes, where the one that was made reads what is there before it."""
         before = nodes[: nodes.index(made)]
-        _hold(set(made.operands()) <= {one.name for one in (*self.graph.inputs, *before)})
+        _hold(set(made.operands()) <= {one.name for one in self.graph.inputs} | {one.name for one in before})
         return tuple(nodes)
 
     def _shape(self, name: str) -> tuple[int, ...]:

@@ -7,8 +7,6 @@ shards pairs and experts at once sends every pair to the rank of its expert and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated, made
 from planner.sharding.ops.op import Op
 
@@ -34,7 +32,7 @@ def _capture(call: AtenCall) -> list[Statement]:
     return [line]
 
 
-def _whole(number: int, rank: int, first: str) -> Sequence[str]:
+def _whole(number: int, rank: int, first: str) -> list[str]:
     """Return the axes of operand `number`: `first` may be sharded, and the others are needed whole."""
     axes = [f"x{number}{LETTERS[d]}^" for d in range(rank)]
     return [first, *axes[1:]] if first else axes
