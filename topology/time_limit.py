@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import inf
 
 from topology.errors import Unproved
 
@@ -36,17 +37,29 @@ def command() -> Iterator[None]:
 def limited(seconds: float | None) -> Iterator[None]:
     """End what is done inside after so many seconds; None is no limit."""
     began = _began.get()
-    token = _deadline.set(None if seconds is None else (time.monotonic() if began is None else began) + seconds)
+    with until(None if seconds is None else (time.monotonic() if began is None else began) + seconds):
+        yield
+
+
+@contextmanager
+def until(deadline: float | None) -> Iterator[None]:
+    """End what is done inside at a reading of `time.monotonic`; None is no limit."""
+    token = _deadline.set(deadline)
     try:
         yield
     finally:
         _deadline.reset(token)
 
 
+def reading() -> float:
+    """Return the reading of `time.monotonic` at which the time is over."""
+    deadline = _deadline.get()
+    return inf if deadline is None else deadline
+
+
 def check_time() -> None:
     """Raise Unproved where the time is over."""
-    deadline = _deadline.get()
-    if deadline is not None and time.monotonic() >= deadline:
+    if time.monotonic() >= reading():
         raise ended()
 
 

@@ -17,7 +17,7 @@ from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import serving_engine
 from planner.explain.plan_answer import answer_plan
 from planner.export.job import ExportJob
-from planner.export.targets.registry import TARGETS, export
+from planner.export.targets.registry import ALL_TARGETS, export
 from planner.io.inputs import read_cluster
 from planner.io.plan_words import plan_chips, plan_name, plan_settings
 from planner.question.cases import case_from_flags
@@ -382,4 +382,4 @@ def report(asked: Inputs, result: SearchResult, ranked: RankedPlan) -> str:
 
 def export_archive(result: SearchResult, ranked: RankedPlan) -> bytes:
     """Return all exports of a plan as one zip."""
-    return sharing.archive(plan_file_text(result, ranked), TARGETS, lambda target: exported(result, ranked, target))
+    return sharing.archive(plan_file_text(result, ranked), ALL_TARGETS, lambda target: exported(result, ranked, target))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 
+from topology.time_limit import reading
+
 NOT_SIMULATED = "the time limit ended before plans were simulated, flip points sought and traffic counted"
 NOT_EXPLAINED = "the time limit ended before flip points were sought and traffic counted"
 NOT_TRIED = "the time limit ended before it was tried"
 
 
 def deadline_of(limit_s: float | None) -> float | None:
-    """Return the reading at which a limit that begins now is over."""
-    return None if limit_s is None else time.monotonic() + limit_s
+    """Return the reading at which a limit that begins now is over, which one around it may be before."""
+    return None if limit_s is None else min(time.monotonic() + limit_s, reading())
 
 
 def over(deadline: float | None) -> bool:

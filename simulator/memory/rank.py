@@ -110,6 +110,7 @@ class RankReplay:
             self._give(wrapped.gradients)
         self.highest = []
         for action in self.row:
+            check_time()
             passes = [self._pass(leaf) for leaf in action.leaves]
             if self.watches:
                 passes = [self._watched(units) for units in passes]
@@ -231,7 +232,6 @@ class RankReplay:
         forward: bool,
         split: bool = False,
     ) -> None:
-        check_time()
         allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
         allocates, frees = Act.ALLOCATE, Act.FREE
         for act, slot, nbytes in events:

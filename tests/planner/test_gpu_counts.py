@@ -22,6 +22,7 @@ from planner.search.infeasible import (
     minimal_gpus,
     relaxations,
 )
+from planner.search.plan_space import judged
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.scenario import Scenario
@@ -63,7 +64,8 @@ def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
     assert cost_per_million_tokens(cheap.plans[0].estimate, None) is None
 
 
-def test_when_the_time_is_over_one_count_has_been_tried_and_nothing_is_simulated():
+def test_when_the_time_is_over_one_count_has_been_tried_and_nothing_is_simulated(monkeypatch):
+    monkeypatch.setattr(judged, "GRACE_S", 100.0)
     asked = []
 
     def run(n):

@@ -16,6 +16,7 @@ from planner.question.prediction import Method, predict
 from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
+from planner.search.plan_space import judged
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.collected import ListedTies
 from planner.search.search import SearchOptions, suggest
@@ -185,8 +186,9 @@ def test_the_pareto_set_is_that_of_all_plans(every_plan):
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm"])
-def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload, framework):
+def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload, framework, monkeypatch):
     """No time at all: still a plan that runs and fits, a true bound, and the gap between them, judged by one limit."""
+    monkeypatch.setattr(judged, "GRACE_S", 100.0)
     question = question_of(llama8b, make_cluster(2, 4), workload, framework=framework)
     cut = suggest(question, SearchOptions(time_limit_s=0.0, simulate=False))
     whole = suggest(question, SearchOptions(top=1, simulate=False))

@@ -9,6 +9,7 @@ import pytest
 from planner.cli import main
 from planner.question.question import question_of
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
+from planner.search.plan_space import judged
 from planner.search.search import SearchOptions, suggest
 from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
@@ -50,6 +51,14 @@ def test_what_ends_before_any_plan_is_found_is_unproved(capsys):
 def test_a_fewest_number_that_was_not_found_in_time_is_unproved(capsys):
     assert main(["suggest", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "min", "--time-limit", "0"]) == 5
     assert "time limit ended" in capsys.readouterr().err
+
+
+def test_a_first_plan_that_is_nearly_there_is_waited_for_a_little(monkeypatch):
+    monkeypatch.setattr(judged, "GRACE_S", 100.0)
+    assert suggest(small_question(), SearchOptions(time_limit_s=0.0)).plans
+    monkeypatch.setattr(judged, "GRACE_S", 0.0)
+    with pytest.raises(Unproved):
+        suggest(small_question(), SearchOptions(time_limit_s=0.0))
 
 
 @pytest.mark.parametrize("stage", ["predict_all", "find_flips", "assign_stages"])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 
-from planner.export.targets.registry import TARGETS  # isort: skip
+from planner.export.targets.registry import ALL_TARGETS  # isort: skip
 from planner.question.flags import Flags  # isort: skip
 from planner.search.answer import answer  # isort: skip
 from planner.search.search import SearchOptions  # isort: skip
@@ -63,7 +63,7 @@ def test_the_archive_holds_what_each_export_writes(result):
 
     assert first == again
     assert json.loads(kept.read("plan.json"))["plan"]
-    for target in TARGETS:
+    for target in ALL_TARGETS:
         inside = [name for name in kept.namelist() if name.startswith(f"{target.name}-{target.version}/")]
         if inside:
             assert kept.read(inside[0]).decode() == data.exported(result, ranked, target).text

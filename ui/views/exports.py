@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.export.targets.registry import TARGETS
+from planner.export.targets.registry import ALL_TARGETS
 from planner.io import plan_words
 from topology.errors import PlannerError
 from ui import data, panels
@@ -24,9 +24,9 @@ def show(question: state.Inputs) -> None:
     st.caption(f"{panels.counted(ranked.plan.gpus, 'GPU')}: {panels.plain(chips)} · {panels.plain(settings)}")
     _own(result, ranked)
     panels.section("For other tools")
-    names = [f"{target.title} {target.version}".strip() for target in TARGETS]
+    names = [f"{target.title} {target.version}".strip() for target in ALL_TARGETS]
     tabs = st.tabs(names, key="target", bind="query-params", on_change="rerun")
-    for tab, target in zip(tabs, TARGETS, strict=True):
+    for tab, target in zip(tabs, ALL_TARGETS, strict=True):
         if tab.open:
             with tab:
                 _target(result, ranked, target)

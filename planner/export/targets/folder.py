@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.export.draft import Exported
 from planner.export.job import ExportJob
 from planner.export.script import comment
-from planner.export.targets.registry import TARGETS, export
+from planner.export.targets.registry import ALL_TARGETS, export
 from topology.errors import Infeasible
 
 README = "README.md"
@@ -15,7 +15,7 @@ def export_all(job: ExportJob) -> dict[str, str]:
     """Return the files of the folder by name. Raises Infeasible when no tool can run the plan."""
     done: list[Exported] = []
     refused: list[tuple[str, str]] = []
-    for target in TARGETS:
+    for target in ALL_TARGETS:
         try:
             done.append(export(job, target))
         except Infeasible as error:

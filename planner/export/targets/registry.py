@@ -36,6 +36,7 @@ TARGETS: tuple[Target, ...] = (
     trainjob.TARGET,
     skypilot.TARGET,
 )
+ALL_TARGETS = (*TARGETS, *TUNING)
 TF32_NOTE = "products in TF32: the program has to call torch.set_float32_matmul_precision('high')"
 ALIASES = {
     "executor": "torchrun",
@@ -56,13 +57,12 @@ def find_target(text: str, wanted: str | None = None) -> Target:
     name, _, stated = text.partition("@")
     bare = name.strip().lower()
     bare = ALIASES.get(bare, bare)
-    targets = (*TARGETS, *TUNING)
     tuned = any(target.name == bare for target in TUNING)
     if not tuned and is_described(bare) and runtime_spec(bare).tools.export != ToolsSpec().export:
         bare = runtime_spec(bare).tools.export
-    versions = [target for target in targets if target.name == bare]
+    versions = [target for target in ALL_TARGETS if target.name == bare]
     if not versions:
-        known = list(dict.fromkeys(target.name for target in targets))
+        known = list(dict.fromkeys(target.name for target in ALL_TARGETS))
         near = get_close_matches(bare, [*known, *ALIASES], n=2)
         raise UserError(
             f"no export to {name[:60]!r}",

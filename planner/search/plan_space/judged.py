@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from time import process_time
+from time import monotonic
 
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
 from planner.search.plan_space.candidates import plan_of
@@ -18,11 +18,11 @@ from topology.cluster import Cluster
 from topology.errors import Unproved
 from topology.rates.orders import irregular
 from topology.rates.placement import place
-from topology.time_limit import ended, limited
+from topology.time_limit import ended, until
 
 # Of an explored space the rows that would be listed.
 Listed = Callable[[Explored], Sequence[int]]
-GRACE_S = 1.0  # of CPU time, that of a core to itself: on a busy machine a first answer would fail that is nearly there
+GRACE_S = 0.6  # after the time limit, for a first answer that is nearly there
 
 
 def explore(
@@ -37,7 +37,7 @@ def explore(
     When the time is over, those are returned that have been judged by then. Where none has, the first are, until one
     fits; Unproved is raised where none does for GRACE_S.
     """
-    over_s: float | None = None  # reading of the CPU's clock when the time was over
+    end = None if search.deadline is None else search.deadline + GRACE_S
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     costs_first = search.objective == "time" and not search.screening.sure
     while True:
@@ -49,14 +49,13 @@ def explore(
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown or (late and judged.any()):
             return search.with_near_pipelines(found.take(judged) if late else found)
-        if late:
-            over_s = process_time() if over_s is None else over_s
-            if process_time() - over_s > GRACE_S:
-                raise ended()
+        if end is not None and monotonic() >= end:
+            raise ended()
         plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
         with suppress(Unproved):
             replays.look_ahead(plans)
-        with limited(None):
+        # A replay that the end of the time cuts short shows nothing: what was judged before is the answer.
+        with suppress(Unproved), until(end):
             for row, plan in zip(unknown, plans, strict=True):
                 if row != unknown[0] and search.expired():
                     break

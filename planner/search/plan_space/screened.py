@@ -103,8 +103,8 @@ class StepBounds:
         if sure and (likely := memory.at_most_likely(sure)) < sure:
             self.fit_probability[row] = likely
             return
-        self.judged[row] = True
         self.fit_probability[row] = memory.fit_probability if memory.fits else -1.0
+        self.judged[row] = True
         if memory.fits:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
             self.flush_s[row] = memory.flush_s
