@@ -50,6 +50,7 @@ KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.
 LOST_PEER = ("closed by peer", "connection reset", "broken pipe")
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
+KILLED_S = 5.0  # within which killed processes are gone, on a busy machine too
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -127,7 +128,9 @@ def launch(
     directory: str | Path | None = None,
     nodes: Rendezvous | None = None,
 ) -> LaunchResult:
-    """Run `ranks` copies of `module` for at most `budget_s` seconds; all processes end within another 2 x `grace_s`.
+    """Run `ranks` copies of `module` for at most `budget_s` seconds.
+
+    All processes end within another `grace_s` and KILLED_S.
 
     `elastic` False starts one plain process, without torch. `environment` is added to this process's own. `directory`
     keeps the output and the ranks' error files; without it they go to a temporary folder and only tails remain.
@@ -293,18 +296,16 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 def _stop(process: subprocess.Popen[bytes], run_id: str, grace_s: float) -> tuple[int, ...]:
     """End every process of this run, first with SIGTERM, then SIGKILL; return the pids that are left."""
-    try:
+    with suppress(KeyboardInterrupt):  # the second press: no more waiting
         if process.poll() is None:
             # The agent passes SIGTERM on to its ranks, and knows how to leave the rendezvous. Its group has its pid.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
             _wait_for_none(process, run_id, grace_s)
-    except KeyboardInterrupt:  # the second press: no more waiting
-        grace_s = min(grace_s, 1.0)
     kill(tagged_processes(run_id))
     process.kill()
     # A process in an uninterruptible call never answers: the join is bounded and the rest is reported.
-    _wait_for_none(process, run_id, grace_s)
+    _wait_for_none(process, run_id, KILLED_S)
     left = {member.pid for member in tagged_processes(run_id)}
     return tuple(sorted(left if process.poll() is not None else left | {process.pid}))
 
