@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.io.figures import change_text, gib_text, gpus_text
 from simulator.config.estimate import Fit, chance
-from topology.units import GIB
+from topology.units import GIB, two_digits
 from ui.charts.row_types import RunRow, SavingRow, SizeRow
 
 if TYPE_CHECKING:
@@ -74,11 +74,6 @@ def run_rows(runs: Sequence[WholeRun], here: int) -> list[RunRow]:
 def with_ends(interval: Interval) -> str:
     """Return a figure of a whole run with its range: `84 (65 to 110)`."""
     return f"{two_digits(interval.value)} ({two_digits(interval.low)} to {two_digits(interval.high)})"
-
-
-def two_digits(value: float) -> str:
-    """Return a number with two significant digits: no more is known of a whole run."""
-    return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def saving_rows(fixes: Sequence[Fix], estimate: Estimate) -> list[SavingRow]:

@@ -9,6 +9,7 @@ from planner.pictures.palette import BLUE, VERMILION
 from planner.pictures.svg import MARGIN, Picture
 from planner.search.whole_run import WholeRun
 from simulator.config.estimate import Interval
+from topology.units import two_digits
 
 WIDTH, HEIGHT = 760.0, 480.0
 LEFT, TOP, BOTTOM = 96.0, 64.0, 56.0
@@ -47,7 +48,7 @@ def run_curve(runs: Sequence[WholeRun], chosen: int, *, title: str, unit: str) -
         picture.write(LEFT - 8, y_of(tick) + 4, f"{tick:,.10g}", kind="quiet", anchor="end")
     for _, days, _ in known:
         picture.line([(x_of(days.value), low), (x_of(days.value), low + 5)], "", 1.0)
-        picture.write(x_of(days.value), low + 20, f"{float(f'{days.value:.2g}'):,.10g}", kind="quiet", anchor="middle")
+        picture.write(x_of(days.value), low + 20, two_digits(days.value), kind="quiet", anchor="middle")
     picture.write((LEFT + right) / 2, HEIGHT - 10, "days (logarithmic)", kind="quiet", anchor="middle")
     picture.write(MARGIN, TOP - 14, what, kind="quiet")
     picture.line([(x_of(days.value), y_of(cost.value)) for _, days, cost in known], BLUE, 1.5)

@@ -34,7 +34,8 @@ class SameSite:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] in {"http", "websocket"} and not self._is_ours(Headers(scope=scope)):
-            await _refuse(403, "it answers its own pages, asked by its own names", scope, receive, send)
+            why = "this service answers requests of its own pages only, under its own host names"
+            await _refuse(403, why, scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -69,7 +69,18 @@ def test_what_no_key_says_is_refused_by_name(target) -> None:
         (asked(Plan(dp_shard=4, pp=2, schedule="1F1B", recompute="none")), "pp"),
         (asked(optimizer="muon"), "muon"),
         (asked(savers=("bf16_gradients",)), "bf16_gradients"),
+        (asked(compute_dtype="float16"), "float16"),
         (asked(adapter=ia3), "ia3"),
     ):
         with pytest.raises(Infeasible, match=named):
             export(written, target)
+
+
+def test_what_torchtunes_recipes_refuse_is_not_written() -> None:
+    """recipes/full_finetune_distributed.py: a plan of modules for tensor parallelism, no accumulation in backward."""
+    for plan, savers, named in (
+        (Plan(dp_shard=4, tp=2, sequence_parallel=True, recompute="full"), (), "tp"),
+        (Plan(dp_shard=8, recompute="full", micro_batch_size=1), ("optimizer_in_backward",), "optimizer_in_backward"),
+    ):
+        with pytest.raises(Infeasible, match=named):
+            export(asked(plan, savers=savers), find_target("torchtune"))

@@ -13,8 +13,9 @@ from planner.pictures.memory import stage_parts
 from planner.question.goal import Goal
 from planner.search.whole_run import runs_of_counts, whole_run
 from topology.errors import PlannerError
+from topology.units import two_digits
 from ui import data, other_machines, panels, rows
-from ui.changed_rows import run_rows, size_rows, two_digits
+from ui.changed_rows import run_rows, size_rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
 from ui.question import state

@@ -26,6 +26,7 @@ from planner.export.yaml_text import yaml_text
 from simulator.config.adapter import DORA, LORA, Adapter
 from simulator.config.hf_config import hub_name
 from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
 from simulator.config.savers import (
     ACTIVATION_OFFLOAD,
     CHUNKED_LOSS,
@@ -35,12 +36,17 @@ from simulator.config.savers import (
 from topology.errors import Infeasible
 
 
-def _refuse_others(title: str, what: str, asked: Iterable[str], has: Iterable[str]) -> None:
-    """Raise Infeasible for what a tool has no key for."""
-    if lacking := [word for word in asked if word not in set(has)]:
+def _refuse_others(title: str, what: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    """Raise Infeasible for what is not written in a tool's keys."""
+    if lacking := [word for word in asked if word not in set(known)]:
         raise Infeasible(
-            f"{title} has no key for {what} {', '.join(lacking)}", why=f"it has {', '.join(has) or 'none'}"
+            f"no file of {title} is written with {what} {', '.join(lacking)}",
+            why=f"written are {', '.join(known) or 'none'}",
         )
+
+
+def _savers_of(runtime: Runtime) -> set[str]:
+    return {*runtime.savers, *({LINEAR_LOSS} if "linear_loss" in runtime.fused else ())}
 
 
 def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[str, ...]) -> tuple[ExportJob, list[str]]:
@@ -49,8 +55,8 @@ def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[st
     plan, notes = to_fsdp_degrees(job.plan, title)
     degrees = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep") if getattr(plan, axis) > 1]
     _refuse_others(title, "the degrees", degrees, axes)
-    asked = {*runtime.savers, *({LINEAR_LOSS} if "linear_loss" in runtime.fused else ())}
-    _refuse_others(title, "the savers", sorted(asked), savers)
+    _refuse_others(title, "the savers", sorted(_savers_of(runtime)), savers)
+    _refuse_others(title, "products in", [runtime.compute_dtype], ("bfloat16", "float32"))
     if adapter is not None:
         _refuse_others(title, "adapters of kind", [adapter.kind], (LORA, DORA))
         _refuse_others(title, "frozen weights in", [adapter.base_weights or "bfloat16"], ("bfloat16", "float32", "nf4"))
@@ -58,8 +64,8 @@ def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[st
     left_out = [*notes]
     if recompute != plan.recompute:
         left_out.append(f"recompute {plan.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
-    if plan.offload == "optimizer":
-        raise Infeasible(f"{title} moves parameters to host memory with the optimizer, or nothing")
+    if plan.offload == "optimizer" or (plan.offload != "none" and plan.dp_shard == 1):
+        raise Infeasible(f"{title} moves sharded parameters to host memory with the optimizer, or nothing")
     job = job.with_plan(plan.with_(recompute=recompute, tp_overlap="none", ep_overlap="none"))
     return job, [*left_out, *require_legal(job, "pytorch", title)]
 
@@ -75,7 +81,10 @@ def _packed(adapter: Adapter | None) -> bool:
 
 
 def _draft(job: ExportJob, settings: Settings, left_out: Iterable[str], run: list[str], *needed: str) -> Draft:
-    data = "data set, epochs and learning rate, which no plan decides: add their keys"
+    data = (
+        "data set, epochs and learning rate, which no plan decides: add their keys; keys of other releases may differ, "
+        "and this file was not tried with the tool"
+    )
     return Draft(
         body=yaml_text(nested(settings)),
         settings=settings,
@@ -91,8 +100,10 @@ def _draft(job: ExportJob, settings: Settings, left_out: Iterable[str], run: lis
 def write_torchtune(job: ExportJob) -> Draft:
     """Return a recipe's configuration: of `full_finetune_distributed`, or `lora_finetune_distributed`."""
     title, adapter = "torchtune 0.6", job.question.runtime.adapter
-    axes = ("dp_shard",) if adapter else ("dp_replicate", "dp_shard", "tp", "cp")
-    job, left_out = _written(job, title, axes, (CHUNKED_LOSS, ACTIVATION_OFFLOAD, OPTIMIZER_IN_BACKWARD))
+    # Tensor parallelism asks for a plan of modules by model (`tensor_parallel_plan`), which is not written.
+    axes = ("dp_shard",) if adapter else ("dp_replicate", "dp_shard")
+    in_backward = () if adapter or job.micro_batches > 1 else (OPTIMIZER_IN_BACKWARD,)  # else its recipes refuse it
+    job, left_out = _written(job, title, axes, (CHUNKED_LOSS, ACTIVATION_OFFLOAD, *in_backward))
     plan, runtime = job.plan, job.question.runtime
     if runtime.param_dtype != runtime.compute_dtype:
         left_out.append(f"parameters in {runtime.param_dtype}: dtype names one type for parameters and products")
@@ -115,8 +126,6 @@ def write_torchtune(job: ExportJob) -> Draft:
         }
     elif plan.gpus > 1:
         settings |= {
-            "tensor_parallel_dim": plan.tp,
-            "context_parallel_dim": plan.cp,
             "data_parallel_replicate_dim": plan.dp_replicate,
             "data_parallel_shard_dim": plan.dp_shard,
         }
@@ -130,7 +139,7 @@ def write_torchtune(job: ExportJob) -> Draft:
         "optimizer_in_bwd": OPTIMIZER_IN_BACKWARD in runtime.savers,
         "optimizer._component_": _optimizer(job, title, TORCH),
         "loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss" if in_pieces else PLAIN_LOSS,
-        "dtype": {"bfloat16": "bf16", "float32": "fp32"}.get(runtime.compute_dtype, "bf16"),
+        "dtype": {"bfloat16": "bf16", "float32": "fp32"}[runtime.compute_dtype],
         "compile": bool(runtime.compile),
     }
     if plan.gpus > 1:
@@ -174,6 +183,8 @@ def write_axolotl(job: ExportJob) -> Draft:
         "torch_compile": bool(runtime.compile),
     }
     settings |= {"tensor_parallel_size": plan.tp} if plan.tp > 1 else {}
+    if plan.sequence_parallel and plan.tp > 1:
+        left_out.append("sequence parallelism: transformers' plan of each model says where it is used")
     settings |= {"context_parallel_size": plan.cp} if plan.cp > 1 else {}
     if plan.dp_shard > 1:
         settings |= {"fsdp_version": 2, "dp_shard_size": plan.dp_shard, **_sharded(plan)}
@@ -189,10 +200,11 @@ def write_axolotl(job: ExportJob) -> Draft:
             "lora_target_modules": sorted(every),
             "peft_use_dora": adapter.kind == DORA,
         }
-    if LINEAR_LOSS in runtime.savers or "linear_loss" in runtime.fused:
+    if LINEAR_LOSS in _savers_of(runtime):
         settings |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True}
     settings |= {"activation_offloading": True} if ACTIVATION_OFFLOAD in runtime.savers else {}
-    return _draft(job, settings, left_out, ["axolotl", "train", "axolotl.yaml"])
+    scale = ("lora_alpha, which axolotl asks for: twice the rank here",) if adapter else ()
+    return _draft(job, settings, left_out, ["axolotl", "train", "axolotl.yaml"], *scale)
 
 
 def write_factory(job: ExportJob) -> Draft:
@@ -214,7 +226,7 @@ def write_factory(job: ExportJob) -> Draft:
         "bf16": runtime.compute_dtype == "bfloat16",
         "optim": _optimizer(job, title, HUGGING_FACE),
         "torch_compile": bool(runtime.compile),
-        "use_liger_kernel": LINEAR_LOSS in runtime.savers or "linear_loss" in runtime.fused,
+        "use_liger_kernel": LINEAR_LOSS in _savers_of(runtime),
     }
     settings |= {"disable_gradient_checkpointing": True} if plan.recompute == "none" else {}
     settings |= (
