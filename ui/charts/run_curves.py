@@ -23,4 +23,4 @@ def curve(points: Sequence[StepPoint], title: str, *, dark: bool) -> Figure:
         tooltip=[alt.Tooltip("run:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q", title=title, format=".4~g")],
     )
     drawn = alt.layer(base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=30, opacity=1))
-    return finished(drawn.properties(height=160), dark)
+    return finished(drawn, dark, height=160)

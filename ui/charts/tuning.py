@@ -51,7 +51,7 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Fig
             y=alt.Y("measured:Q", scale=scale), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~g")]
         )
     )
-    return finished(alt.layer(band, middle, measured).properties(height=170), dark)
+    return finished(alt.layer(band, middle, measured), dark, height=170)
 
 
 def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
@@ -71,4 +71,4 @@ def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
         .mark_rule(color=paper(dark).quiet, strokeDash=[4, 3])
         .encode(y=alt.Y("chance:Q"))
     )
-    return finished(alt.layer(line, stop).properties(height=220), dark)
+    return finished(alt.layer(line, stop), dark, height=220)
