@@ -79,7 +79,7 @@ def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
         "days:Q",
         title="days (logarithmic)",
         scale=alt.Scale(type="log", nice=False, padding=26),
-        axis=alt.Axis(values=[row["days"] for row in rows], format=".2~g", grid=False),
+        axis=alt.Axis(values=[row["days"] for row in rows], format=".2~r", grid=False),
     )
     y = alt.Y("cost:Q", title=unit, scale=alt.Scale(zero=True), axis=alt.Axis(format=",~r"))
     ranges: dict[str, Any] = {"strokeWidth": 6, "opacity": 0.35, "color": GOOD, "strokeCap": "round"}

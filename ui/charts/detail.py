@@ -59,8 +59,10 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 scale=scale("memory", parts_shown),
                 sort=parts_shown,
                 legend=alt.Legend(
-                    columns=2, orient="bottom", offset=14
-                ),  # clear of the capacity's label, on a phone too
+                    columns=alt.ExprRef("width < 230 ? 1 : 2"),  # beside long names, a phone has no room for two
+                    orient="bottom",
+                    offset=14,  # clear of the capacity's label
+                ),
             ),
             order=alt.Order("order:Q"),
             tooltip=[alt.Tooltip("stage:N"), alt.Tooltip("category:N"), alt.Tooltip("text:N", title="size")],

@@ -35,8 +35,8 @@ def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
             tooltip=[
                 "id:N",
                 "source:N",
-                alt.Tooltip("measured:Q", format=".4~g"),
-                alt.Tooltip("predicted:Q", format=".4~g"),
+                alt.Tooltip("measured:Q", format=".4~r"),
+                alt.Tooltip("predicted:Q", format=".4~r"),
                 alt.Tooltip("text:N", title="error"),
             ],
         )

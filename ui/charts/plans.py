@@ -175,8 +175,8 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
             ),
             tooltip=[
                 "plan:N",
-                alt.Tooltip("gb:Q", format=".3~g", title="GB/s"),
-                alt.Tooltip("step_s:Q", format=".4~g", title="step, s"),
+                alt.Tooltip("gb:Q", format=".3~r", title="GB/s"),
+                alt.Tooltip("step_s:Q", format=".4~r", title="step, s"),
             ],
         )
     )

@@ -110,7 +110,7 @@ def _answer(found: JsonObject, name: str) -> None:
         _serving_figures(found["estimate"])
     else:
         estimate = codec.convert(found["estimate"], Estimate, where="estimate", others=True)
-        panels.figures(panels.estimate_figures(estimate, "Step as it is"))
+        panels.figures(panels.estimate_figures(estimate, step_label="Step as it is"))
     changes, best = found["changes"], found["best"]
     if changes:
         panels.section("The one change that gains most", panels.plain(changes[0]["what"]))
