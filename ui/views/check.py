@@ -58,7 +58,8 @@ def _given() -> tuple[str, str]:
     """Return the text and the name of the configuration that was dropped or pasted."""
     file = st.file_uploader("A configuration", key="check_file", max_upload_size=uploads.MAX_BYTES // MIB)
     if file is not None:
-        return file.getvalue().decode("utf-8-sig", errors="replace"), uploads.harmless(file.name)
+        name = uploads.harmless(file.name)
+        return uploads.text_of(name, file.getvalue()), name
     pasted = str(st.text_area("Or its text", key="check_text", height=140) or "")
     return pasted, f"pasted{_suffix(pasted)}"
 
