@@ -66,7 +66,7 @@ def pack(model: torch.nn.Module) -> None:
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, torch.nn.Linear):
             packed = Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, device="meta"
             )
             packed.weight = Params4bit(
                 module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
