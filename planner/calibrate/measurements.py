@@ -30,6 +30,7 @@ from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
+from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
@@ -351,6 +352,6 @@ def own_effects(
             calibration=known,
         )
         plans = [steps[place].plan for place in places]
-        rows[places], table = effects(scenario, plans, terms)
-        seconds[places] = table.step_s[: len(plans)]
+        rows[places], _ = effects(scenario, plans, terms)
+        seconds[places] = estimate_plans(scenario, plans).step_s  # as `planner estimate` has them
     return rows, seconds

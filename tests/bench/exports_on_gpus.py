@@ -60,9 +60,9 @@ PLANS_BY_GPUS: dict[int, dict[str, tuple[str, str]]] = {
         "deepspeed-zero3": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 2 --zero 3"),
     },
     1: {
+        "deepspeed-one": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 4 --micro-batch 2 --zero 0"),
         "titan-one": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 1 --micro-batch 1 --recompute full --param-dtype bfloat16"),
         "titan-one-compiled": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 1 --micro-batch 1 --recompute full --param-dtype bfloat16 --compile"),
-        "deepspeed-one": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 4 --micro-batch 2 --zero 0"),
         "deepspeed-one-full": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 2 --micro-batch 2 --zero 0 --recompute full"),
     },
 }  # fmt: skip

@@ -88,6 +88,7 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", p
     torch.set_default_dtype(torch.float32)
     if packed:
         pack(model)
+        torch.cuda.empty_cache()  # of the weights as they were
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if rank:
