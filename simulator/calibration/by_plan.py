@@ -87,7 +87,7 @@ def roofline_by_plan(
         for one, tokens, tp, cp in zip(costs, *(column.astype(int).tolist() for column in shapes), strict=True)
     ]
     columns = dict(zip(FACTORS, np.array(factors).T, strict=True))
-    return replace(roofline, **columns)  # type: ignore[arg-type]  # columns stand for numbers
+    return replace(roofline, **columns)  # columns stand for numbers
 
 
 def taken_host(host: HostSpec, rows: Rows) -> HostSpec:

@@ -6,6 +6,7 @@ on. Both take turns for five rounds after 1.5 s of products, and the median coun
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -54,6 +55,7 @@ def alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile, words: Tenso
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.cuda.set_device(DEVICE)
     warm = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     until = time.monotonic() + WARM_S
