@@ -4,10 +4,44 @@ import subprocess
 import sys
 
 FILES = {
-    "test_a.py": "import os, warnings\ndef test_one(): warnings.warn('of one')\ndef test_dies(): os._exit(3)\ndef test_after(): pass",
-    "test_b.py": "import pytest\ndef test_no(): assert 1 == 2\n@pytest.mark.skip(reason='as it says')\ndef test_skipped(): pass",
-    "test_c.py": "import os\ndef test_alone(once): assert once == os.getpid()\ndef test_again(once): assert once == os.getpid()",
-    "conftest.py": "import os, pytest\n@pytest.fixture(scope='session')\ndef once(): return os.getpid()",
+    "conftest.py": """
+import os, pytest
+
+@pytest.fixture(scope="session")
+def once():
+    return os.getpid()
+""",
+    "test_a.py": """
+import os, warnings
+
+def test_warns():
+    warnings.warn("of one")
+
+def test_dies():
+    os._exit(3)
+
+def test_after():
+    pass
+""",
+    "test_b.py": """
+import pytest
+
+def test_fails():
+    assert 1 == 2
+
+@pytest.mark.skip(reason="as it says")
+def test_skipped():
+    pass
+""",
+    "test_c.py": """
+import os
+
+def test_one(once):
+    assert once == os.getpid()
+
+def test_other(once):
+    assert once == os.getpid()
+""",
 }
 
 
@@ -15,7 +49,8 @@ def run(folder, *options: str) -> subprocess.CompletedProcess[str]:
     for name, text in FILES.items():
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.workers", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, "--rootdir", folder, *options, folder], capture_output=True, text=True, timeout=60)
+    command += ["--rootdir", folder, *options, folder]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_every_test_has_one_result(tmp_path) -> None:

@@ -80,7 +80,9 @@ class _Run:
 
     def _start(self) -> None:
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=_work, args=(self.session, there, list(self.workers)))
+        process = multiprocessing.get_context("fork").Process(
+            target=_work, args=(self.session, there, list(self.workers))
+        )
         process.start()
         there.close()
         self.workers[here] = _Worker(process, [], next(self.names))
@@ -160,7 +162,7 @@ def _numbers(pipe: Connection) -> Iterator[int]:
         yield from file
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class _Sender:
     config: pytest.Config
     pipe: Connection
