@@ -77,11 +77,11 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
 
 def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     """Return a runtime as the software that its release names, where that is described as another kind of the same: a
-    loop of PyTorch may run its own layers or those of transformers, unless their kernels were replaced.
+    loop of PyTorch may run its own layers or those of transformers.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
     kinds = [word for word in words if is_described(word) and stated["name"] in lineage(word)]
-    if not kinds or "layers" in (stated.get("fused") or ()):
+    if not kinds:
         return stated
     assumed.append(f"layers of {kinds[0]} (release {stated['release']!r})")
     return {**stated, "name": kinds[0]}

@@ -45,7 +45,7 @@ from topology.errors import BadPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
+    model is `compiled`, or `always`; `reentrant` checkpoints never do. See `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
     efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture,
     `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`: the attention library for layers
     with a sliding window, where that is another. `recompute_modules` are parts of a layer that can be recomputed
@@ -83,7 +83,7 @@ class RuntimeSpec:
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
-    recompute_stops: str = "never"
+    recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
     earlier: EarlierSpec | None = None
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
@@ -421,6 +421,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
+        "fused_layers": runtime.compile or "layers" in runtime.fused,
         "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
         "scores_after": model.family in spec.scores_after,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
