@@ -104,7 +104,11 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
     if unsaid(said) or word_of(said, where).lower() == "none":
         return {}
-    parts = next((fused for word, fused in FUSED_KERNELS.items() if word in said.lower()), ())
+    parts = tuple(
+        dict.fromkeys(part for word, fused in FUSED_KERNELS.items() if word in said.lower() for part in fused)
+    )
+    if "linear_loss" in parts:
+        parts = tuple(part for part in parts if part != "loss")
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
     return {"fused": parts}

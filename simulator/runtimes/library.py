@@ -53,7 +53,8 @@ class RuntimeSpec:
     two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. `savers` are the memory savers that it has (`simulator.config.savers`), and
+    layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the
+    weights are kept in. `savers` are the memory savers that it has (`simulator.config.savers`), and
     `saver_overrides` what replaces parts of the description where a run has one; of how many layers that have run what
     they keep may still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description
     that is `like` another says only what differs (operators of a part of the layer under `layer.overrides`), and what
@@ -82,6 +83,7 @@ class RuntimeSpec:
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    wide_adapters: bool = False
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
     earlier: EarlierSpec | None = None
@@ -279,6 +281,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+def _wide_adapters(spec: RuntimeSpec, runtime: Runtime) -> bool:
+    """Whether adapters cast what they read: they are kept in float32 next to narrow weights, by no kernel of others."""
+    own = "adapters" in runtime.fused or (
+        "packed_adapters" in runtime.fused and runtime.adapter is not None and runtime.adapter.packed
+    )
+    return spec.wide_adapters and not own and not runtime.compile and DTYPE_BYTES[runtime.activation_dtype] < 4
+
+
 def is_mixed_precision(runtime: Runtime) -> bool:
     """Return whether products compute in a narrower type than parameters are stored in."""
     return DTYPE_BYTES[runtime.activation_dtype] < DTYPE_BYTES[runtime.param_dtype]
@@ -358,7 +368,8 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
-            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile))
+            wide = _wide_adapters(spec, runtime)
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
         return quantized(kept, spec.low_precision, recipe)
