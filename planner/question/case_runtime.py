@@ -10,7 +10,7 @@ from typing import Any
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
-from simulator.config.savers import not_modelled_said, savers_said
+from simulator.config.savers import not_modelled_said, optimizer_said, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.library import is_described, lineage, runtime_names
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
@@ -43,6 +43,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("savers")) and (said := savers_said(str(data.get("note") or ""))):
         stated["noted_savers"] = said
         assumed.append(f"runtime.savers has {', '.join(said)} (the note says so)")
+    if unsaid(stated.get("optimizer")) and (optimizer := optimizer_said(str(data.get("note") or ""))):
+        stated["optimizer"] = optimizer
+        assumed.append(f"runtime.optimizer = {optimizer} (the note says so)")
     assumed += [
         f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(str(data.get("note") or ""))
     ]

@@ -45,20 +45,20 @@ from topology.errors import BadPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; `reentrant` checkpoints never do. See `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
-    efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture,
-    `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`: the attention library for layers
-    with a sliding window, where that is another. `recompute_modules` are parts of a layer that can be recomputed
-    together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of
-    two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
-    tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
-    experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the
-    weights are kept in. `savers` are the memory savers that it has (`simulator.config.savers`), and
-    `saver_overrides` what replaces parts of the description where a run has one; of how many layers that have run what
-    they keep may still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description
-    that is `like` another says only what differs (operators of a part of the layer under `layer.overrides`), and what
-    was measured of the other goes for it.
+    model is `compiled`, or `always`; checkpoints that are `reentrant` never do: `simulator.runtimes.recomputation`.
+    `attention_kernel` is a curve of efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on`
+    names others by GPU architecture, `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`:
+    the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
+    layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
+    deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses.
+    `splits_experts`: what tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`).
+    `dispatchers` send tokens to experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`:
+    the operators of each part of a layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the
+    weights are kept in. `savers` are the memory savers that it has (`simulator.config.savers`), and `saver_overrides`
+    what replaces parts of the description where a run has one; of how many layers that have run what they keep may
+    still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description that is `like`
+    another says only what differs (operators of a part of the layer under `layer.overrides`), and what was measured of
+    the other goes for it.
     """
 
     names: tuple[str, ...]

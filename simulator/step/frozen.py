@@ -63,10 +63,10 @@ def frozen_units_keep_inputs(context: CostContext) -> NDArray[np.bool_]:
     """Return for every plan whether frozen layers keep their inputs, and the gradients of these, until a backward pass
     ends.
 
-    FSDP1 hangs the resharding of a frozen unit on the nodes that collect the gradients of its inputs, and lets go of
-    them as a backward pass ends (torch/distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`).
-    A re-entrant checkpoint detaches those inputs, so that the nodes hold them and their gradients. Layers are frozen
-    units where adapters are units of their own (peft/utils/other.py, `fsdp_auto_wrap_policy`).
+    FSDP1 hangs the resharding of a frozen unit on the nodes that collect the gradients of its inputs, until a backward
+    pass ends (torch/distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`). A re-entrant
+    checkpoint detaches those inputs, so that the nodes hold them and their gradients. Layers are frozen units where
+    adapters are units of their own (peft/utils/other.py, `fsdp_auto_wrap_policy`).
     """
     adapter, spec = context.runtime.adapter, context.spec
     apart = adapter is not None and adapter.freezes_all
