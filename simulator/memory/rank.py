@@ -144,7 +144,7 @@ class RankReplay:
 
     def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
-        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._received()
+        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self._message_bytes())[0]
         recast: list[Block] = []
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
@@ -198,15 +198,12 @@ class RankReplay:
             self._play(unit, instance, passes.backward, forward=False, split=split)
             self._give(again)
             gradient = instance.slots.pop(passes.gradient, None)
-            if keeps and gradient is not None:
-                self.kept.append(gradient)
+            self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
                 self._turned(unit, micro_batch, last=last)
             self._reshard(unit, last_use=last)
             yield
-        for block in (gradient, output):
-            if block is not None and block not in self.kept:
-                self.memory.free(block)
+        self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
         self._give(self.kept)
         if units and units[-1].block == "head":  # a stage may have nothing to do
             for nbytes in self.plan.metrics:
@@ -426,9 +423,6 @@ class RankReplay:
 
     def _message_bytes(self) -> float:
         return float(tensor_bytes("u h", self.context.sizes, self.context.dtype_bytes)[0])
-
-    def _received(self) -> Block:
-        return self.memory.allocate(round(self._message_bytes()), COMPUTE)
 
     def _take_stage_buffers(self) -> None:
         """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the

@@ -32,6 +32,7 @@ _MICRO, _EACH = (
     for name in ("pp_microbatch_size", "layers_per_stage")
 )
 _TYPE = "model.torch_dtype"
+_RESHARD, _OFFLOAD = f"{_D}reshard_after_forward", f"{_D}offload_policy._target_"
 
 
 def _read_shard(settings: Settings, facts: Facts) -> Facts:
@@ -79,6 +80,17 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
     return types(stored, "bfloat16", "float32")
 
 
+def _read_reshard(settings: Settings, facts: Facts) -> Facts:
+    if facts["dp_shard"] == 1 or settings.get(_RESHARD) is None:
+        return {"reshard_after_forward": None}
+    return {"reshard_after_forward": truth(settings, _RESHARD)}
+
+
+def _read_offload(settings: Settings, _: Facts) -> Facts:
+    away = str(settings.get(_OFFLOAD) or "").endswith("CPUOffloadPolicy")
+    return {"offload": "parameters" if away else "none"}
+
+
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
     name = str(settings.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
     if name == "muon":
@@ -99,6 +111,8 @@ TABLE: Table = (
     length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
     Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
     Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
+    Entry(keys=(_RESHARD,), write=lambda _: {}, read=_read_reshard),
+    Entry(keys=(_OFFLOAD,), write=lambda _: {}, read=_read_offload),
     Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
     compiled("compile.enabled"),
     AUTOMODEL,
