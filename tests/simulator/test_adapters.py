@@ -211,6 +211,24 @@ def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, mic
         assert table.memory.reserved_bytes[0, rank] <= held.reserved_bytes
 
 
+def test_adapters_in_float32_cast_what_they_read_unless_a_kernel_of_others_multiplies() -> None:
+    """Peft's, and foak's over packed weights alone; VectorLM has them in 16 bits."""
+    wide = {
+        (name, fused, adapter.packed): any(
+            o.name.endswith("_narrow") for o in operators_for(load_model("llama3-8b"), asked.runtime).dense_layer
+        )
+        for adapter in (LORA, QLORA)
+        for name, fused in (("transformers", ()), ("transformers", ("packed_adapters",)), ("vectorlm", ()))
+        for asked in (question(adapter, name=name, fused=fused),)
+    }
+
+    assert [key for key, cast in wide.items() if cast] == [
+        ("transformers", (), False),
+        ("transformers", ("packed_adapters",), False),
+        ("transformers", (), True),
+    ]
+
+
 def test_frozen_layers_under_fsdp1_keep_inputs_and_their_gradients() -> None:
     """Four A100 hold (32 - 2) x 4,096 x 2 = 245,760 B a token more than one, with either of two vocabularies, of a
     model of 32 layers (foundation-model-stack/fms-acceleration @876e2ed, scripts/benchmarks/refs/a100_80gb_liger.csv).
