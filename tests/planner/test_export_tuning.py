@@ -54,6 +54,12 @@ def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None
     assert len(said["target_modules"]) == (7 if adapter is EVERY else 2)
 
 
+def test_replicas_alone_are_read_back_from_automodels_file() -> None:
+    back = read_back(export(asked(REPLICAS), find_target("automodel")))
+
+    assert (back["dp_replicate"], back["dp_shard"]) == (8, 1)
+
+
 @pytest.mark.parametrize(
     ("tool", "savers"),
     [
@@ -75,6 +81,7 @@ PLANS = (
     Plan(dp_shard=4, cp=2, recompute="full", micro_batch_size=2),
     Plan(micro_batch_size=2),
 )
+REPLICAS = Plan(dp_replicate=8, recompute="full", micro_batch_size=4)
 SAVERS = ((), ("activation_offload",), ("fused_linear_loss",), ("chunked_loss",), ("optimizer_in_backward",))
 
 
@@ -105,6 +112,8 @@ def test_every_key_is_one_of_the_tools_own_schema(target) -> None:
         ("axolotl", PLAN, {}, {"gradient_checkpointing_kwargs.use_reentrant": False}),
         ("automodel", PLANS[1], {}, {"distributed.offload_policy._target_": "torch.distributed.fsdp.CPUOffloadPolicy"}),
         ("automodel", PLANS[2], {}, {"distributed.reshard_after_forward": False}),
+        # components/distributed/mesh_utils.py: replicas must be fewer than data-parallel ranks.
+        ("automodel", REPLICAS, {}, {"distributed.strategy": "ddp"}),
     ],
 )
 def test_keys_mean_what_the_plan_says(tool, plan, runtime, said) -> None:
@@ -121,6 +130,13 @@ def test_keys_mean_what_the_plan_says(tool, plan, runtime, said) -> None:
 def test_what_axolotl_refuses_is_not_written(plan, runtime, named) -> None:
     with pytest.raises(Infeasible, match=named):
         export(asked(plan, **runtime), find_target("axolotl"))
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "automodel"])
+def test_replicas_beside_tensor_parallelism_are_refused(tool) -> None:
+    """Accelerate's and AutoModel's meshes of several axes shard over the data-parallel one."""
+    with pytest.raises(Infeasible, match="sharding only"):
+        export(asked(Plan(dp_replicate=4, tp=2, recompute="full")), find_target(tool))
 
 
 @pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)

@@ -39,6 +39,8 @@ def _read_shard(settings: Settings, facts: Facts) -> Facts:
     others = facts["tp"] * facts["cp"] * facts["pp"] * facts["dp_replicate"]
     if facts["gpus"] % others:
         raise BadInput(f"{facts['gpus']} GPUs are not a multiple of the other degrees, {others}")
+    if str(settings.get(f"{_D}strategy")).lower() == "ddp":
+        return {"dp_replicate": facts["gpus"], "dp_shard": 1, "zero_stage": None, "sequence_parallel": False}
     parallel = facts["tp"] > 1 and truth(settings, f"{_D}sequence_parallel")
     return {"dp_shard": facts["gpus"] // others, "zero_stage": None, "sequence_parallel": parallel}
 
@@ -104,7 +106,7 @@ TABLE: Table = (
     degree(f"{_D}pp_size", "pp"),
     degree(f"{_D}ep_size", "ep"),
     degree(f"{_D}dp_replicate_size", "dp_replicate"),
-    Entry(keys=(f"{_D}dp_size", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
+    Entry(keys=(f"{_D}dp_size", f"{_D}strategy", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
     Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
     in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
     Entry(keys=(*_MICRO, *_EACH), write=lambda _: {}, read=_read_pipelined),
@@ -137,6 +139,6 @@ FORMAT = YamlFormat(
     harmless=(
         r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
         r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"
-        r"|distributed\.pipeline\..*|distributed\.(_target_|strategy|use_hf_tp_plan|defer_\w+)"
+        r"|distributed\.pipeline\..*|distributed\.(_target_|use_hf_tp_plan|defer_\w+)"
     ),
 )

@@ -26,6 +26,7 @@ from planner.export.script import run_line
 from planner.export.yaml_text import yaml_text
 from simulator.config.adapter import DORA, LORA, Adapter
 from simulator.config.hf_config import hub_name
+from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import (
     ACTIVATION_OFFLOAD,
@@ -74,6 +75,16 @@ def _optimizer(job: ExportJob, title: str, words: dict[str, str]) -> str:
     name = job.question.runtime.optimizer
     _refuse_others(title, "the optimizer", [name], words)
     return words[name]
+
+
+def _replicas_alone(plan: Plan, title: str) -> bool:
+    """Return whether ranks are replicas. Raises Infeasible next to a mesh of other axes, which shards."""
+    replicas = plan.dp_shard == 1 and plan.dp_replicate > 1
+    if replicas and plan.tp * plan.cp > 1:
+        raise Infeasible(
+            f"{title} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
+        )
+    return replicas
 
 
 def _packed(adapter: Adapter | None) -> bool:
@@ -164,6 +175,7 @@ def write_axolotl(job: ExportJob) -> Draft:
     away = (ACTIVATION_OFFLOAD,) if job.plan.recompute != "none" else ()  # which it has with checkpoints alone
     job, left_out = _written(job, title, axes, (LINEAR_LOSS, *away))
     plan, runtime = job.plan, job.question.runtime
+    _replicas_alone(plan, title)
     words = {**HUGGING_FACE}
     if plan.tp > 1:
         words = {name: word for name, word in words.items() if not word.endswith("8bit")}
@@ -256,30 +268,33 @@ def write_factory(job: ExportJob) -> Draft:
 
 
 def write_automodel(job: ExportJob) -> Draft:
-    """Return AutoModel's file, for its FSDP2."""
+    """Return AutoModel's file, for its FSDP2 or, where nothing is sharded, DDP: its mesh asks for some shards."""
     title, adapter = "NeMo AutoModel", job.question.runtime.adapter
     job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
     plan, runtime = job.plan, job.question.runtime
     if plan.dp_shard > 1 and runtime.reduce_dtype != "float32":
         left_out.append(f"gradients reduced in {runtime.reduce_dtype}: its FSDP2 reduces them in float32")
-    local = plan.micro_batch_size
+    replicas = _replicas_alone(plan, title)
     settings: Settings = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "model._target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "model.pretrained_model_name_or_path": hub_name(job.question.model.name),
         "model.torch_dtype": {"bfloat16": "bf16"}.get(runtime.param_dtype, runtime.param_dtype),
-        "step_scheduler.local_batch_size": local,
+        "step_scheduler.local_batch_size": plan.micro_batch_size,
         "step_scheduler.global_batch_size": job.question.workload.global_batch_size,
         "packed_sequence.packed_sequence_size": job.question.workload.seq_len,
-        "distributed.strategy": "fsdp2",
-        "distributed.dp_replicate_size": plan.dp_replicate,
+        "distributed.strategy": "ddp" if replicas else "fsdp2",
         "distributed.tp_size": plan.tp,
         "distributed.cp_size": plan.cp,
-        "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
         "distributed.activation_checkpointing": plan.recompute == "full",
         "optimizer._target_": _optimizer(job, title, TORCH),
         "compile.enabled": bool(runtime.compile),
     }
+    if not replicas:
+        settings |= {
+            "distributed.dp_replicate_size": plan.dp_replicate,
+            "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
+        }
     if plan.dp_shard > 1:
         settings |= {"distributed.reshard_after_forward": plan.reshard_after_forward is not False}
     if plan.offload == "parameters":
