@@ -1,7 +1,7 @@
 """Steps of transformers' own decoder on one GPU, with LoRA (peft) or by optimizers: seconds and bytes.
 
-`python tests/bench/peft_steps.py OUT [--runs optimizers]` needs transformers, peft, bitsandbytes (for its 8-bit AdamW)
-and a GPU; models have random weights.
+`python tests/bench/peft_steps.py OUT [--runs optimizers|wide]` needs transformers, peft, bitsandbytes (for its 8-bit
+AdamW) and a GPU; models have random weights.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ OPTIMIZERS = [
     for model, full, batch in (("llama3.2-1b", False, 2), ("llama3.2-3b", False, 2), ("llama3-8b", True, 1))
     for optimizer in ("adamw", "adamw8bit", "muon")
 ]
+# Adapters as peft keeps them unless told otherwise, in float32, under autocast.
+WIDE = [(*one, "adamw", True) for one in RUNS if one[1]]
 STEPS, WARM_UP = 8, 4
 
 
@@ -51,7 +53,7 @@ def optimizers(kind: str, model: torch.nn.Module) -> list[torch.optim.Optimizer]
     return [torch.optim.AdamW(rest, lr=1e-4, fused=True), *([torch.optim.Muon(hidden, lr=1e-3)] if hidden else [])]
 
 
-def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw") -> dict[str, object]:
+def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", wide=False) -> dict[str, object]:
     layers, hidden, heads, kv, head_dim, ffn, vocab, tied = SHAPES[name]
     config = LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv,
@@ -69,7 +71,7 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw") -
 
         targets = modules if modules == "all-linear" else modules.split(",")
         known = LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
-        model = get_peft_model(model, known, autocast_adapter_dtype=False)
+        model = get_peft_model(model, known, autocast_adapter_dtype=wide)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     updates = optimizers(kind, model)
@@ -80,7 +82,9 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw") -
         tokens = torch.randint(vocab, (batch, seq_len), device="cuda")
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=wide):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for one in updates:
             one.step()
@@ -108,10 +112,10 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw") -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--runs", choices=("adapters", "optimizers"), default="adapters")
+    parser.add_argument("--runs", choices=("adapters", "optimizers", "wide"), default="adapters")
     asked, found = parser.parse_args(), []
     out = asked.out
-    for one in OPTIMIZERS if asked.runs == "optimizers" else RUNS:
+    for one in {"adapters": RUNS, "optimizers": OPTIMIZERS, "wide": WIDE}[asked.runs]:
         gc.collect()  # a model refers to itself
         torch.cuda.empty_cache()
         try:
