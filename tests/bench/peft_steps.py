@@ -36,7 +36,7 @@ OPTIMIZERS = [
     for model, full, batch in (("llama3.2-1b", False, 2), ("llama3.2-3b", False, 2), ("llama3-8b", True, 1))
     for optimizer in ("adamw", "adamw8bit", "muon")
 ]
-# Adapters as peft keeps them unless told otherwise, in float32, under autocast.
+# Adapters in float32, as peft keeps them by default, under autocast.
 WIDE = [(*one, "adamw", True) for one in RUNS if one[1]]
 STEPS, WARM_UP = 8, 4
 
