@@ -109,10 +109,12 @@ class StepBounds:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
             self.flush_s[row] = memory.flush_s
 
-    def costs_more(self, row: int, memory: PlanMemory) -> bool:
-        """Take note of what flushes cost a variant at least that may fit, by the ranks that have been replayed; return
-        whether that is more than was known.
+    def costs_more(self, row: int, memory: PlanMemory, sure: float) -> bool:
+        """Take note of what flushes cost a variant at least that may be `sure` to fit, by the ranks that have been
+        replayed; return whether that is more than was known.
         """
+        if sure and not memory.may_be(sure):
+            return False
         known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_flush_s)
         return bool(self.flush_s[row] > known)
 
