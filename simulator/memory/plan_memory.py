@@ -187,8 +187,9 @@ class PlanMemory:
         return likely
 
     def may_be(self, sure: float) -> bool:
-        """Return whether the plan may be `sure` to fit by the rank that is asked about first."""
-        return self._within(next(self._order), self._sure_bytes(sure))
+        """Return whether the plan may be `sure` to fit by the ranks that were found too full before, else the first."""
+        limit_bytes = self._sure_bytes(sure)
+        return all(self._within(rank, limit_bytes) for rank in [*self._beyond] or [next(self._order)])
 
     @property
     def surely_fits(self) -> bool:

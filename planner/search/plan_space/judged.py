@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import nextafter
 from time import monotonic
 
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
@@ -43,6 +44,9 @@ def explore(
         found = search.run()
         if tell is not None:
             tell(found)
+        if _ruled_out(search, found, replays):
+            search.judged()
+            continue
         rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
         judged = bounds.judged[found.rows]
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
@@ -62,6 +66,18 @@ def explore(
                 if late or not (costs_first and bounds.costs_more(row, memory, sure)):
                     bounds.judge(row, memory, sure)
         search.judged()
+
+
+def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
+    """Return whether plans that were less sure to fit than was asked before are less than is asked now, too: they stand
+    for no others.
+    """
+    bounds, cluster, sure = search.bounds, search.screening.scenario.cluster, search.screening.sure
+    out = False
+    for row in found.rows[bounds.doubted(found.rows)] if sure and not search.expired() else ():
+        if not replays[plan_of_row(bounds.variants, int(row), cluster)].may_be(sure):
+            bounds.fit_probability[row], out = nextafter(sure, 0.0), True
+    return out
 
 
 def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:
