@@ -13,6 +13,7 @@ from math import prod
 from typing import cast
 
 import torch
+from msgspec.structs import replace
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -123,8 +124,18 @@ def exchange(
     """
     if do.kind in {"broadcast", "reduce"}:
         return _rooted(do, x, group, others)
+    if order := pieces.written.order:  # with the dims as they lie in memory, what is outermost there is not copied
+        do = replace(do, dim=order.index(do.dim), to_dim=order.index(do.to_dim))
+        read, written = (_with_dims_in(order, one) for one in (pieces.read, pieces.written))
+        x, pieces = x.permute(order), Pieces(pieces.place, read, written)
     out = _exchanged(do, x, group, pieces, members)
-    return out / group.size if do.reducer == "avg" else out
+    out = out / group.size if do.reducer == "avg" else out
+    return out.permute(_inverse(order)) if order else out
+
+
+def _with_dims_in(order: Sequence[int], buffer: Buffer) -> Buffer:
+    shape, dims, local = (tuple(one[dim] for dim in order) for one in (buffer.shape, buffer.dims, buffer.local))
+    return replace(buffer, shape=shape, dims=dims, local=local, order=())
 
 
 def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, members: Sequence[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from planner.sharding.backends.runnable import (
     Written,
     chunk_sites,
     fastest_program,
+    in_memory_order,
     simulate_program,
     write_program,
 )
@@ -272,6 +273,11 @@ def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProbl
 
 
 def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
+    """Return the program, whose pieces lie in memory so that exchanges copy little, or as the request says."""
+    return in_memory_order(_with_chunks(request, captured, plan), captured.problem, request.orders)
+
+
+def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
     """Return the program: chunks as the request says, else those that make it shorter on the machine."""
     graph, gradients, backward = request.graph, request.gradients, request.backward
     machine = captured.problem.machine

@@ -54,7 +54,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape.
 
     `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s
-    gradient.
+    gradient. `order` has the dims as they lie in memory, outermost first, where that is not their own order.
     """
 
     tensor: str
@@ -64,6 +64,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: tuple[int, ...]
     pending: dict[str, str] = {}
     gradient: bool = False
+    order: tuple[int, ...] = ()
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kernel"):
