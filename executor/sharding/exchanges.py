@@ -19,9 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from executor.overlap import all_gather_matmul, matmul_reduce_scatter
+from executor.parallel.context_parallel import ring_attention
 from executor.sharding.places import Place
 from simulator.overlap.modes import GATHER
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, axes_used, rank_groups
+from simulator.sharded.program import (
+    OVERLAPPED,
+    RING_ATTENTION,
+    Buffer,
+    Exchange,
+    Kernel,
+    RunnableProgram,
+    axes_used,
+    rank_groups,
+)
 
 # torch 2.13 gives these two new names and warns about the old ones
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -267,17 +277,22 @@ def _concatenated(pieces: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def is_overlapped(kernel: Kernel) -> bool:
-    return kernel.op.startswith(OVERLAPPED)
+    return kernel.op.startswith((OVERLAPPED, RING_ATTENTION))
 
 
 def run_overlapped(
     kernel: Kernel, values: Mapping[str, torch.Tensor], groups: Mapping[tuple[str, ...], Group]
 ) -> torch.Tensor:
-    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way.
+    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way; or of
+    attention around a ring.
 
     The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one
     product.
     """
+    if kernel.op == RING_ATTENTION:
+        *tensors, causal = kernel.args
+        q, k, v = (values[one["tensor"]] for one in tensors)
+        return ring_attention(q, k, v, groups[tuple(kernel.kwargs["axes"])].group, causal=causal)
     x, weight = (values[one["tensor"]] for one in kernel.args)
     mode, dim = kernel.kwargs["mode"], kernel.kwargs["dim"]
     group = groups[tuple(kernel.kwargs["axes"])].group

@@ -37,6 +37,7 @@ FORMAT = "meshwright runnable program"
 MAX_INSTRUCTIONS = 200_000
 MAX_RANKS = 1 << 20
 OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces while they multiply (`executor.overlap`)
+RING_ATTENTION = "ring.attention"  # a kernel that passes keys and values on while it attends to those it has
 ROUTE = "route."  # begins the names of kernels that send rows to the ranks of their experts, or back
 _INSTRUCTIONS: JsonObject = {
     "launch": Launch,
@@ -196,7 +197,7 @@ def axes_used(work: Kernel | Exchange) -> tuple[str, ...]:
     """Return the mesh axes over which an instruction exchanges; none for a kernel of one rank."""
     if isinstance(work, Exchange):
         return work.axes
-    return tuple(work.kwargs["axes"]) if work.op.startswith((OVERLAPPED, ROUTE)) else ()
+    return tuple(work.kwargs["axes"]) if work.op.startswith((OVERLAPPED, ROUTE, RING_ATTENTION)) else ()
 
 
 def rank_groups(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Groups:

@@ -27,12 +27,13 @@ from planner.sharding.layouts.layout import Mesh, divides_evenly
 from planner.sharding.ops.table import is_elementwise
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.graph import tensors_in
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel
+from simulator.sharded.program import OVERLAPPED, RING_ATTENTION, Buffer, Exchange, Kernel
 
 Order = tuple[int, ...]  # dims, outermost first; empty in the order of dims
 Strides = tuple[int, ...]
 _CUT = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 _ELEMENTS = frozenset(("bias", "cast", "clone", "rotary"))
+_ATTENTION = ("attention", RING_ATTENTION)
 _PRODUCTS = frozenset(("linear", "matmul"))  # with a matrix
 _ROWS = _PRODUCTS | {"softmax", "log_softmax", "layernorm", "rmsnorm"}
 
@@ -256,7 +257,7 @@ class _State:
             for name in alike[1:]:
                 self.ask(target, name, order)
             return self.made(target, order)
-        if do.op == "attention":
+        if do.op in _ATTENTION:
             return self.made(target, self.order(x))
         if do.op.startswith(OVERLAPPED):  # rows of the dim that is exchanged, outermost
             order = outermost(do.kwargs["dim"], len(shape))
@@ -286,7 +287,7 @@ class _State:
                 return self.made(target)
             self.strides[target] = strides
             return None
-        kept = is_of_elements(do) or do.op == "attention" or do.op.startswith(OVERLAPPED) or self.rows(do)
+        kept = is_of_elements(do) or do.op in _ATTENTION or do.op.startswith(OVERLAPPED) or self.rows(do)
         self.ask(by, incoming, self.order(result) if kept else ())
         for name, target in zip(wanted, work.writes, strict=True):
             self.made(target, self.gradient(do, name, incoming))
@@ -301,7 +302,7 @@ class _State:
             return self.order(incoming) if self.local(name) == self.local(incoming) else ()
         rows = self.rows(do)
         keeps = keeps_rows(self.order(x), rows) if name == x else short_name(do.op) in _PRODUCTS
-        return self.order(name) if do.op == "attention" or (rows and keeps) else ()
+        return self.order(name) if do.op in _ATTENTION or (rows and keeps) else ()
 
     def rows(self, do: Kernel) -> int:
         """Return of how many of the last dims the rows are that a kernel computes one by one; 0 where it has none."""

@@ -18,6 +18,7 @@ from planner.sharding.backends.local_copies import with_copies
 from planner.sharding.backends.memory_order import Order, choose_orders
 from planner.sharding.backends.pipeline_order import turns
 from planner.sharding.backends.recomputation import Recomputation
+from planner.sharding.backends.ring_attention import RingSite, find_rings
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
@@ -246,12 +247,13 @@ def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) ->
     return msgspec.structs.replace(do, source=tuple(source))
 
 
-def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
-    """Return by result the products of a plan that can run in chunks."""
+def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site | RingSite]:
+    """Return by result the products and the attention of a plan that can run alongside an exchange."""
     statements = captured.statements
     products = frozenset(n for n, one in statements.items() if one.op in _PRODUCTS and one.index is None)
     linears = {n: one.args[0]["tensor"] for n, one in statements.items() if n in products and one.op == _LINEAR}
-    return find_sites(captured.problem, plan, products, linears)
+    found = find_sites(captured.problem, plan, products, linears)
+    return {**found, **find_rings(captured.problem, plan, statements)}
 
 
 def fastest_program(

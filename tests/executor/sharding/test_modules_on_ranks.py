@@ -57,7 +57,7 @@ TWO = [
     ),
     block("data parallel", {"data": 2}, compute={"batch": "data"}),
     Case("llama block, FSDP", modules.LlamaBlock().double(), (X,), {"data": 2}, FSDP),
-    block("context parallel", {"seq": 2}, compute={"seq": "seq"}),
+    block("context parallel", {"seq": 2}, compute={"seq": "seq"}, chunks={"scaled_dot_product_attention_0": "ring"}),
     block("weights placed by time", {"data": 2}, choose=["w*.weight"], cluster="h200x4", policy="min_time"),
     on("experts, expert parallel", modules.Experts(), (X,), {"ep": 2}, **EXPERTS),
     on("vision transformer, tensor parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, **VIT),
