@@ -247,6 +247,12 @@ def known_costs(scenario: Scenario) -> RuntimeCosts:
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
 
 
+def _spread(spec: RuntimeSpec, scenario: Scenario) -> float:
+    """Return how far the loads of ranks with experts scatter where the workload does not say it in numbers."""
+    left_alone = scenario.workload.routing == "natural" and scenario.model.family in spec.unbalanced
+    return spec.unbalanced_spread if left_alone else spec.expert_spread
+
+
 def autocast_width(runtime: Runtime) -> float:
     """Return how many times as wide parameters are as the type in which products are computed."""
     return max(1.0, DTYPE_BYTES[runtime.param_dtype] / DTYPE_BYTES[runtime.activation_dtype])
@@ -287,7 +293,7 @@ def cost_context(
             scenario.workload,
             table,
             autocast_width=autocast_width(scenario.runtime),
-            expert_spread=operators.spec.expert_spread,
+            expert_spread=_spread(operators.spec, scenario),
             rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
             domain=cluster.gpus_per_node,
             pads="fused_dispatch" not in operators.features,
