@@ -243,8 +243,10 @@ def is_earlier_version(runtime: Runtime) -> bool:
 def is_later_version(runtime: Runtime) -> bool:
     """Whether `runtime` states a version of the newer generation that its description tells apart."""
     later = runtime_spec(runtime.name).later
-    if later is None or runtime.version is None or DATED.match(runtime.version):
+    if later is None or runtime.version is None:
         return False
+    if DATED.match(runtime.version):
+        return bool(later.since_date) and runtime.version[:7] >= later.since_date
     return _release(runtime.version) >= _release(later.since)
 
 

@@ -287,11 +287,13 @@ class RecipeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterSpec:
-    """A newer generation of the software: stated versions from `since` on; `overrides` as in `EarlierSpec`.
+    """A newer generation of the software: stated versions from `since` on, months from `since_date` on; `overrides` as
+    in `EarlierSpec`.
 
     `loss_pieces` is into how many equal pieces a rank's sequence is cut for the loss.
     """
 
     since: str
+    since_date: str = ""
     loss_pieces: int = 1
     overrides: JsonObject = field(default_factory=dict)
