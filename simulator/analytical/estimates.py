@@ -233,7 +233,7 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
 
 
 def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
-    spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    spec = calibrated_host(described, scenario.host_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:
