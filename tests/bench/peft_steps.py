@@ -1,7 +1,7 @@
 """Steps of transformers' own decoder on one GPU, with LoRA (peft) or by optimizers: seconds and bytes.
 
-`python tests/bench/peft_steps.py OUT [--runs optimizers|qlora|wide]` needs transformers, peft, bitsandbytes (for its 8-bit
-AdamW and NF4) and a GPU; models have random weights.
+`python tests/bench/peft_steps.py OUT [--runs optimizers|qlora|wide]` needs transformers, peft, bitsandbytes (for its
+8-bit AdamW and NF4) and a GPU; models have random weights.
 """
 
 from __future__ import annotations
