@@ -233,7 +233,7 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
 
 
 def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
-    spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    spec = calibrated_host(described, scenario.host_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:
@@ -245,6 +245,12 @@ def known_costs(scenario: Scenario) -> RuntimeCosts:
     """Return what layers or runs of the scenario's runtime showed of its costs."""
     known = scenario.gpu_calibration
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
+
+
+def _spread(spec: RuntimeSpec, scenario: Scenario) -> float:
+    """Return how far the loads of ranks with experts scatter where the workload does not say it in numbers."""
+    left_alone = scenario.workload.routing == "natural" and scenario.model.family in spec.unbalanced
+    return spec.unbalanced_spread if left_alone else spec.expert_spread
 
 
 def autocast_width(runtime: Runtime) -> float:
@@ -292,7 +298,7 @@ def cost_context(
             scenario.workload,
             table,
             autocast_width=autocast_width(scenario.runtime),
-            expert_spread=operators.spec.expert_spread,
+            expert_spread=_spread(operators.spec, scenario),
             rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
             domain=cluster.gpus_per_node,
             pads="fused_dispatch" not in operators.features,

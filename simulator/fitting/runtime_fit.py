@@ -24,8 +24,17 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_lists, verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
-from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
-from simulator.runtimes.library import is_described, runtime_spec
+from simulator.fitting.host_fit import (
+    LEAST_S,
+    SINGLE,
+    HostAlone,
+    HostRuns,
+    as_host_fields,
+    costs_in,
+    fit_hosts,
+    host_alone,
+)
+from simulator.runtimes.library import is_described, runtime_names, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
@@ -108,9 +117,24 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
         if (runs := [run for run in found if is_connected(cluster, run.plan.gpus)])
     ]
     shown = [fit for fit in fits if fit.host_bound]
-    hosts = fit_hosts([fit.host_runs() for fit in shown]) if shown else HostFit(speed=1.0, costs=[])
+    alone = host_alone(profile.host)
+    hosts = fit_hosts([fit.host_runs() for fit in shown], alone)
     costs = {fit.key: found for fit, found in zip(shown, hosts.costs, strict=True)}
-    return {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
+    fitted = {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
+    return fitted if alone is None else _not_run(alone, hosts.speed) | fitted
+
+
+def _not_run(alone: HostAlone, speed: float) -> dict[tuple[str, bool], RuntimeCosts]:
+    """Return what the CPU alone says of runtimes of which no layer ran: those that compute on DTensors have their own
+    costs, all others the speed of the host.
+    """
+    described = [runtime_spec(name) for name in dict.fromkeys(runtime_spec(name).names[0] for name in runtime_names())]
+    return {
+        (spec.names[0], compiled): RuntimeCosts(host=alone.costs(spec.host), host_speed=speed)
+        for spec in described
+        if not spec.like
+        for compiled in (False, True)
+    }
 
 
 def is_connected(cluster: Cluster, gpus: int) -> bool:

@@ -1,7 +1,7 @@
 """Steps of transformers' own decoder on one GPU, with LoRA (peft) or by optimizers: seconds and bytes.
 
-`python tests/bench/peft_steps.py OUT [--runs optimizers|qlora]` needs transformers, peft, bitsandbytes (for its 8-bit
-AdamW and NF4) and a GPU; models have random weights.
+`python tests/bench/peft_steps.py OUT [--runs optimizers|qlora|wide]` needs transformers, peft, bitsandbytes (for its
+8-bit AdamW and NF4) and a GPU; models have random weights.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ QLORA = [
     ("llama3-8b", 16, "all-linear", 0.0, True, 2048, 4, "adamw", True),
     ("llama3-8b", 16, "all-linear", 0.0, False, 2048, 2, "adamw", True),
 ]
+# Adapters in float32, as peft keeps them by default, under autocast.
+WIDE = [(*one, "adamw", False, True) for one in RUNS if one[1]]
 STEPS, WARM_UP = 8, 4
 
 
@@ -75,7 +77,9 @@ def pack(model: torch.nn.Module) -> None:
     model.is_loaded_in_4bit = True
 
 
-def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", packed=False) -> dict[str, object]:
+def run(
+    name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", packed=False, wide=False
+) -> dict[str, object]:
     layers, hidden, heads, kv, head_dim, ffn, vocab, tied = SHAPES[name]
     config = LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv,
@@ -96,7 +100,7 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", p
 
         targets = modules if modules == "all-linear" else modules.split(",")
         known = LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM")
-        model = get_peft_model(model, known, autocast_adapter_dtype=False)
+        model = get_peft_model(model, known, autocast_adapter_dtype=wide)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     updates = optimizers(kind, model)
@@ -107,7 +111,9 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", p
         tokens = torch.randint(vocab, (batch, seq_len), device="cuda")
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=wide):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for one in updates:
             one.step()
@@ -135,10 +141,10 @@ def run(name, rank, modules, dropout, recompute, seq_len, batch, kind="adamw", p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--runs", choices=("adapters", "optimizers", "qlora"), default="adapters")
+    parser.add_argument("--runs", choices=("adapters", "optimizers", "qlora", "wide"), default="adapters")
     asked, found = parser.parse_args(), []
     out = asked.out
-    for one in {"optimizers": OPTIMIZERS, "qlora": QLORA, "adapters": RUNS}[asked.runs]:
+    for one in {"optimizers": OPTIMIZERS, "qlora": QLORA, "adapters": RUNS, "wide": WIDE}[asked.runs]:
         gc.collect()  # a model refers to itself
         torch.cuda.empty_cache()
         try:
