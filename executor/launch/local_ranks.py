@@ -1,8 +1,9 @@
 """Start N local ranks of a module within a wall-clock budget, and end every process of the run.
 
 Ranks run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a rank that
-is alone, run as a plain `python -m module`: the agent imports torch for seconds before its ranks do. Either way: an argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all
-processes of the run, and a result that names the first rank that failed.
+is alone, run as a plain `python -m module`: the agent imports torch for seconds before its ranks do. Either way: an
+argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all processes of the run, and a result
+that names the first rank that failed.
 
 The agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
 inherits a random tag in its environment, by which exactly these processes are found.
