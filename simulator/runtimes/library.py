@@ -20,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
@@ -106,15 +107,6 @@ class RuntimeSpec:
         return self.like or self.names[0]
 
 
-# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
-RECOMPUTE_SYNONYMS = {
-    **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
-    "core_attn": "selective",
-    **dict.fromkeys(("uniform", "block", "full-recompute", "yes"), "full"),
-    **dict.fromkeys(("off", "no"), "none"),
-}
-
-
 @cache
 def runtime_spec(name: str) -> RuntimeSpec:
     """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
@@ -130,29 +122,6 @@ def runtime_spec(name: str) -> RuntimeSpec:
 def is_described(name: str) -> bool:
     """Return whether a description claims `name`."""
     return name in _files() or name in runtime_names()
-
-
-# How people call software whose description has another name.
-CALLED = {
-    "titan": "torchtitan",
-    "megatron": "megatron-lm",
-    "automodel": "nemo-automodel",
-    "fsdp": "pytorch",
-    "fsdp2": "pytorch",
-    "torch": "pytorch",
-    "trainer": "transformers",
-    "huggingface": "transformers",
-    "hugging-face": "transformers",
-    "hf-trainer": "transformers",
-    "paddle": "paddlenlp",
-}
-
-
-def called(name: str) -> tuple[str, str]:
-    """Return a runtime's own name and the version after `@` of a name as people write it: `NeMo AutoModel@0.3`."""
-    bare, _, version = name.partition("@")
-    bare = re.sub(r"[\s_]+", "-", bare.strip().lower())
-    return CALLED.get(bare, bare), version.strip()
 
 
 def runtime_names() -> tuple[str, ...]:
