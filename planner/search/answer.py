@@ -25,6 +25,7 @@ from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
+from simulator.runtimes.library import called
 from topology.cluster import Cluster
 
 
@@ -126,7 +127,7 @@ def _fewest(
 
 def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
     """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
-    rules, version = framework_named(framework), framework.partition("@")[2] or None
+    rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
     runtime, from_runtime = resolve_runtime({"name": rules.runtime_name, "version": version, **flags.runtime})
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)

@@ -30,6 +30,7 @@ from simulator.runtimes.parts import (
     LaterSpec,
     LayerSpec,
     PipelineSpec,
+    RecipeSpec,
     RecomputeModes,
     RecomputeSpec,
     RuntimeDefaults,
@@ -50,15 +51,16 @@ class RuntimeSpec:
     names others by GPU architecture, `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`:
     the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
     layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
-    deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses.
-    `splits_experts`: what tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`).
-    `dispatchers` send tokens to experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`:
-    the operators of each part of a layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the
-    weights are kept in. `savers` are the memory savers that it has (`simulator.config.savers`), and `saver_overrides`
-    what replaces parts of the description where a run has one; of how many layers that have run what they keep may
-    still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description that is `like`
-    another says only what differs (operators of a part of the layer under `layer.overrides`), and what was measured of
-    the other goes for it.
+    deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses;
+    `unbalanced_spread` that of the families whose router no loss and no bias evens here (`unbalanced`), where a run
+    says that loads are natural. `recipes` are what its own recipes set where a run does not say. `splits_experts`: what
+    tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
+    experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
+    layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the weights are kept in. `savers`
+    are the memory savers that it has (`simulator.config.savers`), and `saver_overrides` what replaces parts of the
+    description where a run has one; of how many layers that have run what they keep may still be on the GPU on its way
+    to host memory is `away_layers` (`simulator.step.away`). A description that is `like` another says only what differs
+    (operators of a part of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -80,6 +82,9 @@ class RuntimeSpec:
     dropout: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
+    unbalanced_spread: float = 0.0
+    unbalanced: tuple[str, ...] = ()
+    recipes: tuple[RecipeSpec, ...] = ()
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -125,6 +130,29 @@ def runtime_spec(name: str) -> RuntimeSpec:
 def is_described(name: str) -> bool:
     """Return whether a description claims `name`."""
     return name in _files() or name in runtime_names()
+
+
+# How people call software whose description has another name.
+CALLED = {
+    "titan": "torchtitan",
+    "megatron": "megatron-lm",
+    "automodel": "nemo-automodel",
+    "fsdp": "pytorch",
+    "fsdp2": "pytorch",
+    "torch": "pytorch",
+    "trainer": "transformers",
+    "huggingface": "transformers",
+    "hugging-face": "transformers",
+    "hf-trainer": "transformers",
+    "paddle": "paddlenlp",
+}
+
+
+def called(name: str) -> tuple[str, str]:
+    """Return a runtime's own name and the version after `@` of a name as people write it: `NeMo AutoModel@0.3`."""
+    bare, _, version = name.partition("@")
+    bare = re.sub(r"[\s_]+", "-", bare.strip().lower())
+    return CALLED.get(bare, bare), version.strip()
 
 
 def runtime_names() -> tuple[str, ...]:
@@ -216,8 +244,10 @@ def is_earlier_version(runtime: Runtime) -> bool:
 def is_later_version(runtime: Runtime) -> bool:
     """Whether `runtime` states a version of the newer generation that its description tells apart."""
     later = runtime_spec(runtime.name).later
-    if later is None or runtime.version is None or DATED.match(runtime.version):
+    if later is None or runtime.version is None:
         return False
+    if DATED.match(runtime.version):
+        return bool(later.since_date) and runtime.version[:7] >= later.since_date
     return _release(runtime.version) >= _release(later.since)
 
 

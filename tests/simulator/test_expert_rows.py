@@ -10,12 +10,13 @@ import pytest
 
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
-from simulator.columns.experts import places_visited
+from simulator.columns.experts import busiest_load, places_visited
 from simulator.columns.plan_table import axis_sizes, plan_table
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.runtimes.library import runtime_spec
 from topology.catalog.cluster_file import load_cluster
 
 MOE = MixtureOfExperts(experts=8, experts_per_token=3, ffn=1024)
@@ -72,6 +73,13 @@ def test_counts_of_a_router_give_the_busiest_rank() -> None:
         sizes(WHOLE, replace(WORKLOAD, routing=word), expert_spread=0.2) for word in ("natural", "balanced")
     )
     assert natural["m"] > forced["m"] == forced["n"]
+
+
+def test_a_router_that_nothing_evens_has_the_busiest_expert_that_was_measured() -> None:
+    """Shazeer et al., arXiv 1701.06538, table 6: 17.8 times the mean of 256 experts without a loss for it."""
+    spec = runtime_spec("megatron-bridge")
+
+    assert busiest_load(np.array([256.0]), spec.unbalanced_spread)[0] == pytest.approx(17.8, rel=0.02)
 
 
 def test_a_token_crosses_a_network_to_no_more_nodes_than_its_groups() -> None:

@@ -120,7 +120,7 @@ def _figures(result: SearchResult, near: panels.Near | None) -> None:
     best, search = result.plans[0].estimate, result.search
     panels.figures(
         [
-            *panels.estimate_figures(best, "Best step"),
+            *panels.estimate_figures(best, result.plans[0].plan, "Best step"),
             (
                 "Legal plans",
                 f"{search.legal:,}",
