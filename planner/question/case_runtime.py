@@ -13,7 +13,7 @@ from planner.question.case_words import RUNTIME_KEYS
 from planner.question.notes import bf16_moments_noted, graph_scopes_noted
 from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
-from simulator.config.savers import not_modelled_said, savers_said
+from simulator.config.savers import not_modelled_said, optimizer_said, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.library import is_described, lineage, runtime_names
 from simulator.runtimes.names import CALLED, called
@@ -55,6 +55,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("savers")) and (said := savers_said(note)):
         stated["noted_savers"] = said
         assumed.append(f"runtime.savers has {', '.join(said)} (the note says so)")
+    if unsaid(stated.get("optimizer")) and (optimizer := optimizer_said(note)):
+        stated["optimizer"] = optimizer
+        assumed.append(f"runtime.optimizer = {optimizer} (the note says so)")
     assumed += [f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(note)]
     stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
@@ -86,13 +89,13 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
 
 def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     """Return a runtime as the software that its release names, where that is described as another kind of the same: a
-    loop of PyTorch may run its own layers or those of transformers, unless their kernels were replaced, and layers of
-    Megatron-Core may run under recipes of others.
+    loop of PyTorch may run its own layers or those of transformers, and layers of Megatron-Core under recipes of
+    others.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
     pairs = [f"{first}-{second}" for first, second in pairwise(words)]
     kinds = [word for word in (*pairs, *words) if is_described(word) and stated["name"] in lineage(word)]
-    if not kinds or "layers" in (stated.get("fused") or ()):
+    if not kinds:
         return stated
     assumed.append(f"{kinds[0]} (release {stated['release']!r})")
     return {**stated, "name": kinds[0]}
@@ -132,7 +135,11 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
     if unsaid(said) or word_of(said, where).lower() == "none":
         return {}
-    parts = next((fused for word, fused in FUSED_KERNELS.items() if word in said.lower()), ())
+    parts = tuple(
+        dict.fromkeys(part for word, fused in FUSED_KERNELS.items() if word in said.lower() for part in fused)
+    )
+    if "linear_loss" in parts:
+        parts = tuple(part for part in parts if part != "loss")
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
     return {"fused": parts}

@@ -110,10 +110,9 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=running,
         docs_url=None,  # these pages would load scripts from elsewhere
         redoc_url=None,
-        max_body_size=MAX_BODY_BYTES,
     )
     app.router.route_class = _JsonRoute
-    app.add_middleware(WholeBodies)
+    app.add_middleware(WholeBodies, most_bytes=MAX_BODY_BYTES)
     app.add_middleware(Known, tokens=service.tokens)
     app.add_middleware(SameSite, hosts=LOOPBACK | {settings.host, *settings.allowed_hosts})
     app.add_exception_handler(SQLAlchemyError, _database_away)
@@ -129,8 +128,10 @@ class _JsonRequest(Request):
     async def json(self) -> object:
         try:
             return codec.parse_json((await self.body()).decode(), where="the body")
-        except (BadInput, UnicodeDecodeError) as error:
-            raise HTTPException(422, str(error)) from error
+        except UnicodeDecodeError as error:
+            raise HTTPException(422, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+        except BadInput as error:
+            raise HTTPException(422, f"{error.what}: {error.why}") from error
 
 
 class _JsonRoute(APIRoute):

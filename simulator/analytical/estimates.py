@@ -286,6 +286,11 @@ def cost_context(
     known = known_costs(scenario)
     models = {id(machine): collectives_of(scenario, machine) for machine in each_on}
     models[id(cluster)] = collectives or collectives_of(scenario, cluster)
+    roofline = roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed)
+    shaped = bool(known.of_shapes)
+    if shaped:
+        costs = [known] * len(table)
+        roofline = roofline_by_plan(roofline, costs, model, scenario.workload.seq_len, table)
     return CostContext(
         table=table,
         sizes=axis_sizes(
@@ -298,7 +303,7 @@ def cost_context(
             domain=cluster.gpus_per_node,
             pads="fused_dispatch" not in operators.features,
         ),
-        roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
+        roofline=roofline,
         groups=GroupTimes(
             cluster,
             table,
@@ -310,6 +315,7 @@ def cost_context(
         spec=operators.spec,
         site=overlap_of(calibration) if table.overlap_modes else SiteRates(),
         calibration=measured,
+        own_costs=shaped,
     )
 
 
@@ -334,7 +340,13 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
     return replace(
         context,
         spec=replace(context.spec, host=host_by_plan([hosts[key] for key in which])),
-        roofline=roofline_by_plan(replace(context.roofline, measured=measured), [costs[key] for key in which]),
+        roofline=roofline_by_plan(
+            replace(context.roofline, measured=measured),
+            [costs[key] for key in which],
+            scenario.model,
+            scenario.workload.seq_len,
+            context.table,
+        ),
         groups=replace(
             context.groups,
             models_by_plan=tuple(

@@ -57,6 +57,7 @@ class RankReplay:
         self.passing: list[Block] = []  # freed by the host, and not yet used by the device
         self.summed: list[Block] = []  # what replicas sum, in the type of reductions
         self.optimizer: list[Block] = []
+        self.kept: list[Block] = []  # inputs of frozen units and their gradients, until a backward pass ends
         self.leaving: list[Instance] = []  # layers whose tensors are on their way to host memory
         self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -143,7 +144,7 @@ class RankReplay:
 
     def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
-        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._received()
+        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self._message_bytes())[0]
         recast: list[Block] = []
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
@@ -189,19 +190,21 @@ class RankReplay:
             self._fetch(instance)
             if self.spec.away_layers and position:  # that of the next is fetched meanwhile
                 self._fetch(self.running[units[position - 1].name, micro_batch])
-            if gradient is not None:
+            if gradient is not None and gradient not in self.kept:
                 instance.slots[passes.incoming] = gradient
+            if keeps := self.plan.keeps_inputs(unit):
+                self.kept.append(instance.slots.pop(passes.inward))
             again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
             self._play(unit, instance, passes.backward, forward=False, split=split)
             self._give(again)
             gradient = instance.slots.pop(passes.gradient, None)
+            self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
                 self._turned(unit, micro_batch, last=last)
             self._reshard(unit, last_use=last)
             yield
-        for block in (gradient, output):
-            if block is not None:
-                self.memory.free(block)
+        self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
+        self._give(self.kept)
         if units and units[-1].block == "head":  # a stage may have nothing to do
             for nbytes in self.plan.metrics:
                 self.passing += self._taken(nbytes)
@@ -420,9 +423,6 @@ class RankReplay:
 
     def _message_bytes(self) -> float:
         return float(tensor_bytes("u h", self.context.sizes, self.context.dtype_bytes)[0])
-
-    def _received(self) -> Block:
-        return self.memory.allocate(round(self._message_bytes()), COMPUTE)
 
     def _take_stage_buffers(self) -> None:
         """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the

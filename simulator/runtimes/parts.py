@@ -19,6 +19,7 @@ class RuntimeDefaults:
     optimizer: str
     compile: bool
     savers: tuple[str, ...] = ()
+    adapter_targets: tuple[str, ...] = ()  # peft's where there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

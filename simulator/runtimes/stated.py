@@ -57,7 +57,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
-    chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
+    chosen["adapter"], of_adapter = resolve_adapter(
+        stated.get("adapter") or {}, usual=spec.defaults.adapter_targets, whose=spec.names[0]
+    )
     assumed += of_adapter
     chosen["graph_scopes"] = tuple(stated.get("graph_scopes") or ())
     chosen["expert_products"] = str(stated.get("expert_products") or "")

@@ -270,12 +270,14 @@ def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
     assert any("no month" in line for line in case.assumed) == (".." in stated.get("release", ""))
 
 
-def test_layers_are_those_that_a_release_names_unless_their_kernels_were_replaced():
+def test_layers_are_those_that_a_release_names_with_what_others_fuse_of_them():
+    """Of several that are named liger's loss is the one that runs, and foak has adapters of packed weights as well."""
     stated = {"name": "pytorch", "release": "loop of 2024 with transformers"}
     replaced = stated | {"kernels": "foak-fast-kernels-liger"}
 
     assert load_case(changed(runtime=stated)).question.runtime.name == "transformers"
-    assert load_case(changed(runtime=replaced)).question.runtime.fused == ("layers", "linear_loss")
+    assert load_case(changed(runtime=replaced)).question.runtime.name == "transformers"
+    assert load_case(changed(runtime=replaced)).question.runtime.fused == ("layers", "linear_loss", "packed_adapters")
 
 
 def test_experts_are_split_as_megatron_does_where_the_ranks_are_enough():
