@@ -79,7 +79,7 @@ def test_a_router_that_nothing_evens_has_the_busiest_expert_that_was_measured() 
     """Shazeer et al., arXiv 1701.06538, table 6: 17.8 times the mean of 256 experts without a loss for it."""
     spec = runtime_spec("megatron-bridge")
 
-    assert busiest_load(np.array([256.0]), spec.unbalanced_spread)[0] == pytest.approx(17.8, rel=0.02)
+    assert busiest_load(np.array([256.0]), spec.unbalanced["gpt_oss"])[0] == pytest.approx(17.8, rel=0.02)
 
 
 def test_a_token_crosses_a_network_to_no_more_nodes_than_its_groups() -> None:
