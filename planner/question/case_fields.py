@@ -10,7 +10,7 @@ from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.legality.frameworks import Framework
 from simulator.pipeline.schedules.registry import SCHEDULES
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.parts import MODULES
 from topology.codec import JsonObject
 from topology.errors import BadPlan

@@ -26,7 +26,7 @@ from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
-from simulator.runtimes.names import called
+from simulator.runtimes.called import called
 from topology.cluster import Cluster
 
 

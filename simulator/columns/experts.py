@@ -92,8 +92,8 @@ def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float
 
 
 # DeepEP's and HybridEP's messages move at the rate of the network, copies that stay in a node counted with the others:
-# 43, 58 and 51 GB/s of 50 with 16, 32 and 64 ranks (DeepEP's docs/legacy.md, normal kernels across nodes), so two nodes,
-# where half stay, take no less than more. NCCL's all-to-all, as which they are timed, moves at 0.6 of the rate what
+# 43, 58 and 51 GB/s of 50 with 16, 32 and 64 ranks (DeepEP's docs/legacy.md, normal kernels across nodes). Two nodes,
+# where half stay, so take no less than more. NCCL's all-to-all, as which they are timed, moves at 0.6 of the rate what
 # leaves a node (`simulator.collectives.times.NET_PEER`).
 FUSED_NETWORK = 0.6
 

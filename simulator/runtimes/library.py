@@ -20,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
@@ -102,15 +103,6 @@ class RuntimeSpec:
     def measured_as(self) -> str:
         """The runtime whose measurements go for this one."""
         return self.like or self.names[0]
-
-
-# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
-RECOMPUTE_SYNONYMS = {
-    **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
-    "core_attn": "selective",
-    **dict.fromkeys(("uniform", "block", "full-recompute", "yes"), "full"),
-    **dict.fromkeys(("off", "no"), "none"),
-}
 
 
 @cache
