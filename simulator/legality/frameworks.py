@@ -22,7 +22,13 @@ from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.called import CALLED, called
-from simulator.runtimes.library import RuntimeSpec, are_modules, is_described, runtime_names, runtime_spec
+from simulator.runtimes.library import (
+    RuntimeSpec,
+    are_modules,
+    is_described,
+    runtime_names,
+    runtime_spec,
+)
 from simulator.runtimes.parts import MODULES, ToolsSpec
 from topology.errors import UserError
 
@@ -353,7 +359,7 @@ def framework_named(name: str) -> Framework:
     found = FRAMEWORKS.get(bare) or _of_description(bare)
     if found is not None:
         return found
-    near = get_close_matches(bare, [*FRAMEWORKS, *runtime_names(), *CALLED], n=3)
+    near = get_close_matches(bare, dict.fromkeys((*FRAMEWORKS, *runtime_names(), *CALLED)), n=3)
     raise UserError(
         f"unknown framework {name!r}",
         why=f"rules exist for {', '.join(FRAMEWORKS)}",
