@@ -58,7 +58,7 @@ class Dispatcher:
     def __init__(self, jobs: Jobs, files: Files, flags: dict[str, Mapping[str, Flag]], settings: Settings) -> None:
         self._jobs, self._files, self._flags, self._settings = jobs, files, flags, settings
         self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._workers = Workers("planner.service.worker", settings.workers, kept=1)
+        self._workers = Workers("planner.service.worker", settings.workers)
         self._running: dict[str, _Running] = {}
         self._work = Path(settings.folder) / "work"
         self._wake = threading.Event()
@@ -71,7 +71,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:
-        self._workers.warm(self._settings.workers + 1)
+        self._workers.warm()
         self._thread.start()
 
     def stop(self) -> None:

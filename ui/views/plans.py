@@ -109,7 +109,7 @@ def show(question: state.Inputs) -> None:
                 width="stretch",
             )
     panels.assumed(result.assumed)
-    rests_on = basis_lines(best, chosen.method, result.question.cluster, chosen.plan.gpus)
+    rests_on = basis_lines(best, chosen.method, result.question, chosen.plan.gpus)
     st.caption("  \n".join(_basis(line) for line in rests_on))
     st.caption(_about(result))
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
