@@ -134,6 +134,9 @@ def plan_value(known: PlanField, value: Any, where: str) -> Any:
             return positive(value, where)
         case Kind.SWITCH:
             return flag(value, where)
+        case Kind.COUNTS if isinstance(value, str):  # of a flag: 10,14,14,10
+            words = [word.strip() for word in value.split(",")]
+            return whole_numbers([int(w) if w.isascii() and w.isdecimal() and len(w) < 10 else w for w in words], where)
         case Kind.COUNTS:
             return whole_numbers(value, where)
         case Kind.WORDS:

@@ -161,7 +161,8 @@ class RankMemory:
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
-        window = np.where(kept, whole, unit + (waiting if self.flat_units else 0.0)) * width
+        root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # of which FSDP1 gives nothing up before
+        window = np.where(kept, whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
             return nothing, window
         return window, np.where(self._buffered & ~kept, buffer * width, 0.0)

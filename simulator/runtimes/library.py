@@ -53,8 +53,7 @@ class RuntimeSpec:
     the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
     layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses;
-    `unbalanced_spread` that of the families whose router no loss and no bias evens here (`unbalanced`), where a run
-    says that loads are natural. `recipes` are what its own recipes set where a run does not say. `splits_experts`: what
+    `unbalanced` that of families whose router no loss evens. `recipes`: what its own set. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
     layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the weights are kept in. `savers`
@@ -83,8 +82,7 @@ class RuntimeSpec:
     dropout: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
-    unbalanced_spread: float = 0.0
-    unbalanced: tuple[str, ...] = ()
+    unbalanced: dict[str, float] = field(default_factory=dict)
     recipes: tuple[RecipeSpec, ...] = ()
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)

@@ -229,6 +229,22 @@ def test_adapters_in_float32_cast_what_they_read_unless_a_kernel_of_others_multi
     ]
 
 
+def allocated_by_lora(gpus: int, version: str, *, layers: int, size: int, vocab: int = 1024) -> int:
+    plan = Plan(dp_shard=gpus, recompute="full", micro_batch_size=size)
+    asked = question(LORA, plan=plan, micro_batches=size, name="transformers", version=version)
+    asked = replace(asked, model=replace(asked.model, layers=layers, vocab=vocab))
+    return PlanMemory(asked, plan).ranks[0].allocated_bytes
+
+
+def test_the_root_of_fsdp1_stays_gathered_while_layers_go_back() -> None:
+    """torch/distributed/fsdp/_runtime_utils.py, `_post_forward_reshard`: embedding and head are there whole, besides
+    the quarter of them that a rank has.
+    """
+    small, large = (allocated_by_lora(4, "4.48", layers=10, size=4, vocab=vocab) for vocab in (1024, 4096))
+
+    assert large - small == pytest.approx(2 * (4096 - 1024) * 4096 * 2 * (1 + 1 / 4), rel=1e-3)
+
+
 def test_frozen_layers_under_fsdp1_keep_inputs_and_their_gradients() -> None:
     """Four A100 hold (32 - 2) x 4,096 x 2 = 245,760 B a token more than one, with either of two vocabularies, of a
     model of 32 layers (foundation-model-stack/fms-acceleration @876e2ed, scripts/benchmarks/refs/a100_80gb_liger.csv).
@@ -238,13 +254,8 @@ def test_frozen_layers_under_fsdp1_keep_inputs_and_their_gradients() -> None:
 
     def of_tokens(gpus: int, version: str) -> int:
         """Return the bytes of 2,048 tokens more."""
-        held = []
-        for size in (1, 2):
-            plan = Plan(dp_shard=gpus, recompute="full", micro_batch_size=size)
-            asked = question(LORA, plan=plan, micro_batches=size, name="transformers", version=version)
-            asked = replace(asked, model=replace(asked.model, layers=layers, vocab=1024))
-            held.append(PlanMemory(asked, plan).ranks[0].allocated_bytes)
-        return held[1] - held[0]
+        one, two = (allocated_by_lora(gpus, version, layers=layers, size=size) for size in (1, 2))
+        return two - one
 
     more = {version: of_tokens(4, version) - of_tokens(1, version) for version in ("4.48", "5.3")}
 

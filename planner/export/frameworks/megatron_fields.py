@@ -318,7 +318,7 @@ def _write_recompute(facts: Facts) -> Settings:
     if mode == "selective":
         return {_RECOMPUTE[0]: "selective"}
     modules = are_modules(mode, runtime_spec("megatron-lm"))
-    return {_RECOMPUTE[0]: "selective", _MODULES: mode.replace(MODULES, " ")} if modules else {}
+    return {_RECOMPUTE[0]: "selective", _MODULES: mode.split(MODULES)} if modules else {}
 
 
 def _read_recompute(settings: Settings, facts: Facts) -> Facts:
