@@ -166,7 +166,7 @@ def _numbers(pipe: Connection) -> Iterator[int]:
 class _Sender:
     config: pytest.Config
     pipe: Connection
-    began: bool = False  # warnings of the time before are told to every plugin that comes
+    began: bool = False  # every plugin that comes is given the warnings of the time before
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self.config.hook

@@ -50,7 +50,8 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         q, k = q * 0.5 + k * 0.5, k * 0.5 + q * 0.5  # as many operators as rotary positions have
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(seen.transpose(1, 2).flatten(-2))
+        whole: Tensor = self.wo(seen.transpose(1, 2).flatten(-2))
+        return whole
 
 
 class FeedForward(nn.Module):
@@ -60,7 +61,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(FFN, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class Block(nn.Module):
@@ -73,7 +75,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
 
 
 def blocks(layers: int, *, cut: bool) -> nn.Sequential:

@@ -278,7 +278,7 @@ def question_lines(question: Question) -> list[str]:
         f"cluster   {cluster_line(question.cluster)}",
         f"model     {model_line(question.model)}",
         f"workload  {workload_line(question.workload)}",
-        f"runtime   {runtime_line(question.runtime, question.framework.title)}",
+        f"runtime   {runtime_line(question.runtime, question.software)}",
     ]
 
 

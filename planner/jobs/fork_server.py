@@ -77,7 +77,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "planner.jobs.fork_server", module],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=2,
                 env={**environment(), **ONE_THREAD},
                 start_new_session=True,  # Ctrl-C is for the server, which ends its processes

@@ -15,7 +15,8 @@ from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.config.savers import not_modelled_said, optimizer_said, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
-from simulator.runtimes.library import CALLED, called, is_described, lineage, runtime_names
+from simulator.runtimes.called import CALLED, called
+from simulator.runtimes.library import is_described, lineage, runtime_names
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject

@@ -23,7 +23,7 @@ from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.runtimes.library import called
+from simulator.runtimes.called import called
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster

@@ -29,7 +29,7 @@ def recipe_settings(
         if _leaves_open(chosen, recipe.runtime):
             chosen |= recipe.runtime
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.runtime.items()]
-        if _leaves_open(planned, recipe.plan) and _can_overlap(planned):
+        if _leaves_open(planned, recipe.plan) and ("ep_overlap" not in recipe.plan or _can_overlap(planned)):
             planned |= recipe.plan
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
     return chosen, planned, assumed

@@ -249,8 +249,8 @@ def known_costs(scenario: Scenario) -> RuntimeCosts:
 
 def _spread(spec: RuntimeSpec, scenario: Scenario) -> float:
     """Return how far the loads of ranks with experts scatter where the workload does not say it in numbers."""
-    left_alone = scenario.workload.routing == "natural" and scenario.model.family in spec.unbalanced
-    return spec.unbalanced_spread if left_alone else spec.expert_spread
+    natural = scenario.workload.routing == "natural"
+    return spec.unbalanced.get(scenario.model.family, spec.expert_spread) if natural else spec.expert_spread
 
 
 def autocast_width(runtime: Runtime) -> float:

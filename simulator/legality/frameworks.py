@@ -21,11 +21,10 @@ from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
+from simulator.runtimes.called import CALLED, called
 from simulator.runtimes.library import (
-    CALLED,
     RuntimeSpec,
     are_modules,
-    called,
     is_described,
     runtime_names,
     runtime_spec,
@@ -360,7 +359,7 @@ def framework_named(name: str) -> Framework:
     found = FRAMEWORKS.get(bare) or _of_description(bare)
     if found is not None:
         return found
-    near = get_close_matches(bare, [*FRAMEWORKS, *runtime_names(), *CALLED], n=3)
+    near = get_close_matches(bare, dict.fromkeys((*FRAMEWORKS, *runtime_names(), *CALLED)), n=3)
     raise UserError(
         f"unknown framework {name!r}",
         why=f"rules exist for {', '.join(FRAMEWORKS)}",

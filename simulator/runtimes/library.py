@@ -20,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
@@ -52,8 +53,7 @@ class RuntimeSpec:
     the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
     layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses;
-    `unbalanced_spread` that of the families whose router no loss and no bias evens here (`unbalanced`), where a run
-    says that loads are natural. `recipes` are what its own recipes set where a run does not say. `splits_experts`: what
+    `unbalanced` that of families whose router no loss evens. `recipes`: what its own set. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
     layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the weights are kept in. `savers`
@@ -82,8 +82,7 @@ class RuntimeSpec:
     dropout: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
-    unbalanced_spread: float = 0.0
-    unbalanced: tuple[str, ...] = ()
+    unbalanced: dict[str, float] = field(default_factory=dict)
     recipes: tuple[RecipeSpec, ...] = ()
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
@@ -106,15 +105,6 @@ class RuntimeSpec:
         return self.like or self.names[0]
 
 
-# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
-RECOMPUTE_SYNONYMS = {
-    **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
-    "core_attn": "selective",
-    **dict.fromkeys(("uniform", "block", "full-recompute", "yes"), "full"),
-    **dict.fromkeys(("off", "no"), "none"),
-}
-
-
 @cache
 def runtime_spec(name: str) -> RuntimeSpec:
     """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
@@ -130,29 +120,6 @@ def runtime_spec(name: str) -> RuntimeSpec:
 def is_described(name: str) -> bool:
     """Return whether a description claims `name`."""
     return name in _files() or name in runtime_names()
-
-
-# How people call software whose description has another name.
-CALLED = {
-    "titan": "torchtitan",
-    "megatron": "megatron-lm",
-    "automodel": "nemo-automodel",
-    "fsdp": "pytorch",
-    "fsdp2": "pytorch",
-    "torch": "pytorch",
-    "trainer": "transformers",
-    "huggingface": "transformers",
-    "hugging-face": "transformers",
-    "hf-trainer": "transformers",
-    "paddle": "paddlenlp",
-}
-
-
-def called(name: str) -> tuple[str, str]:
-    """Return a runtime's own name and the version after `@` of a name as people write it: `NeMo AutoModel@0.3`."""
-    bare, _, version = name.partition("@")
-    bare = re.sub(r"[\s_]+", "-", bare.strip().lower())
-    return CALLED.get(bare, bare), version.strip()
 
 
 def runtime_names() -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 scale=scale("memory", parts_shown),
                 sort=parts_shown,
                 legend=alt.Legend(
-                    columns=alt.ExprRef("width < 230 ? 1 : 2"),  # beside long names, a phone has no room for two
+                    columns=alt.ExprRef("width < 230 ? 1 : 2"),  # next to long names, a phone has no room for two
                     orient="bottom",
                     offset=14,  # clear of the capacity's label
                 ),

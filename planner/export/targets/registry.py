@@ -19,7 +19,8 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
-from simulator.runtimes.library import called, is_described, runtime_spec
+from simulator.runtimes.called import called
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
 from topology.codec import JsonObject
 from topology.errors import UserError

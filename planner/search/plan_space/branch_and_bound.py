@@ -332,7 +332,8 @@ class BestFirst:
         firsts = np.sort(np.unique(same[order], return_index=True)[1])
         some = order[: firsts[self.nearest]] if self.nearest is not None and self.nearest < len(firsts) else order
         some = some[some < len(fitting)]
-        return some[~self.bounds.walked[fitting[some]]]
+        rough: Rows = some[~self.bounds.walked[fitting[some]]]
+        return rough
 
     def _undominated(self, rows: Rows) -> Rows:
         """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""

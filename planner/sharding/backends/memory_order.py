@@ -31,6 +31,7 @@ from simulator.sharded.program import OVERLAPPED, RING_ATTENTION, Buffer, Exchan
 
 Order = tuple[int, ...]  # dims, outermost first; empty in the order of dims
 Strides = tuple[int, ...]
+_MOST_GROUPS = 8  # of exchanges alike that are tried with the order of dims and without, those that copy most
 _CUT = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 _ELEMENTS = frozenset(("bias", "cast", "clone", "rotary"))
 _ATTENTION = ("attention", RING_ATTENTION)
@@ -76,11 +77,12 @@ def choose_orders(
             if _is_even(read, mesh) and _is_even(target, mesh) and not every.said(work.writes[0]):
                 alike = (do.kind, do.dim, do.to_dim, read.local, target.local, target.gradient)
                 groups.setdefault(alike, {})[work.writes[0]] = outermost(dim, len(target.local))
-    together = {name: order for group in groups.values() for name, order in group.items()}
+    largest = sorted(groups.values(), key=lambda group: -sum(plain.around[name] for name in group))
+    together = {name: order for group in largest for name, order in group.items()}
     for start in ({}, together) if groups else ():
         chosen = dict(start)
         found = every.orders(chosen)
-        for group in groups.values():
+        for group in largest[:_MOST_GROUPS]:
             is_chosen = next(iter(group)) in chosen
             other = {n: order for n, order in chosen.items() if n not in group} if is_chosen else {**chosen, **group}
             tried = every.orders(other)

@@ -1,4 +1,4 @@
-"""Files that people bring: a good one is used, any other is refused with the reason beside its field."""
+"""Files that people bring: a good one is used, any other is refused with the reason next to its field."""
 
 from __future__ import annotations
 
