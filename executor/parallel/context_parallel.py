@@ -32,6 +32,7 @@ from executor.model.saved_results import save_or_replay
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
+CAUSAL, ALL = "causal", "all"  # rows of a sequence that is cut in the order of ranks
 MIN_CUDNN_TOKENS = 128  # shorter parts are not given to cuDNN, which is no faster there
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
@@ -164,9 +165,13 @@ def combine(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
 
 
 class _Ring:
-    """The context-parallel group, this rank's neighbours in it, and how keys are communicated."""
+    """The context-parallel group, this rank's neighbours in it, and how keys are communicated.
 
-    def __init__(self, group: dist.ProcessGroup, method: str) -> None:
+    `rows` are those of a sequence that is cut in the order of ranks, causal or all to all; else it is in zigzag.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: str, rows: str = "") -> None:
+        self.rows = rows
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.gathers = method == "all_gather"
         self.next = dist.get_global_rank(group, (self.rank + 1) % self.world)
@@ -201,10 +206,16 @@ class _Ring:
             _wait(works)
             keys = arriving
 
-    def visible_slices(self, source: int, half: int) -> tuple[slice, slice]:
-        """Return (queries, keys): which local queries attend to which keys of rank `source`."""
+    def is_causal(self, source: int) -> bool:
+        """Return whether, of the keys of rank `source`, each query sees those up to its own."""
+        return source == self.rank and self.rows != ALL
+
+    def visible_slices(self, source: int, half: int) -> tuple[slice, slice] | None:
+        """Return (queries, keys): which local queries attend to which keys of rank `source`; nothing if none do."""
         whole = slice(None)
-        if source == self.rank:
+        if self.rows == CAUSAL and source > self.rank:
+            return None
+        if source == self.rank or self.rows:
             return whole, whole
         return (whole, slice(0, half)) if source < self.rank else (slice(half, None), whole)
 
@@ -219,9 +230,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Tensor, Tenso
     half = q.shape[2] // 2
     parts: list[Part] = []
     for source, keys in ring.key_blocks(torch.stack((k, v))):
-        queries, seen = ring.visible_slices(source, half)
-        found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=source == ring.rank)
-        parts.append((queries, *found))
+        if (visible := ring.visible_slices(source, half)) is not None:
+            queries, seen = visible
+            causal = ring.is_causal(source)
+            found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=causal)
+            parts.append((queries, *found))
     out, lse = combine(parts)
     # The backward kernels need the forward result in its own type; the plain backward uses the wide one.
     return (out.to(q.dtype) if _is_half_precision(q) else out), lse
@@ -247,21 +260,25 @@ class _RingAttention(torch.autograd.Function):
         d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
         pending: list[dist.Work] = []
         for source, block_keys in ring.key_blocks(keys):
-            queries, seen = ring.visible_slices(source, half)
-            parts = part_backward(
-                grad[:, :, queries],  # already laid out as the kernel needs it (tokens before heads): do not copy
-                q[:, :, queries],
-                block_keys[0][:, :, seen],
-                block_keys[1][:, :, seen],
-                out[:, :, queries],
-                lse[:, :, queries].contiguous(),
-                causal=source == ring.rank,
-            )
-            dq[:, :, queries].add_(parts[0])
+            visible = ring.visible_slices(source, half)
+            parts = None
+            if visible is not None:
+                queries, seen = visible
+                parts = part_backward(
+                    grad[:, :, queries],  # already laid out as the kernel needs it (tokens before heads): do not copy
+                    q[:, :, queries],
+                    block_keys[0][:, :, seen],
+                    block_keys[1][:, :, seen],
+                    out[:, :, queries],
+                    lse[:, :, queries].contiguous(),
+                    causal=ring.is_causal(source),
+                )
+                dq[:, :, queries].add_(parts[0])
             _wait(pending)  # gradients of these keys from the rank that had them before
-            mine = d_keys[source if ring.gathers else 0]
-            mine[0][:, :, seen].add_(parts[1])
-            mine[1][:, :, seen].add_(parts[2])
+            if parts is not None:
+                mine = d_keys[source if ring.gathers else 0]
+                mine[0][:, :, seen].add_(parts[1])
+                mine[1][:, :, seen].add_(parts[2])
             if not ring.gathers:
                 d_keys, pending = ring.start(d_keys)
         _wait(pending)
@@ -270,6 +287,14 @@ class _RingAttention(torch.autograd.Function):
             own_grads = torch.empty_like(keys, dtype=wide)
             dist.reduce_scatter_tensor(own_grads.view(-1), d_keys.view(-1), group=ring.group)
         return dq.to(q.dtype), own_grads[0].to(k.dtype), own_grads[1].to(v.dtype), None
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool) -> Tensor:
+    """Return attention (B, a, S, d) of this rank's rows of a sequence, cut in the order of ranks, to those of all ranks
+    of `group`, around a ring.
+    """
+    out: Tensor = _RingAttention.apply(q, k, v, _Ring(group, "ring", CAUSAL if causal else ALL))
+    return out
 
 
 class RingAttention(nn.Module):

@@ -13,14 +13,25 @@ from math import prod
 from typing import cast
 
 import torch
+from msgspec.structs import replace
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from executor.overlap import all_gather_matmul, matmul_reduce_scatter
+from executor.parallel.context_parallel import ring_attention
 from executor.sharding.places import Place
 from simulator.overlap.modes import GATHER
-from simulator.sharded.program import OVERLAPPED, Buffer, Exchange, Kernel, RunnableProgram, axes_used, rank_groups
+from simulator.sharded.program import (
+    OVERLAPPED,
+    RING_ATTENTION,
+    Buffer,
+    Exchange,
+    Kernel,
+    RunnableProgram,
+    axes_used,
+    rank_groups,
+)
 
 # torch 2.13 gives these two new names and warns about the old ones
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -123,8 +134,18 @@ def exchange(
     """
     if do.kind in {"broadcast", "reduce"}:
         return _rooted(do, x, group, others)
+    if order := pieces.written.order:  # with the dims as they lie in memory, what is outermost there is not copied
+        do = replace(do, dim=order.index(do.dim), to_dim=order.index(do.to_dim))
+        read, written = (_with_dims_in(order, one) for one in (pieces.read, pieces.written))
+        x, pieces = x.permute(order), Pieces(pieces.place, read, written)
     out = _exchanged(do, x, group, pieces, members)
-    return out / group.size if do.reducer == "avg" else out
+    out = out / group.size if do.reducer == "avg" else out
+    return out.permute(_inverse(order)) if order else out
+
+
+def _with_dims_in(order: Sequence[int], buffer: Buffer) -> Buffer:
+    shape, dims, local = (tuple(one[dim] for dim in order) for one in (buffer.shape, buffer.dims, buffer.local))
+    return replace(buffer, shape=shape, dims=dims, local=local, order=())
 
 
 def _exchanged(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces, members: Sequence[int]) -> torch.Tensor:
@@ -256,17 +277,22 @@ def _concatenated(pieces: torch.Tensor, dim: int, blocks: int) -> torch.Tensor:
 
 
 def is_overlapped(kernel: Kernel) -> bool:
-    return kernel.op.startswith(OVERLAPPED)
+    return kernel.op.startswith((OVERLAPPED, RING_ATTENTION))
 
 
 def run_overlapped(
     kernel: Kernel, values: Mapping[str, torch.Tensor], groups: Mapping[tuple[str, ...], Group]
 ) -> torch.Tensor:
-    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way.
+    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way; or of
+    attention around a ring.
 
     The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one
     product.
     """
+    if kernel.op == RING_ATTENTION:
+        *tensors, causal = kernel.args
+        q, k, v = (values[one["tensor"]] for one in tensors)
+        return ring_attention(q, k, v, groups[tuple(kernel.kwargs["axes"])].group, causal=causal)
     x, weight = (values[one["tensor"]] for one in kernel.args)
     mode, dim = kernel.kwargs["mode"], kernel.kwargs["dim"]
     group = groups[tuple(kernel.kwargs["axes"])].group

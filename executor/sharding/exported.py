@@ -12,7 +12,8 @@
 | sizes of arguments, and decisions on them | kept: other sizes are captured at their first call (`skeleton`) |
 | what `deepcopy` refuses, as open files and locks | kept for the captured sizes; a call of others is refused |
 | training mode | kept as it is at the capture; a `ShardedModule` cannot be switched |
-| control flow that depends on values of tensors, as a loop over experts | refused by torch.export |
+| control flow that depends on values of tensors, as a loop over the experts that have tokens | refused, with its line |
+| sizes that do, as of the rows of one expert (`torch.where(mask)`, `nonzero`, `x[mask]`) | refused, with its line |
 | a number made of a tensor's values (`item`) | refused |
 | writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
 | gradients that are zero since all that they pass is overwritten | None |
@@ -26,8 +27,11 @@
 from __future__ import annotations
 
 import copy
+import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, cast
 
 import torch
@@ -39,6 +43,11 @@ from topology.errors import UserError
 # Batch norms in training become sums, so that ranks which have some of the rows add theirs up.
 _DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
 _NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # of open files, locks, results of operators, and what refuses it
+_EXPERTS = (
+    "a module whose control flow and sizes do not depend on values of tensors; for experts, instead of a loop that "
+    "takes each one's tokens, tokens sorted by expert and torch.nn.functional.grouped_mm, or of transformers "
+    'model.set_experts_implementation("grouped_mm")'
+)
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -57,13 +66,41 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except UserError:
         raise
     except Exception as error:  # torch.export raises many kinds
+        where = _line_of(module, error)
         raise UserError(
-            f"torch.export cannot capture {type(module).__name__}",
+            f"torch.export cannot capture {type(module).__name__}" + (f", at {where}" if where else ""),
             why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
-            remedy="a module whose control flow does not depend on values of tensors; for experts, grouped products "
-            '(of transformers, experts_implementation="grouped_mm")',
+            remedy=_EXPERTS,
         ) from error
+    _refuse_sizes_of_values(exported.graph_module)
     return exported
+
+
+def _line_of(module: nn.Module, error: BaseException) -> str:
+    """Return the last line of a module's own code that an error came through, or nothing."""
+    classes = {type(one).__module__ for one in module.modules()} - {"torch.nn.modules.container"}
+    codes = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") in classes]
+    if not codes:
+        return ""
+    frame, line = next((f, n) for f, n in reversed(list(walk_tb(error.__traceback__))) if f is codes[-1])
+    file = frame.f_code.co_filename
+    return f"{Path(file).name}:{line}, {linecache.getline(file, line).strip()[:120]}"
+
+
+def _refuse_sizes_of_values(module: torch.fx.GraphModule) -> None:
+    """Raise UserError where a tensor has a size that depends on values: every rank would have another program."""
+    for one in module.modules():
+        for node in _nodes(one):
+            value = node.meta.get("val")
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            if not all(isinstance(size, int) for size in sizes):
+                trace = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
+                raise UserError(
+                    f"the size of {node.name} depends on values of tensors ({node.target})"
+                    + (f", at {trace[-1][:120]}" if trace else ""),
+                    why="a program has the same sizes in every call",
+                    remedy=_EXPERTS,
+                )
 
 
 def skeleton(module: nn.Module) -> nn.Module | UserError:

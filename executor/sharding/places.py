@@ -115,6 +115,11 @@ class Context:
         return DTYPES[self.out.dtype]
 
 
+def in_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose dims lie in memory in this order, outermost first; a copy if they do not."""
+    return x.permute(*order).contiguous().permute([list(order).index(dim) for dim in range(x.ndim)])
+
+
 def tokens_of(placements: Sequence[Placement]) -> list[str]:
     """Return DTensor placements as tokens: `R`, `S(0)`, `SS(0,2)`, `P(sum)`. Raises BadInput for any other kind."""
     return [_token(one) for one in placements]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from executor.sharding.exchanges import Group, Pieces, exchange, group_of, is_overlapped, make_groups, run_overlapped
 from executor.sharding.operations import run_kernel
-from executor.sharding.places import DTYPES, Context, Place
+from executor.sharding.places import DTYPES, Context, Place, in_order
 from executor.sharding.routes import run_route
 from executor.sharding.saved_tensors import Operand, SavedTensors
 from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
@@ -149,7 +149,7 @@ class RankProgram:
     def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the program on pieces by buffer; return the pieces of outputs and gradients by buffer."""
         if self.program.interleaved:
-            state = State(at={name: value for name, value in values.items() if name in self.used})
+            state = State(at=self._laid({name: value for name, value in values.items() if name in self.used}))
             self._run(0, len(self._code), state)
         else:
             state = self.forward(values)
@@ -169,9 +169,14 @@ class RankProgram:
                 why="none of them runs by itself",
                 remedy="a step, which is given the gradients of the outputs: ShardedModule.step",
             )
-        state = State(at=dict(values))
+        state = State(at=self._laid(values))
         self._run(0, self._backward_start or len(self._code), state)
         return state
+
+    def _laid(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return pieces by buffer, those of inputs in the order of memory that the program says."""
+        orders = {name: self.program.buffers[name].order for name in values}
+        return {name: in_order(value, orders[name]) if orders[name] else value for name, value in values.items()}
 
     def backward(self, state: State, seeds: Mapping[str, torch.Tensor]) -> None:
         """Run the backward pass from pieces of the outputs' gradients; the state has the inputs' gradients then."""
@@ -203,7 +208,7 @@ class RankProgram:
         all.
         """
         if not self.program.stage_axis:
-            return state.at[name]
+            return state.at[name].contiguous()
         buffer, axis = self.program.buffers[name], self.program.stage_axis
         making = (data.get("stage", 0) for data in self.program.instructions if name in data.get("writes", ()))
         made = next(making, 0)

@@ -17,6 +17,7 @@ from planner.sharding.backends.runnable import (
     Written,
     chunk_sites,
     fastest_program,
+    in_memory_order,
     simulate_program,
     write_program,
 )
@@ -154,7 +155,7 @@ def _answered(
         if found and problem.deadline.over:
             break
         try:
-            found.append(_fitting(request, replace(captured, problem=one), tried, problem.input_layouts))
+            found.append(_fitting(request, replace(captured, problem=one), tried, problem))
         except Infeasible as error:
             refused.append(error)
     if not found:
@@ -165,10 +166,10 @@ def _answered(
     return replace(best, plan=plan)
 
 
-def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: Mapping[str, Layout]) -> Answer:
+def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: ShardingProblem) -> Answer:
     """Return an answer whose program fits a limit of memory. Raises Infeasible where none is found.
 
-    Layouts of inputs that are not `given` are tried besides: a bound of theirs is none of all choices.
+    What is placed beyond the problem that is `given` is tried besides: a bound of that is none of all choices.
 
     What is counted of a choice is what a rank holds when the backward pass begins. At its peak a program may need more:
     gradients of activations, and copies that were moved. Then choices that hold less are tried, a little less at first,
@@ -188,7 +189,8 @@ def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: 
                 raise
             none_at = counted
             continue
-        if doubled == 0 and not problem.hidden_share and problem.input_layouts == given:
+        asked = (problem.input_layouts, problem.pins) == (given.input_layouts, given.pins)
+        if doubled == 0 and not problem.hidden_share and asked:
             tried.bounds.append(plan.choice.bound)
         key = (plan.choice.options, frozenset(plan.choice.layouts.items()))
         if key not in tried.programs:
@@ -272,6 +274,11 @@ def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProbl
 
 
 def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
+    """Return the program, whose pieces lie in memory so that exchanges copy little, or as the request says."""
+    return in_memory_order(_with_chunks(request, captured, plan), captured.problem, request.orders)
+
+
+def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
     """Return the program: chunks as the request says, else those that make it shorter on the machine."""
     graph, gradients, backward = request.graph, request.gradients, request.backward
     machine = captured.problem.machine

@@ -37,6 +37,7 @@ FORMAT = "meshwright runnable program"
 MAX_INSTRUCTIONS = 200_000
 MAX_RANKS = 1 << 20
 OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces while they multiply (`executor.overlap`)
+RING_ATTENTION = "ring.attention"  # a kernel that passes keys and values on while it attends to those it has
 ROUTE = "route."  # begins the names of kernels that send rows to the ranks of their experts, or back
 _INSTRUCTIONS: JsonObject = {
     "launch": Launch,
@@ -54,7 +55,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape.
 
     `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s
-    gradient.
+    gradient. `order` has the dims as they lie in memory, outermost first, where that is not their own order.
     """
 
     tensor: str
@@ -64,6 +65,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: tuple[int, ...]
     pending: dict[str, str] = {}
     gradient: bool = False
+    order: tuple[int, ...] = ()
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kernel"):
@@ -195,7 +197,7 @@ def axes_used(work: Kernel | Exchange) -> tuple[str, ...]:
     """Return the mesh axes over which an instruction exchanges; none for a kernel of one rank."""
     if isinstance(work, Exchange):
         return work.axes
-    return tuple(work.kwargs["axes"]) if work.op.startswith((OVERLAPPED, ROUTE)) else ()
+    return tuple(work.kwargs["axes"]) if work.op.startswith((OVERLAPPED, ROUTE, RING_ATTENTION)) else ()
 
 
 def rank_groups(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Groups:

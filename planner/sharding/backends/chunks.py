@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from planner.sharding.layouts.layout import Layout, divides_evenly, local_shape
@@ -53,6 +54,10 @@ class Site:
     rows: int  # of a rank's piece, that chunks divide
     shared: bool = False
     kernels: bool = False
+
+    def gathers(self, move: TensorMove) -> bool:
+        """Return whether a move ends with a gather that runs in chunks, with the product."""
+        return self.exchange == ALL_GATHER and self.move is move
 
     @property
     def collective(self) -> Collective:
@@ -195,8 +200,15 @@ def _site(
     )
 
 
+class Ways(Protocol):
+    """What can run alongside its exchange."""
+
+    def allows(self, way: int | str) -> bool:
+        """Return whether it can run in so many chunks, or in a way of another name."""
+
+
 def choose_chunks(
-    sites: Mapping[str, Site],
+    sites: Mapping[str, Ways],
     groups: Sequence[Sequence[str]],
     seconds: Callable[[Chunks], float],
     deadline: Deadline = NO_DEADLINE,

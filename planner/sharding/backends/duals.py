@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 import msgspec
@@ -40,8 +41,8 @@ from planner.sharding.layouts.collectives import (
     REDUCE,
     REDUCE_SCATTER,
 )
-from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.layouts.redistribution import Redistributor
+from planner.sharding.layouts.layout import Layout, Mesh, local_shape
+from planner.sharding.layouts.redistribution import RedistributionStep, Redistributor
 from simulator.sharded.program import Buffer, Exchange, Kernel
 from topology.errors import Infeasible
 
@@ -271,9 +272,7 @@ class BackwardWriter:
         gradient = self.gradients[name]
         about = self.out.buffers[gradient]
         here = Layout(about.dims, tuple((a, about.pending[a]) for a in self.out.mesh.names if a in about.pending))
-        moves = Redistributor(about.shape, about.dtype, self.out.mesh)
-        moves.allow_irregular_specs([here, target])
-        for number, step in enumerate(moves.path(here, target)):
+        for number, step in enumerate(_path(about.shape, about.dtype, self.out.mesh, here, target)):
             after = f"{name}.gradient{number}"
             local = local_shape(about.shape, step.after, self.out.mesh)
             made = replace_buffer(about, dict(step.after.pending))
@@ -281,6 +280,15 @@ class BackwardWriter:
             self.out.add(Work(do=primitive(step, here, gradient, self.out.mesh), reads=(gradient,), writes=(after,)))
             gradient, here = after, step.after
         return gradient
+
+
+@lru_cache(maxsize=4096)  # a program is written again for every way in which its products may run
+def _path(
+    shape: tuple[int, ...], dtype: str, mesh: Mesh, source: Layout, target: Layout
+) -> tuple[RedistributionStep, ...]:
+    moves = Redistributor(shape, dtype, mesh)
+    moves.allow_irregular_specs([source, target])
+    return moves.path(source, target)
 
 
 def _axes(buffer: Buffer) -> set[str]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from planner.sharding.backends.chunks import Site
 from planner.sharding.backends.overlapped_products import write_overlapped
+from planner.sharding.backends.ring_attention import RingSite, write_ring
 from planner.sharding.backends.routes import write_routed
 from planner.sharding.backends.works import Work, Writer, bound, describe, primitive
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, SEND_RECV
+from planner.sharding.layouts.collectives import ALL_REDUCE, SEND_RECV
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.ops.aten import Statement
 from planner.sharding.ops.op import Phase
@@ -32,7 +33,7 @@ class ForwardWriter:
     plan: ShardingPlan
     statements: Mapping[str, Statement]
     out: Writer
-    chunks: Mapping[str, tuple[Site, int | str]] = field(
+    chunks: Mapping[str, tuple[Site | RingSite, int | str]] = field(
         default_factory=dict
     )  # by result: products that run in so many chunks
     split: frozenset[str] = frozenset()  # inputs of which every micro batch has its own
@@ -115,7 +116,7 @@ class ForwardWriter:
             return
         here, steps = move.source, move.steps
         site, _ = self.chunks.get(move.consumer, (None, 1))
-        if site is not None and site.exchange == ALL_GATHER and site.move is move:
+        if site is not None and site.gathers(move):
             steps = steps[:-1]  # the last one runs in chunks, with the product
         for step in steps:
             if (move.tensor, step.after) not in self.versions:
@@ -141,8 +142,15 @@ class ForwardWriter:
     def _operator(self, step: OperatorStep) -> None:
         operator = self.problem.operators[step.operator]
         statement = self.statements[operator.result.name]
-        if operator.result.name in self.chunks:
-            write_overlapped(self, step, statement, *self.chunks[operator.result.name])
+        site, way = self.chunks.get(operator.result.name, (None, 1))
+        if isinstance(site, RingSite):
+            at = dict(step.option.operands) | {one.tensor: site.start for one in site.moves}
+            result = self.version(operator.result.name, step.option.result)
+            operands = {name: self.versions[name, layout] for name, layout in at.items()}
+            write_ring(self.out, step, statement, site, operands, result)
+            return
+        if site is not None:
+            write_overlapped(self, step, statement, site, way)
             return
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self.version(operator.result.name, step.option.result)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from planner.sharding.backends.lifetimes import saved_by, short_name
+from planner.sharding.backends.ring_attention import ring_seconds
 from planner.sharding.backends.works import Work
 from planner.sharding.layouts.collectives import ALL_TO_ALL
 from planner.sharding.layouts.layout import Mesh
@@ -30,7 +31,16 @@ from simulator.kernels.operators import WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import GATHER, SLICES, Parts, rounds_of
 from simulator.overlap.site_costs import LARGE_COPY_BYTES, pair_s, product_of
-from simulator.sharded.program import OVERLAPPED, ROUTE, Buffer, Exchange, Kernel, RunnableProgram, is_of_patches
+from simulator.sharded.program import (
+    OVERLAPPED,
+    RING_ATTENTION,
+    ROUTE,
+    Buffer,
+    Exchange,
+    Kernel,
+    RunnableProgram,
+    is_of_patches,
+)
 from topology.errors import Infeasible
 
 
@@ -156,6 +166,9 @@ def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: Shardi
         described = work_of(operator, work.step.option, problem, {axis: parts})
         if forward.op.startswith(OVERLAPPED):
             return _overlapped_s(work, forward, program, described, roofline, OverlapTimes(machine, problem.mesh))
+        if forward.op == RING_ATTENTION:
+            pricing = TimePricing(machine, problem.mesh)
+            return ring_seconds(forward, program.buffers, described, roofline, pricing, backward=backward)
     if described is None or described.kind is WorkKind.MOVE:
         moving = _backward_moves(work, forward, program) if backward else _moves(work, program)
         sent = _route_s(work, forward, program, problem, machine) if forward.op.startswith(ROUTE) else 0.0

@@ -6,7 +6,7 @@ a sum is made in a copy. These copies run on the stream of the exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -28,22 +28,34 @@ def copies_of(do: Exchange, read: Buffer, written: Buffer) -> tuple[list[KernelW
     """Return the copies before and after an exchange of `read`, which makes `written`."""
     before: list[KernelWork] = []
     after: list[KernelWork] = []
+    order = written.order or tuple(range(len(written.local)))
+    is_moved = not lies_in(read.local, read.order, order)
     if do.kind in {ALL_REDUCE, REDUCE}:
         before.append(_copy(read, ordered=True))
-    elif (do.kind == REDUCE_SCATTER and not _leads(read.local, do.dim, do.blocks)) or (
-        do.kind == ALL_TO_ALL and not _leads(read.local, do.to_dim, do.to_blocks)
+    elif is_moved or (
+        (do.kind == REDUCE_SCATTER and not _leads(read, order, do.dim, do.blocks))
+        or (do.kind == ALL_TO_ALL and not _leads(read, order, do.to_dim, do.to_blocks))
     ):
         before.append(_copy(read, ordered=False))
-    if do.kind in {ALL_GATHER, ALL_TO_ALL} and not _leads(written.local, do.dim, do.blocks):
+    if do.kind in {ALL_GATHER, ALL_TO_ALL} and not _leads(written, order, do.dim, do.blocks):
         after.append(_copy(written, ordered=False))
     if do.reducer == "avg":
         after.append(_copy(written, ordered=True))
     return before, after
 
 
-def _leads(shape: Sequence[int], dim: int, blocks: int) -> bool:
-    """Return whether pieces along a dim lie one after the other."""
-    return prod(shape[:dim]) * blocks == 1
+def lies_in(shape: Sequence[int], order: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Return whether dims in `order` lie as `wanted` ones do, but for dims of one element; both are that of dims where
+    they are empty.
+    """
+    both = ([dim for dim in one or range(len(shape)) if shape[dim] > 1] for one in (order, wanted))
+    return next(both) == next(both)
+
+
+def _leads(buffer: Buffer, order: Sequence[int], dim: int, blocks: int) -> bool:
+    """Return whether pieces along a dim lie one after the other, in an order of dims."""
+    outside = order[: list(order).index(dim)]
+    return prod(buffer.local[other] for other in outside) * blocks == 1
 
 
 def _copy(buffer: Buffer, *, ordered: bool) -> KernelWork:
@@ -53,10 +65,17 @@ def _copy(buffer: Buffer, *, ordered: bool) -> KernelWork:
     return KernelWork(kind=WorkKind.MOVE, name="copy", bytes=moved, units={} if ordered else {"strided": elements})
 
 
-def with_copies(runnable: RunnableProgram, kernels: dict[KernelKey, tuple[Cost, float]], machine: Machine) -> Program:
-    """Return the Program with the copies around exchanges as kernels, whose times are added to `kernels`."""
+def with_copies(
+    runnable: RunnableProgram,
+    kernels: dict[KernelKey, tuple[Cost, float]],
+    machine: Machine,
+    inside: Mapping[str, int],
+) -> Program:
+    """Return the Program with the copies around exchanges as kernels, whose times are added to `kernels`; and with
+    those of so many bytes `inside` kernels, by result.
+    """
 
-    def copies(works: Sequence[KernelWork], one: Collective, when: str) -> list[Launch]:
+    def copies(works: Sequence[KernelWork], one: Collective | Launch, when: str) -> list[Launch]:
         launches = []
         for number, each in enumerate(works):
             launch = Launch(name=f"{one.writes[0]} copied {when} {number}", stream=one.stream)
@@ -74,7 +93,9 @@ def with_copies(runnable: RunnableProgram, kernels: dict[KernelKey, tuple[Cost, 
         for one in code.instructions:
             work = runnable.work.get(one.writes[0]) if isinstance(one, Collective) else None
             if not isinstance(one, Collective) or not isinstance(work, Exchange):
-                written_out.append(one)
+                nbytes = float(inside.get(one.writes[0], 0)) if isinstance(one, Launch) and one.writes else 0.0
+                moved = KernelWork(kind=WorkKind.MOVE, name="copy", bytes=nbytes)
+                written_out += [*(copies([moved], one, "before") if nbytes and isinstance(one, Launch) else []), one]
                 continue
             before, after = copies_of(work, runnable.buffers[one.reads[0]], runnable.buffers[one.writes[0]])
             written_out += [*copies(before, one, "before"), one, *copies(after, one, "after")]

@@ -15,8 +15,10 @@ from planner.sharding.backends.duals import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter
 from planner.sharding.backends.kernel_times import Draft, buffer_bytes, kernel_seconds
 from planner.sharding.backends.local_copies import with_copies
+from planner.sharding.backends.memory_order import Order, choose_orders
 from planner.sharding.backends.pipeline_order import turns
 from planner.sharding.backends.recomputation import Recomputation
+from planner.sharding.backends.ring_attention import RingSite, find_rings
 from planner.sharding.backends.works import Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.collectives import ALL_GATHER, PERMUTE
@@ -36,7 +38,7 @@ from simulator.program.program import RecordEvent, WaitEvent
 from simulator.sharded.graph import INPUT, CapturedGraph
 from simulator.sharded.program import Buffer, Exchange, Kernel, RunnableProgram, written
 from topology.cluster import Cluster
-from topology.errors import Infeasible
+from topology.errors import BadInput, Infeasible
 from topology.units import GIB
 
 _LINEAR = "aten.linear.default"
@@ -69,6 +71,7 @@ class Written:
     tried: Tried = field(
         default_factory=dict
     )  # of products that can run alongside their exchange: what every way takes
+    copied: Mapping[str, int] = field(default_factory=dict)  # by result of a kernel: bytes it copies for memory orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,12 +247,13 @@ def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) ->
     return msgspec.structs.replace(do, source=tuple(source))
 
 
-def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
-    """Return by result the products of a plan that can run in chunks."""
+def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site | RingSite]:
+    """Return by result the products and the attention of a plan that can run alongside an exchange."""
     statements = captured.statements
     products = frozenset(n for n, one in statements.items() if one.op in _PRODUCTS and one.index is None)
     linears = {n: one.args[0]["tensor"] for n, one in statements.items() if n in products and one.op == _LINEAR}
-    return find_sites(captured.problem, plan, products, linears)
+    found = find_sites(captured.problem, plan, products, linears)
+    return {**found, **find_rings(captured.problem, plan, statements)}
 
 
 def fastest_program(
@@ -304,6 +308,32 @@ def fastest_program(
     return replace(min(fitting, key=simulated), tried=tried_ways)
 
 
+def in_memory_order(made: Written, problem: ShardingProblem, stated: Mapping[str, Order] | None = None) -> Written:
+    """Return a program whose pieces lie in memory so that fewest bytes are copied (`memory_order.py`).
+
+    `stated` has orders by tensor. Raises BadInput for a tensor that no exchange makes and that is not given.
+    """
+    program, stated = made.program, stated or {}
+    exchanged = {program.buffers[name].tensor for name, do in program.work.items() if isinstance(do, Exchange)}
+    for name in stated:
+        if name not in program.inputs and name not in exchanged:
+            raise BadInput(
+                f"{name[:60]!r} is allocated",
+                why="what a kernel makes lies as its operands do",
+                remedy="the allocation of an argument, or of what is gathered or scattered",
+            )
+    given = {program.inputs[name]: order for name, order in stated.items() if name in program.inputs}
+    buffers = {name: msgspec.structs.replace(one, order=given.get(name, ())) for name, one in program.buffers.items()}
+    returned = (*program.outputs, *program.gradients.values())
+    best, plain = choose_orders(made.works, buffers, problem.mesh, returned=returned, stated=stated)
+    buffers = {
+        name: msgspec.structs.replace(one, order=best.orders[name]) if name in best.orders else one
+        for name, one in buffers.items()
+    }
+    copied = {name: more for name, n in best.inside.items() if (more := n - plain.inside.get(name, 0)) > 0}
+    return replace(made, program=msgspec.structs.replace(program, buffers=buffers), copied=copied)
+
+
 def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
     """Return the bytes that a program's buffers may have: what the state of parameters leaves, but for their
     gradients.
@@ -337,6 +367,6 @@ def simulate_program(
             seconds = kernel_seconds(work, written_program.program, problem, machine)
             cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
-    program = with_copies(written_program.program, kernels, machine)
+    program = with_copies(written_program.program, kernels, machine, written_program.copied)
     costs = program_costs(program, cluster, calibration, kernels)
     return simulate(program, costs, spans=spans)

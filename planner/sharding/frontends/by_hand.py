@@ -1,5 +1,5 @@
-"""The placements that people write: parameters whole on every rank, as in data parallelism, and matrices of products
-split by columns, then by rows, as in Megatron-LM.
+"""The placements that people write: parameters whole on every rank, as in data parallelism, matrices of products
+split by columns, then by rows, as in Megatron-LM, and sequences of attention in pieces, as in context parallelism.
 
 A product with a matrix splits its columns where its operand is whole, and its rows where the operand is already split
 by an earlier product, after which the sum over ranks is whole again (Shoeybi et al., arXiv 1909.08053, section 3). All
@@ -21,7 +21,9 @@ _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "einsum", "grou
 
 
 def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
-    """Yield the problem with all parameters that are open whole, and with them split over each mesh axis."""
+    """Yield the problem with all parameters that are open whole, with them split over each mesh axis, and with the
+    rows of all attention over each.
+    """
     shapes = {name: problem.tensors[name].shape for name in problem.graph.parameters}
     open_ones = {name: shape for name, shape in shapes.items() if name not in problem.input_layouts}
     whole = {name: Layout(((),) * len(shape)) for name, shape in open_ones.items()}
@@ -31,6 +33,23 @@ def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
         split = {name: at for name, at in _split(problem, axis).items() if name in open_ones}
         if split:
             yield replace(problem, input_layouts={**problem.input_layouts, **whole, **split})
+    for axis in problem.mesh.names:
+        rows = _rows_of_attention(problem, axis)
+        if rows:
+            yield replace(problem, pins={**problem.pins, **rows})
+
+
+def _rows_of_attention(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
+    """Return queries, keys, values and results of attention in pieces of rows: what goes around a ring."""
+    found: dict[str, Layout] = {}
+    for operator in problem.operators:
+        if operator.kind == "attention":
+            names = [operator.result.name, *(name for name, _ in operator.operands[:3])]
+            shapes = [problem.tensors[name].shape for name in names]
+            divides = all(divides_evenly(shape[-2], (axis,), problem.mesh) for shape in shapes)
+            if divides and not {*problem.pins, *problem.input_layouts} & set(names):
+                found |= {n: _along(len(s), len(s) - 2, axis) for n, s in zip(names, shapes, strict=True)}
+    return found
 
 
 def _split(problem: ShardingProblem, axis: str) -> dict[str, Layout]:

@@ -66,6 +66,7 @@ class Request(msgspec.Struct, frozen=True):
     chunks: dict[str, int | str] | None = None
     stages: Stages | None = None
     streamed: dict[str, Streamed] = {}  # by result of a product, how its loop runs
+    orders: dict[str, tuple[int, ...]] = {}  # by tensor, its dims as they lie in memory, outermost first
     routes: str | None = None  # how tokens reach experts on other ranks: one of ROUTES, or whichever costs less
 
 
@@ -98,12 +99,16 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)
     }
     streamed: dict[str, Streamed] = {}
+    orders: dict[str, tuple[int, ...]] = {}
     for pattern, calls in text.domains.items():
         for name in matching(graph, pattern):
             domain = parse_domain(calls, shapes[name], mesh, of=name)
             if domain.streamed is not None:
                 streamed[name] = domain.streamed
-            if domain.streamed is None or any(domain.layout().dims):  # a stream alone says nothing of devices
+            if domain.allocation:
+                orders[name] = domain.allocation
+            nothing = domain.streamed is None and not domain.allocation
+            if nothing or any(domain.layout().dims):  # a stream or an allocation alone says nothing of devices
                 placements[name] = domain.layout()
     constraints = Constraints(
         placements=placements,
@@ -126,6 +131,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         else {name: count for pattern, count in text.chunks.items() for name in matching(graph, pattern)},
         stages=stages,
         streamed=streamed,
+        orders=orders,
         routes=text.routes,
     )
 

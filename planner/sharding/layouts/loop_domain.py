@@ -20,6 +20,9 @@ the pieces in turns, each beginning with its own: a ring.
     outer_split(0, 4); parallelize(0, Stream)                         four chunks of dim 0
     outer_split(0, 2); swizzle1d(0, DIDx); parallelize(0, Stream)     a ring of the two devices of DIDx
 
+`allocate(1, 0, 2)` is about memory alone, nvFuser's allocation domain: which dim of a rank's piece lies outermost,
+which one inside it, and so on. Elements are where the loop axes say.
+
 A split that does not divide its axis leaves the last pieces smaller, or empty, as nvFuser's and torch.chunk do: pieces
 are of ceil(extent / n) elements. Its parts are given to devices or kept, and not split again: nvFuser would go on from
 the padded extent, and DTensor from what a device has. (NVIDIA/Fuser, doc/reading/multigpu.md and
@@ -46,6 +49,7 @@ _PARALLELIZE = re.compile(
     rf"(?:parallelize\(\s*{_AXIS}\s*,|axis\(\s*{_AXIS}\s*\)\s*\.\s*parallelize\()\s*{_DEVICE}\s*\)", flags=re.ASCII
 )
 _SWIZZLE = re.compile(rf"swizzle1d\(\s*{_AXIS}\s*,\s*{_DEVICE}\s*\)", flags=re.ASCII)
+_ALLOCATE = re.compile(r"allocate\(\s*(\d{1,3}(?:\s*,\s*\d{1,3})*)\s*,?\s*\)", flags=re.ASCII)
 _MERGE = re.compile(rf"merge\(\s*{_AXIS}\s*\)", flags=re.ASCII)
 STREAM = "Stream"
 _DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names of its parallel types
@@ -82,6 +86,7 @@ class LoopDomain:
     shape: tuple[int, ...]
     mesh: Mesh
     name: str = "a tensor"
+    allocation: tuple[int, ...] = ()  # dims as they lie in memory, outermost first; empty where nothing is said
     axes: list[_LoopAxis] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +142,16 @@ class LoopDomain:
                 remedy=f"outer_split({axis}, {self.mesh.size(device)}) first",
             )
         at.swizzled = device
+        return self
+
+    def allocate(self, order: Sequence[int]) -> LoopDomain:
+        """Let the dims lie in memory in this order, outermost first. Raises BadInput where some are not in it once."""
+        if sorted(order) != list(range(len(self.shape))):
+            raise BadInput(
+                f"{self.name}: {', '.join(map(str, order))} is no order of {len(self.shape)} dims",
+                remedy=f"allocate({', '.join(map(str, range(len(self.shape))))}), each dim once",
+            )
+        self.allocation = tuple(order)
         return self
 
     @property
@@ -219,6 +234,8 @@ def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -
     layout = domain.layout()
     if domain.streamed is not None:
         raise BadInput(f"{of}: a stream", why="it says how a captured graph's products run", remedy="a `schedule`")
+    if domain.allocation:
+        raise BadInput(f"{of}: an allocation", why="it says how pieces of a captured graph lie in memory")
     return layout
 
 
@@ -246,6 +263,8 @@ def _call(domain: LoopDomain, text: str, of: str) -> None:
         domain.parallelize(int(found[1] or found[2]), found[3])
     elif found := _SWIZZLE.fullmatch(text):
         domain.swizzle(int(found[1]), found[2])
+    elif found := _ALLOCATE.fullmatch(text):
+        domain.allocate([int(dim) for dim in found[1].split(",")])
     elif found := _MERGE.fullmatch(text):
         domain.merge(int(found[1]))
     else:

@@ -19,6 +19,10 @@ Sizes = Mapping[str, NDArray[np.float64]]
 # gradient of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, counted
 # evenly to the three.
 _BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
+# Attention to pieces of the keys, whose statistics ranks exchange, is no single kernel: scores are made thrice, and
+# products, masks, exponentials and sums read and write them as float32 (`executor/sharding/merged.py`): as counted, 26
+# times forward and 21 backward, for which twice the forward's bytes are taken below.
+_SCORE_PASSES = 47 / 3
 
 
 def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Sizes) -> Work:
@@ -54,6 +58,8 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
         m, n, k, batch = size(q[-2]), size(keys[-2]), size(q[-1]), elements(q[:-2])
         flops = 2.0 * (_BACKWARD_PRODUCTS if first else 2.0) * m * n * k * batch
         flops = flops * _seen(operator, q[-2], keys[-2], m, n)
+        every = float(np.prod([operator.sizes[axis] for axis in keys[-2]]))
+        moved = moved + np.where(n < every, _SCORE_PASSES * ELEMENT_BYTES["f32"] * m * n * batch, 0.0)
         return Work(
             kind=WorkKind.ATTENTION,
             name="attn",

@@ -12,6 +12,7 @@ from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
 from planner.sharding.ops.op import Op, Phase, Saves, Step, reduced_phase, statistic, tensor
 from planner.sharding.ops.syntax import is_true
 from planner.sharding.ops.walker import Call, merge_or_keep
+from simulator.sharded.program import RING_ATTENTION
 
 
 def _attention(call: Call) -> Value:
@@ -186,7 +187,7 @@ OPS = (
         gradient_axes=_unknown_gradient,
         aten="scaled_dot_product_attention",
         capture=_capture,
-        kernels="attention",
+        kernels=f"attention {RING_ATTENTION}",
         saves=Saves.BOTH,
         phases=_phases,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,8 +18,11 @@ from torch.utils import _pytree as pytree
 
 from executor.sharding import ShardedFunction, api, capture, shard
 from executor.sharding.places import StridedShard
+from executor.sharding.run_program import RankProgram
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.backends.local_copies import lies_in
+from planner.sharding.backends.memory_order import order_of
 from planner.sharding.plans.report import Limits
 from simulator.sharded.program import read_program
 from tests.executor.forked_ranks import start
@@ -34,6 +38,7 @@ class Case:
     constraints: dict = field(default_factory=dict)
     kwargs: dict = field(default_factory=dict)
     tolerance: float = 1e-9
+    lies: bool = False  # whether pieces are looked at while it runs: they lie in memory as the program says
 
 
 def planned_here(document, *, cluster=None, memory_limit=None):
@@ -81,6 +86,29 @@ def check(case: Case) -> None:
     gradients = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True)
 
     sharded = shard(case.module, case.args, case.kwargs, mesh=case.mesh, **case.constraints)
+    with hold_orders(case.name) if case.lies else nullcontext():
+        _check(case, sharded, expected, weight, wanted, asked, gradients, close)
+
+
+@contextmanager
+def hold_orders(name):
+    """Every piece lies in memory in the order that the program says of its buffer."""
+    plain, ordered = RankProgram._do, set()
+
+    def do(self, instruction, at, tapes):
+        plain(self, instruction, at, tapes)
+        for one in set(instruction.writes) & set(at):
+            said = self.program.buffers[one].order
+            assert lies_in(at[one].shape, order_of(tuple(at[one].shape), at[one].stride()), said), f"{name}: {one}"
+            ordered.update([one] if said else [])
+
+    RankProgram._do = do
+    yield
+    RankProgram._do = plain
+    assert ordered, name
+
+
+def _check(case, sharded, expected, weight, wanted, asked, gradients, close):
     if sharded.program.interleaved:
         found = _first(sharded.step(*case.args, gradients=[weight], **case.kwargs))
     else:

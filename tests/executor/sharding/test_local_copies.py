@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - as above
 
 from executor.sharding.exchanges import Group, Pieces, exchange  # noqa: E402 - as above
-from planner.sharding.backends.local_copies import copies_of  # noqa: E402 - as above
+from executor.sharding.places import in_order  # noqa: E402 - as above
+from planner.sharding.backends.local_copies import copies_of, lies_in  # noqa: E402 - as above
+from planner.sharding.backends.memory_order import order_of  # noqa: E402 - as above
 from simulator.sharded.program import Buffer, Exchange  # noqa: E402 - as above
 
 EVEN = SimpleNamespace(member_sizes=lambda *_: (1, 1))  # a place whose ranks have pieces of one size
@@ -57,11 +59,19 @@ def pair():
         (Exchange(kind="all_to_all", axes=("d",), dim=2, to_dim=0), (4, 6, 8), (2, 6, 16)),
     ],
 )
-def test_copies_around_an_exchange_are_those_that_are_counted(pair, do, read, written) -> None:
-    buffers = [Buffer(tensor="x", shape=shape, dtype="f32", dims=((),) * 3, local=shape) for shape in (read, written)]
+@pytest.mark.parametrize("orders", [((), ()), ((), (1, 0, 2)), ((1, 0, 2), (1, 0, 2)), ((2, 0, 1), (1, 2, 0))])
+def test_copies_around_an_exchange_are_those_that_are_counted(pair, do, read, written, orders) -> None:
+    if do.kind == "all_reduce":
+        orders = orders[:1] * 2
+    buffers = [
+        Buffer(tensor="x", shape=shape, dtype="f32", dims=((),) * 3, local=shape, order=order)
+        for shape, order in zip((read, written), orders, strict=True)
+    ]
     before, after = copies_of(do, *buffers)
+    x = in_order(torch.zeros(read), orders[0] or (0, 1, 2))
     with Copies() as found:
-        out = exchange(do, torch.zeros(read), pair, Pieces(EVEN, *buffers), 0)
+        out = exchange(do, x, pair, Pieces(EVEN, *buffers), 0)
 
     assert tuple(out.shape) == written
+    assert lies_in(written, order_of(written, out.stride()), orders[1])
     assert found.nbytes == sum(one.bytes for one in (*before, *after))

@@ -40,14 +40,24 @@ EXPERTS = {"up": ["S(0)"], "down": ["S(0)"]}
 VIT = {"layer.linear1.weight": ["S(0)"], "layer.linear1.bias": ["S(0)"], "layer.linear2.weight": ["S(1)"]}
 TWO = [
     on("feed-forward, tensor parallel", modules.FeedForward(), (X,), {"d": 2}, **FFN),
-    on("feed-forward, sequence parallel", modules.FeedForward(), (X,), {"d": 2}, **FFN, x=["S(1)"], output0=["S(1)"]),
+    Case(
+        "feed-forward, sequence parallel, its argument by rows of the sequence",
+        modules.FeedForward().double(),
+        (X,),
+        {"d": 2},
+        {
+            "placements": {**FFN, "output0": ["S(1)"]},
+            "domains": {"x": "outer_split(1, 2); parallelize(1, d); allocate(1, 0, 2)"},
+        },
+        lies=True,
+    ),
     block("tensor parallel", {"model": 2}, parameters=TP, compute=TP),
     block(
         "sequence parallel", {"model": 2}, parameters=TP, compute=TP, placements={"x": ["S(1)"], "output0": ["S(1)"]}
     ),
     block("data parallel", {"data": 2}, compute={"batch": "data"}),
     Case("llama block, FSDP", modules.LlamaBlock().double(), (X,), {"data": 2}, FSDP),
-    block("context parallel", {"seq": 2}, compute={"seq": "seq"}),
+    block("context parallel", {"seq": 2}, compute={"seq": "seq"}, chunks={"scaled_dot_product_attention_0": "ring"}),
     block("weights placed by time", {"data": 2}, choose=["w*.weight"], cluster="h200x4", policy="min_time"),
     on("experts, expert parallel", modules.Experts(), (X,), {"ep": 2}, **EXPERTS),
     on("vision transformer, tensor parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, **VIT),
