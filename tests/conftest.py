@@ -8,6 +8,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.workers"]
+
 # How long one example takes depends on the machine, and no test asserts time. The gate tries the same examples every
 # day, so that it ends the same for the same tree; `MESHWRIGHT_HYPOTHESIS=explore`, every night, draws new ones.
 settings.register_profile("gate", deadline=None, derandomize=True, max_examples=50)
@@ -36,21 +38,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # most of what tests make ends without a cycle: looking less often saves a tenth
     gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one worker, which so makes the fixtures of a module once. Other modes are as they are asked
-    for.
-
-    Files go in the order of their names: by number of tests, the few long ones of a file would come last.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    if config.option.dist != "load":
-        return None
-    config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

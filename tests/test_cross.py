@@ -8,7 +8,7 @@ import os
 
 from tests.tools.cross import COMMANDS, answered, drawn, pairwise, write_files
 
-QUESTIONS = int(os.environ.get("MESHWRIGHT_QUESTIONS", "120"))
+QUESTIONS = int(os.environ.get("MESHWRIGHT_QUESTIONS", "80"))
 # What takes seconds, and is asked by hand.
 LONG = {
     "model": {"deep", "most experts"},

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import streamlit as st
 
-from planner.explain.answer_text import assumed_parts
+from planner.explain.answer_text import assumed_parts, tokens_text
 from planner.io.figures import rate_text
 from simulator.config.estimate import Estimate
+from simulator.config.plan import Plan
 from topology.errors import Infeasible, PlannerError
 from topology.units import MIB
 from ui import rows
@@ -62,7 +63,8 @@ def section(title: str, about: str = "") -> None:
         st.caption(about)
 
 
-# label, value with unit, what it is, what stands below it, and where it comes from (`topology.cluster.Source`)
+# label, value with unit, what it is, what stands below it line by line, and where it comes from
+# (`topology.cluster.Source`)
 Figure = tuple[str, str, str] | tuple[str, str, str, str] | tuple[str, str, str, str, object]
 
 
@@ -79,17 +81,24 @@ def figures(cells: Sequence[Figure], near: Near | None = None) -> None:
         for label, value, about, *more in cells:
             below, source = (*more, None, None)[:2]
             with st.container(border=True, gap="xxsmall"):
-                st.metric(label, value, below or None, help=about or None, delta_color="off", delta_arrow="off")
+                first, *lines = (below or "").split("\n")
+                st.metric(label, value, first or None, help=about or None, delta_color="off", delta_arrow="off")
+                for line in lines:
+                    st.markdown(f":small[{plain(line)}]")
                 if near is not None and label == cells[0][0]:
                     st.markdown(f":small[nearest published run: {plain(near.off)}]", help=plain(f"{near.sentence}."))
                 if source is not None:
                     badge(source)
 
 
-def estimate_figures(estimate: Estimate, step_label: str = "Step") -> list[Figure]:
-    """Return what every page shows of an estimate: step, tokens a second, utilization and memory."""
+def estimate_figures(estimate: Estimate, plan: Plan | None = None, step_label: str = "Step") -> list[Figure]:
+    """Return what every page shows of an estimate: step and, with its `plan`, batch, tokens a second, utilization and
+    memory.
+    """
     source = estimate.step_s.source
     step, within = rows.step_figure(estimate)
+    if plan is not None:
+        within += f"\nof {tokens_text(estimate, plan)} tokens"
     held, verdict = rows.memory_figure(estimate.memory)
     peak = f"of {estimate.peak_flops / 1e12:.0f} TFLOP/s"
     reserved = "What the allocator reserves on the worst rank, of what a rank can use."

@@ -74,7 +74,7 @@ def _warm() -> None:
         with contextlib.suppress(Exception):
             import_module(name)
     with contextlib.suppress(Exception):
-        import_module("ui.background.waiting").workers().warm(2)
+        import_module("ui.background.waiting").workers().warm()
     with contextlib.suppress(Exception):
         import_module("ui.data").prepare()
 

@@ -69,7 +69,7 @@ def report(result: SearchResult, chosen: RankedPlan, *, command: str) -> str:
         "<h2>The machine</h2>",
         topology(question.cluster),
         "<h2>What this rests on</h2>",
-        _list([*basis_lines(estimate, chosen.method, question.cluster, chosen.plan.gpus), *result.assumed]),
+        _list([*basis_lines(estimate, chosen.method, question, chosen.plan.gpus), *result.assumed]),
         f"<h2>The same in a terminal</h2><pre>{_text(command)}</pre>",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(title)}</title>'

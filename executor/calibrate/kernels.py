@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from executor.model.vocabulary_loss import VocabularyLoss
 from simulator.calibration.items import OperatorItem
 from simulator.config.runtime import TF32
 
@@ -177,6 +178,14 @@ def _cross_entropy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tenso
     return lambda: torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum"), [logits]
 
 
+def _loss_in_parts(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
+    """The executor's own eager loss, which goes through the logits some tokens at a time."""
+    logits = make(shape["t"], shape["v"], grad=True)
+    labels = torch.randint(shape["v"], (shape["t"],), device=make.device)
+    loss = VocabularyLoss(shape["v"], None, compiled=False)
+    return lambda: loss.of_rows(logits, labels), [logits]
+
+
 def _copy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     source = torch.zeros(shape["bytes"], dtype=torch.int8, device=make.device)
     sink = torch.empty_like(source)
@@ -255,6 +264,7 @@ _MEMORY_OPERATORS: dict[str, Callable[[_TensorFactory, Shape], tuple[Call, list[
     "residual": _residual,
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
+    "loss_in_parts": _loss_in_parts,
     "copy": _copy,
     "cast": _cast,
     "gather_pack": _gather_pack,

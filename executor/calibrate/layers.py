@@ -40,7 +40,7 @@ from topology.errors import ProbeError
 from topology.profile.samples import Conditions, LayerSample
 
 SAMPLED = frozenset({"host_s", "data_s", "reserved_bytes"})
-WARM_UP = 3
+WARM_UP, WARM_S = 3, 1.0  # steps at least, and seconds: a GPU at work is held to its power limit after half of them
 STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
@@ -146,10 +146,12 @@ def _time_steps(
     device: torch.device, step: Step, recorder: Recorder
 ) -> tuple[list[float], dict[str, float], float | None]:
     """Return step times, the medians of the steps' other measurements, and the mean SM clock in Hz."""
-    clock = SmClock(device)
-    for _ in range(WARM_UP):
+    clock, began, warm = SmClock(device), time.perf_counter(), 0
+    heats = device.type == "cuda"
+    while warm < WARM_UP or (heats and rank_zero_decides(time.perf_counter() - began < WARM_S)):
         step()
-    synchronize(device)
+        synchronize(device)
+        warm += 1
     dist.barrier()
     rounds: list[Round] = []
     while len(rounds) < ROUNDS:

@@ -1,8 +1,9 @@
 """Start N local ranks of a module within a wall-clock budget, and end every process of the run.
 
-Ranks run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks runs as a plain
-`python -m module`. Either way: an argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all
-processes of the run, and a result that names the first rank that failed.
+Ranks run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a rank that
+is alone, run as a plain `python -m module`: the agent imports torch for seconds before its ranks do. Either way: an
+argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all processes of the run, and a result
+that names the first rank that failed.
 
 The agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
 inherits a random tag in its environment, by which exactly these processes are found.
@@ -48,6 +49,12 @@ LAUNCH_TIME_VARIABLE = "MESHWRIGHT_LAUNCHED"  # launch time on the host's monoto
 KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 # What a rank says whose neighbour has ended: the neighbour is the cause.
 LOST_PEER = ("closed by peer", "connection reset", "broken pipe")
+# What the agent would say to a rank that is alone; it hosts its own store, at a port that the system chooses.
+ALONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+    "MASTER_ADDR": "127.0.0.1",
+}
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
 KILLED_S = 5.0  # within which killed processes are gone, on a busy machine too
@@ -142,6 +149,8 @@ def launch(
         raise ValueError(f"{ranks} ranks cannot run {'with' if elastic else 'without'} the elastic agent")
     if not budget_s > 0:
         raise ValueError(f"a budget of {budget_s} s leaves no time to run")
+    if elastic and ranks == 1 and nodes is None:
+        elastic, environment = False, {**(environment or {}), **ALONE}
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
             return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, Path(folder), nodes)
@@ -345,6 +354,8 @@ def _end_of(path: Path) -> str:
 def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elastic: bool) -> Failure:
     """Return the first failure as the agent reports it, with the message of that rank's error file if there is one."""
     if not elastic:
+        if exit_code is not None and -exit_code in KILL_SIGNALS:
+            return _ended_by_signal(0, exit_code)
         message = _message(folder / "error.json") or _last_line(err_tail)
         return Failure(rank=_to_blame(0, message), exit_code=_code(exit_code), signal=_name(exit_code), message=message)
     # The agent prints a block per failure, with the first that it saw under "Root Cause". That may be a peer of a rank

@@ -20,7 +20,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from topology.errors import BadPlan
+from simulator.legality.networks import torchtitan_family
 
 FLAVOR = "calibration"  # the name of the only size of a registered model
 STEPS = 100000  # of the learning-rate schedule; steps are taken one by one from outside
@@ -33,7 +33,7 @@ def titan_step(
     model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: Any, *, text: str = ""
 ) -> Callable[[], dict[str, float]]:
     """Return a function that takes one step of torchtitan. Raises BadPlan for what torchtitan cannot run."""
-    family = _family(model)
+    family = torchtitan_family(model)
     from executor.measure import titan_models  # noqa: PLC0415 - the one place that loads torchtitan: it may be absent
 
     logging.getLogger().setLevel(logging.WARNING)
@@ -104,17 +104,6 @@ def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str
     if pipelined:
         yield f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"
         yield f"--parallelism.pipeline_parallel_schedule={plan.schedule_name}"
-
-
-def _family(model: Model) -> str:
-    """Return which of torchtitan's models has this shape: `llama3` or `qwen3`. Raises BadPlan where none has."""
-    plain = model.gated_mlp and model.latent is None and not model.qkv_bias and not model.sliding_layers
-    llama = model.moe is None and not model.qk_norm and not model.tied_embeddings
-    if plain and llama and model.head_dim * model.heads == model.hidden:
-        return "llama3"
-    if plain and model.qk_norm and (model.moe is None or (model.moe.shared_ffn == 0 and model.dense_layers == 0)):
-        return "qwen3"
-    raise BadPlan(f"{model.name} is neither a Llama nor a Qwen 3", why="only torchtitan's models of these two are run")
 
 
 def _reusing_meshes(trainer: type, plan: Plan) -> type:

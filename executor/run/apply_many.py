@@ -126,13 +126,16 @@ def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], li
         environment=environment(first.request, first.records),
         directory=first.out / "logs",
     )
+    ended_at, began_at = time.time(), None
     samples = watch.stop() if first.request.device == "cuda" else []
     made = []
     for index, run in enumerate(runs):
         took = _seconds(run)
-        # The first run that did not finish is the one that ended the processes.
-        ended = done if took is None else _as_finished(done, took)
+        # The first run that did not finish is the one that ended the processes; those before it took the start.
+        own_s = done.seconds if began_at is None else max(0.0, ended_at - began_at)
+        ended = replace(done, seconds=own_s) if took is None else _as_finished(done, took)
         over_at = float("inf") if took is None else (run.records / "rank0.jsonl").stat().st_mtime
+        began_at = over_at
         faults = [fault for fault in watch.faults if fault.at <= over_at]  # one before the run leaves it in doubt, too
         document = report(run.request, ended, run.records, arguments, samples, faults)
         write_report(document, run.out / "run.json")

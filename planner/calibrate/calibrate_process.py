@@ -59,6 +59,21 @@ def calibrate(
     return found
 
 
+HOST_ALONE_S = 60.0  # that timing the host may take; it takes four of a processor
+
+
+def time_host(*, machine: str, gpu: str, command: str = "") -> Profile | None:
+    """Return a profile with what layers take on this machine's CPU alone (`executor.calibrate.host_alone`), or None
+    where torch cannot do that here.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        records = Path(folder) / "host.jsonl"
+        arguments = [f"--records={records}", f"--machine={machine}", f"--gpu-name={gpu}", f"--command={command}"]
+        module, output = "executor.calibrate.host_alone", child.standard_error()
+        code = child.run_module(module, arguments, budget_s=HOST_ALONE_S, output=output)
+        return read_records(records) if code == 0 else None
+
+
 def read_records(path: Path) -> Profile | None:
     """Return the profile of the records in a file, or None if no header says which GPU they were measured on."""
     found = list(codec.parse_lines(codec.read_text(path))) if path.is_file() else []

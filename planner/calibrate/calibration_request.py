@@ -14,7 +14,7 @@ from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
 from topology import codec
 from topology.profile.profile import Profile
-from topology.units import GIB, MIB
+from topology.units import MIB
 
 T = TypeVar("T")
 
@@ -29,7 +29,6 @@ TYPICAL_LAYERS = (
 )
 VOCABULARY = 128256
 COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
-MAX_TENSOR_BYTES = 24 * GIB  # of the largest operand: logits of very large batches are left out
 
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
 CONTENTION = tuple(

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from planner.calibrate.calibration_request import MAX_TENSOR_BYTES, TYPICAL_LAYERS, VOCABULARY, one_layer
+from planner.calibrate.calibration_request import TYPICAL_LAYERS, VOCABULARY, one_layer
 from planner.calibrate.planned_step import PlannedStep
 from simulator.calibration.items import LayerItem
 from simulator.config.model import MixtureOfExperts, Model
@@ -35,8 +35,6 @@ PLAIN: dict[str, Any] = {
 }
 NARROW_TOKENS = 256  # of a rank's micro batch
 NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
-LOSS_BYTES = 16  # a token and a word: the loss keeps four copies in float32
-FEW_WORDS = 4096
 EXPERTS = MixtureOfExperts(experts=64, experts_per_token=8, ffn=768)
 DEPTH, SEQUENCES = 32, 16  # of the typical models, in a step
 
@@ -163,15 +161,13 @@ def layer_request(question: PlannedStep, gpus: int) -> LayerItem | None:
     executor cannot run the runtime.
 
     Pipeline parallelism is dropped, as it does not change a layer; then data parallelism is reduced, and only then
-    context and tensor parallelism. A loss that would not fit has fewer words.
+    context and tensor parallelism.
     """
     plan = single_layer_plan(question.plan, gpus)
     if plan is None or not runs_here(question.runtime):
         return None
     workload = replace(question.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size)
     model = question.model
-    if LOSS_BYTES * plan.micro_batch_size * workload.seq_len // plan.cp * model.vocab > MAX_TENSOR_BYTES:
-        model = replace(model, vocab=FEW_WORDS)
     moe = model.moe
     if moe is not None and moe.dense_layers:
         model = replace(model, moe=replace(moe, dense_layers=0, dense_layer_ids=()))

@@ -30,6 +30,7 @@ from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
 from planner.io.plan_words import plan_in_words
+from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
@@ -54,10 +55,11 @@ WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.0
 # operator, of a size of a collective, of a pair, of a site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
 COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 2.0, 0.22, 0.12, 2.0, 4.0, 0.5
-WARM_UP, STEPS, FEWEST_STEPS, TIMED_S = 3, 40, 5, 1.0
+WARM_UP, WARM_S, STEPS, FEWEST_STEPS, TIMED_S = 3, 1.0, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8
 LONGEST_WIDE_S = 4.0  # of a predicted step of a wide layer: longer ones are left out
+FEW_WORDS = 4096  # of wide layers whose loss over all words does not fit
 Messages = set[tuple[str, int, int]]  # collectives as (op, ranks, bytes)
 KERNEL_TERMS = {"matmul": "matrix products", "attention": "attention", "move": "kernels that move memory"}
 
@@ -100,7 +102,7 @@ class PossibleMeasurements:
             yield from self._layers_alike(some, narrow=narrow)
 
     def _layers_alike(self, items: Sequence[LayerItem], *, narrow: bool) -> Iterator[Measurement]:
-        """Yield runs of one model under several plans."""
+        """Yield runs of one model under several plans; one that does not fit has fewer words."""
         model, runtime, counts = items[0].model, items[0].runtime, items[0].counts
         plans = [item.plan for item in items]
         scenario = Scenario(
@@ -116,9 +118,11 @@ class PossibleMeasurements:
             return
         for row, (item, plan) in enumerate(zip(items, plans, strict=True)):
             step_s = float(table.step_s[row])
+            if not table.fits[row] and model.vocab > FEW_WORDS:
+                yield from self._layers_alike([replace(item, model=replace(model, vocab=FEW_WORDS))], narrow=narrow)
             if step_s > LONGEST_WIDE_S or not table.fits[row]:
                 continue
-            timed = WARM_UP * step_s + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
+            timed = max(WARM_UP * step_s, WARM_S) + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
             each = (
                 BUILD_S[runtime_spec(runtime.name).tools.layers == "torchtitan"]
                 + timed
@@ -348,6 +352,6 @@ def own_effects(
             calibration=known,
         )
         plans = [steps[place].plan for place in places]
-        rows[places], table = effects(scenario, plans, terms)
-        seconds[places] = table.step_s[: len(plans)]
+        rows[places], _ = effects(scenario, plans, terms)
+        seconds[places] = estimate_plans(scenario, plans).step_s  # as `planner estimate` has them
     return rows, seconds

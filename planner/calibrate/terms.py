@@ -237,8 +237,7 @@ def _inside(runtime: tuple[str, bool]) -> Change:
         if (runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile) != runtime:
             return known
         costs = known.runtime(runtime[0], compiled=runtime[1])
-        raised = replace(costs, kernel_factor=costs.kernel_factor * math.exp(INSIDE_SPREAD))
-        return replace(known, runtimes={**known.runtimes, runtime: raised})
+        return replace(known, runtimes={**known.runtimes, runtime: costs.slower(math.exp(INSIDE_SPREAD))})
 
     return change
 

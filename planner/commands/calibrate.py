@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 import uuid
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from click.exceptions import Exit
 from planner.calibrate.agenda import Agenda, Wanted, agenda_for
 from planner.calibrate.agenda_report import agenda_document, announced, what_is_left
 from planner.calibrate.calibrate_process import calibrate as run
-from planner.calibrate.calibrate_process import read_records
+from planner.calibrate.calibrate_process import read_records, time_host
 from planner.calibrate.calibration_report import document, lines
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
@@ -33,6 +35,7 @@ from planner.search.plan_space.stated import exactly
 from planner.search.search import SearchOptions
 from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibration_fit import calibrated, with_rates
+from simulator.fitting.host_fit import host_alone
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
@@ -43,6 +46,7 @@ from topology.profile.store import add_to_store, current_samples, merge, read_st
 from topology.rates.known import require_plannable
 from topology.units import MIB
 
+LEAST_S = 1.0  # that is left for measuring
 PLANS = 6  # that are taken to be able to win
 LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
@@ -56,6 +60,7 @@ OF_A_QUESTION = {
     "param_dtype": "--param-dtype",
     "compute_dtype": "--compute-dtype",
 }
+HOST_FIRST_S = 90.0  # of a budget: within less, what the GPU waits for in narrow layers shows the host
 STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
 
@@ -70,7 +75,7 @@ def calibrate(asked: Calibrate) -> None:
     steps = _steps(asked.wanted or [])
     machine = (
         _elsewhere(asked.cluster, asked.gpus, asked.gpu)
-        if asked.dry_run and asked.cluster != "local"
+        if (asked.dry_run or asked.host_only) and asked.cluster != "local"
         else _machine(asked.cluster, asked.gpus, asked.gpu, asked.device)
     )
     links, kind, count = machine.links, machine.gpu, len(machine.indices)
@@ -78,16 +83,23 @@ def calibrate(asked: Calibrate) -> None:
     if not asked.dry_run:
         output.require_room(records.parent, LEAST_FREE_BYTES, "records and the profile")
     before = _known(asked.out, kind, links, store=asked.store)
+    if asked.host_only:
+        _host_only(asked, machine, before, records)
+        return
     cut_short = _cut_short(records, kind)
+    began = time.monotonic()
+    first = not asked.dry_run and asked.device != "cpu" and seconds >= HOST_FIRST_S
+    host = _host_first(machine, before) if first else None
+    seconds = max(seconds - (time.monotonic() - began), LEAST_S)
     on = take_gpus(links or read_cluster(STAND_IN), count)
     require_plannable(on)
     agenda = agenda_for(
         _question(asked, asked.cluster if links is not None else STAND_IN, steps, count),
         on,
-        cut_short if before is None else before if cut_short is None else merge(before, cut_short),
+        _joined(before, cut_short, host),
         gpus=count,
         budget_s=seconds,
-        calibration=calibrated(before, on) if links is not None else None,
+        calibration=calibrated(_joined(before, host), on) if links is not None else None,
         operators=asked.operators,
         collectives=asked.collectives,
         stand_in=asked.device == "cpu",
@@ -112,11 +124,56 @@ def calibrate(asked: Calibrate) -> None:
         ):
             warn("what had been measured was saved")
         raise
-    whole = _whole(found, before, links)
+    whole = _whole(found if host is None else merge(host, found), before, links)
     saved = _save(whole, found, asked.out, records, store=asked.store)
     _answer(found, whole, agenda, asked.out if saved else None, links, json=asked.json)
     if not saved:
         raise Exit(1)
+
+
+def _joined(*profiles: Profile | None) -> Profile | None:
+    """Return one profile of all that there are, the later ones newer."""
+    there = [one for one in profiles if one is not None]
+    return reduce(merge, there) if there else None
+
+
+def _host_first(machine: Machine, before: Profile | None) -> Profile | None:
+    """Return what layers take on the CPU alone, or None where that is known or cannot be measured."""
+    if before is not None and host_alone(before.host) is not None:
+        return None
+    warn("first the host alone: layers on its CPU, plain and on DTensors")
+    return time_host(machine=machine.name, gpu=machine.gpu, command=_command())
+
+
+def _host_only(asked: Calibrate, machine: Machine, before: Profile | None, records: Path) -> None:
+    """Time the host, and print and save what it showed. Raises ProbeError where torch cannot run here."""
+    found = time_host(machine=machine.name, gpu=machine.gpu, command=_command())
+    seen = None if found is None else host_alone(found.host)
+    if found is None or seen is None:
+        raise ProbeError(
+            "the host was not timed",
+            why="the measuring process failed; its words are above",
+            remedy="install torch, which layers are run with: pip install torch",
+        )
+    whole = _whole(found, before, machine.links)
+    saved = _save(whole, found, asked.out, records, store=asked.store)
+    if asked.json:
+        output.emit_json(document(found, whole, machine.links) | {"host": codec.to_builtins(seen)})
+    else:
+        torch = found.versions.get("torch", "")
+        print(f"host      takes {seen.speed:.2f} times as long for a layer as the hosts that descriptions tell of")
+        print(
+            f"DTensor   {seen.dtensors:.2f} times as long for dispatching a layer of tensor parallelism (torch {torch})"
+        )
+        print("source    measured on the CPU alone; --profile uses it for plans that wait for their host")
+        if saved and asked.out is not None:
+            print(printable(f"saved {asked.out}"))
+    if not saved:
+        raise Exit(1)
+
+
+def _command() -> str:
+    return shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])])
 
 
 def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, *, json: bool) -> None:
@@ -137,7 +194,7 @@ def _measure(asked: Calibrate, agenda: Agenda, machine: Machine, records: Path, 
         machine=machine.name,
         gpu=machine.gpu,
         records=records,
-        command=shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])]),
+        command=_command(),
         device=asked.device,
         allow_busy=asked.allow_busy,
         text="" if asked.text is None else str(asked.text.absolute()),
@@ -241,7 +298,7 @@ def _machine(name: str, gpus: int | None, gpu: str | None, device: str) -> Machi
             why="neither NVML nor nvidia-smi shows one",
             remedy=(
                 "run this on the machine whose profile you want; --dry-run --cluster dgx-h100, say, lists what would be"
-                " measured there"
+                " measured there, and --host-only --cluster dgx-h100 times this host alone"
             ),
         )
     found: Cluster = here if name == "local" else read_cluster(name, gpu=gpu)

@@ -38,12 +38,13 @@ def suggest(asked: Suggest) -> None:
 
 def _draw_run(found: answers.Suggested, asked: Suggest) -> None:
     """Write the picture of a whole run's cost against its days. Raises UserError where no run was asked for."""
+    from planner.explain.run_text import tokens_name  # noqa: PLC0415
     from planner.pictures.run_curve import run_curve  # noqa: PLC0415
 
     if found.run is None or asked.svg is None:
         raise UserError("--svg draws a whole run", why="no tokens were given", remedy="--tokens 2T --gpus 64,128,256")
     runs, model = found.run.curve or (found.run.run,), found.result.question.model.name
-    title = f"{model} on {found.run.goal.tokens:.3g} tokens: cost against days"
+    title = f"{model} on {tokens_name(found.run.goal.tokens)} tokens: cost against days"
     text = run_curve(runs, found.run.run.gpus, title=title, unit="in the currency of --gpu-price")
     codec.write_text(asked.svg, text)
     output.warn(f"saved {asked.svg}")

@@ -14,7 +14,7 @@ from planner.configs.serving import CheckedServing, check_serving, serving_engin
 from planner.configs.serving_document import checked_serving_document
 from planner.serving.question.from_flags import ServingFlags
 from topology.codec import JsonObject
-from topology.errors import PlannerError, UserError
+from topology.errors import UserError
 
 
 def check_any(
@@ -59,12 +59,9 @@ def any_document(where: str, checked: Checked | CheckedServing) -> JsonObject:
 
 
 def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
-    """Return which fields of CheckFlags a configuration says itself; one that cannot be read says none."""
+    """Return which fields of CheckFlags a configuration says itself. Raises BadInput as `check_any` does."""
     if serving_engine(text):
         return frozenset({"model", "seq_len", "global_batch"})
-    try:
-        found = read_configuration(text, where, CheckFlags(launch=launch))
-    except PlannerError:
-        return frozenset()
+    found = read_configuration(text, where, CheckFlags(launch=launch))
     named = {name for name in ("model", "cluster", "gpus") if getattr(found, name) is not None}
     return frozenset(named | ({"seq_len", "global_batch"} - found.leaves_open))

@@ -77,7 +77,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     flip_lines = [f"flip      {', '.join(ranks)}: {'each ' * (len(ranks) > 1)}{text}" for text, ranks in flips.items()]
     print_lines(console(), [*flip_lines, ""] if flip_lines else [])
     lines = [*notes, *question_lines(question), *assumed_lines(result.assumed)]
-    basis = basis_lines(best.estimate, best.method, question.cluster, best.plan.gpus)
+    basis = basis_lines(best.estimate, best.method, question, best.plan.gpus)
     lines += [parts_line(best.estimate), memory_line(best.estimate), *basis]
     print_lines(console(), [*lines, f"searched  {search_line(result)}"])
 
@@ -102,7 +102,7 @@ def print_estimate(found: PlanAnswer) -> None:
     print_lines(console(), [f"case      {case.id}", *asked, *setting])
     print_lines(console(), [parts_line(estimate), memory_line(estimate)])
     print()
-    basis = basis_lines(estimate, found.method, question.cluster, plan.gpus)
+    basis = basis_lines(estimate, found.method, question, plan.gpus)
     print_lines(console(), [*question_lines(question), *assumed_lines(case.assumed), *basis])
 
 
@@ -278,7 +278,7 @@ def question_lines(question: Question) -> list[str]:
         f"cluster   {cluster_line(question.cluster)}",
         f"model     {model_line(question.model)}",
         f"workload  {workload_line(question.workload)}",
-        f"runtime   {runtime_line(question.runtime, question.framework.title)}",
+        f"runtime   {runtime_line(question.runtime, question.software)}",
     ]
 
 

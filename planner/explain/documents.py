@@ -10,6 +10,7 @@ from planner.explain.traffic import traffic_of
 from planner.io.output import SCHEMA_VERSION
 from planner.question.question import Question
 from planner.search.result import RankedPlan, SearchResult
+from simulator.calibration.published_mfu import exceeded
 from topology import codec
 from topology.codec import JsonObject
 from topology.cores import on_cores
@@ -26,7 +27,10 @@ def search_document(result: SearchResult) -> JsonObject:
         "question": question_document(result.question, result.plans[0].plan.gpus),
         "assumed": list(result.assumed),
         "search": codec.to_builtins(result.search),
-        "plans": [{**codec.to_builtins(one), "traffic": sent} for one, sent in zip(result.plans, traffic, strict=True)],
+        "plans": [
+            {**codec.to_builtins(one), "above_published": _above_published(result.question, one), "traffic": sent}
+            for one, sent in zip(result.plans, traffic, strict=True)
+        ],
         "rejected": result.rejected,
         "may_fit": codec.to_builtins(result.may_fit),
         "likely": codec.to_builtins(result.likely),
@@ -40,6 +44,10 @@ def _traffic(result: SearchResult, listed: RankedPlan) -> Any:
         return None
     question = result.question
     return codec.to_builtins(traffic_of(replace(question, gpus=listed.plan.gpus), listed.plan, listed.estimate))
+
+
+def _above_published(question: Question, listed: RankedPlan) -> Any:
+    return codec.to_builtins(exceeded(listed.estimate, question.cluster, question.runtime, listed.plan.gpus))
 
 
 def question_document(question: Question, gpus: int) -> JsonObject:

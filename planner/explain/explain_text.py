@@ -46,7 +46,7 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
             f"cluster   {cluster_line(result.question.cluster)}",
             f"model     {model_line(result.question.model)}",
             f"workload  {workload_line(result.question.workload)}",
-            f"runtime   {runtime_line(result.question.runtime, result.question.framework.title)}",
+            f"runtime   {runtime_line(result.question.runtime, result.question.software)}",
             f"plan      {degrees_text(found.plan)}; {policy_text(found.plan)}{comparison}",
             *changed_lines(changed),
             "",

@@ -14,6 +14,7 @@ from planner.question.cases import Case
 from planner.question.prediction import Method, predict
 from planner.search.fixes import Fix, find_fixes
 from planner.search.mixed import is_mixed, parts_text, price_of
+from simulator.calibration.published_mfu import exceeded
 from simulator.config.estimate import Estimate
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
@@ -67,6 +68,9 @@ def plan_document(found: PlanAnswer) -> JsonObject:
         "environment": {one.name: one.value for one in assumed_environment(case.plan)},
         "estimate": None if found.estimate is None else codec.to_builtins(found.estimate),
         "method": found.method,
+        "above_published": None
+        if found.estimate is None
+        else codec.to_builtins(exceeded(found.estimate, case.question.cluster, case.question.runtime, case.plan.gpus)),
         "fit_probability": None if found.estimate is None else found.estimate.memory.fit_probability,
         "fixes": codec.to_builtins(found.fixes),
         "traffic": None

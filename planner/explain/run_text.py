@@ -30,7 +30,7 @@ def print_run(found: RunAnswer) -> None:
 def run_text(run: WholeRun, goal: Goal) -> str:
     """Return a sentence on what a whole run takes."""
     parts = [
-        f"{_count(goal.tokens)} tokens are {run.steps:,.0f} steps",
+        f"{tokens_name(goal.tokens)} tokens are {run.steps:,.0f} steps",
         f"{_range(run.days, ' days')} on {run.gpus} GPU{'s' * (run.gpus != 1)}, {_value(run.gpu_hours)} GPU-hours",
     ]
     if run.cost is not None:
@@ -108,7 +108,8 @@ def _three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-def _count(tokens: float) -> str:
+def tokens_name(tokens: float) -> str:
+    """Return a number of tokens as people say it: `2T`, `300B`."""
     for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if tokens >= size:
             return f"{tokens / size:g}{name}"

@@ -11,9 +11,10 @@ from rich.console import Console
 from planner.io.figures import gib_text, last_digit_s, seconds_text
 from planner.io.printable import printable
 from planner.question.prediction import Method
+from planner.question.question import Question
 from planner.search.flips import FlipPoint
 from planner.search.result import SearchResult
-from simulator.calibration.published_mfu import highest_published
+from simulator.calibration.published_mfu import exceeded
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
@@ -42,16 +43,15 @@ def parts_line(estimate: Estimate) -> str:
     return f"step      {', '.join(named)}"
 
 
-def against_published(estimate: Estimate, cluster: Cluster, gpus: int) -> str:
-    """Return what runs on such GPUs reached if the predicted MFU is above it."""
-    best = highest_published(cluster, estimate.peak_flops, gpus)
-    if best is None or round(estimate.mfu, 2) <= round(best.mfu, 2):
+def _against_published(estimate: Estimate, question: Question, gpus: int) -> str:
+    best = exceeded(estimate, question.cluster, question.runtime, gpus)
+    if best is None:
         return ""
     of = f"{best.parameters / 1e9:.1f} B parameters on {best.gpus:,} GPUs in {best.runtime}, row {best.source}"
     return f"; {best.mfu:.0%} is the most that the published runs on about as many of these GPUs reached ({of})"
 
 
-def basis_lines(estimate: Estimate, method: Method, cluster: Cluster, gpus: int) -> list[str]:
+def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: int) -> list[str]:
     """Return what the figures mean and what they are based on."""
     step, memory = estimate.step_s, estimate.memory
     low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
@@ -65,7 +65,7 @@ def basis_lines(estimate: Estimate, method: Method, cluster: Cluster, gpus: int)
         f"basis     {basis}; {how}; 80% of measured steps are expected within {low:+.0%} to {high:+.0%}",
         (
             f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f}"
-            f" TFLOP/s{against_published(estimate, cluster, gpus)}"
+            f" TFLOP/s{_against_published(estimate, question, gpus)}"
         ),
         (
             f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} (a GPU's less"

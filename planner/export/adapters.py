@@ -7,6 +7,7 @@ import json
 from simulator.config.adapter import ALL_LINEAR, DORA, FROZEN, IA3, MODULES, Adapter
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import Runtime
+from simulator.runtimes.library import spec_for
 
 # Matrices as Megatron-Bridge's CanonicalLoRA calls them, which adapts each by itself (peft/canonical_lora.py).
 _CANONICAL = {
@@ -34,7 +35,9 @@ def adapter_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
         return (
             f"a LoRAConverter of rank {adapter.rank} on {where} among the model's converters (torchtitan PR #3264)",
         )
-    return (f"peft: get_peft_model(model, {_peft(adapter)})", *_loaded(adapter, runtime))
+    narrow = runtime.param_dtype != "float32" and not spec_for(runtime).wide_adapters  # peft has them in float32
+    kept = ", autocast_adapter_dtype=False" if narrow else ""
+    return (f"peft: get_peft_model(model, {_peft(adapter)}{kept})", *_loaded(adapter, runtime))
 
 
 def optimizer_needs(runtime: Runtime) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Jobs in worker processes (`planner.jobs.worker`): few, bounded in time and memory, ended at once.
+"""Jobs in worker processes (`planner.jobs.fork_server`): few, bounded in time and memory, ended at once.
 
 A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that
 it started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +19,7 @@ from typing import Any
 
 import psutil
 
-from planner.io.explorer_server import environment
-from planner.jobs.messages import receive, send
+from planner.jobs.fork_server import ForkServer, Worker
 from topology.errors import PlannerError
 from topology.processes import descendants, kill
 
@@ -32,8 +29,6 @@ TICK_S = 0.1
 # Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short
 # question alongside it takes a third longer at most, and the long one still ends.
 NICE = 5
-# Numerical libraries start a thread per core otherwise, in every process.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Stopped(PlannerError):
@@ -62,24 +57,22 @@ class Bounds:
 
 
 class Workers:
-    """The processes, and whose turn it is. `module` is run as the process and calls `planner.jobs.worker.serve`.
+    """The processes, and whose turn it is. `module` has the functions that they call, as WORK."""
 
-    The last `kept` idle ones are for reserved jobs, so that those need not wait for imports.
-    """
-
-    def __init__(self, module: str, slots: int | None = None, *, kept: int = 0) -> None:
+    def __init__(self, module: str, slots: int | None = None) -> None:
         self._module = module
         self._slots = slots or SLOTS
-        self._kept = kept
         self._changed = threading.Condition()
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._server: ForkServer | None = None
+        self._idle: list[Worker] = []
         self._running: list[Job] = []
 
-    def warm(self, processes: int = 1) -> None:
-        """Start processes, so that the first questions need not wait for their imports."""
+    def warm(self) -> ForkServer:
+        """Begin to import what processes need, so that the first questions need not wait for it."""
         with self._changed:
-            while len(self._idle) + len(self._running) < min(processes, self._slots + self._kept):
-                self._idle.append(_start(self._module))
+            if self._server is None or self._server.ended():
+                self._server = ForkServer(self._module)
+            return self._server
 
     def free(self) -> int:
         """Return how many jobs would start at once."""
@@ -95,31 +88,36 @@ class Workers:
         """End the processes that wait for work."""
         with self._changed:
             for process in self._idle:
-                _end(process)
+                process.end()
             self._idle.clear()
+            if self._server is not None:
+                self._server.close()
 
-    def enter(self, job: Job) -> subprocess.Popen[bytes] | None:
-        """Wait for the turn of a job and return its process; None where it was stopped before."""
+    def enter(self, job: Job) -> Worker | None:
+        """Wait for the turn of a job and return its process; None where it was stopped before. Raises OSError or
+        EOFError where there is none to be had.
+        """
         with self._changed:
-            while not job.ended:
-                if job.reserved or self._free() > 0:
-                    job.began = time.monotonic()
-                    self._running.append(job)
-                    self._idle = [one for one in self._idle if one.poll() is None]
-                    warm = len(self._idle) > (0 if job.reserved else self._kept)
-                    return self._idle.pop(0) if warm else _start(self._module)
+            while not (job.ended or job.reserved or self._free() > 0):
                 job.line = f"waiting for {len(self._running)} other questions"
                 self._changed.wait(TICK_S)
-        return None
+            if job.ended:
+                return None
+            job.began = time.monotonic()
+            self._running.append(job)
+            self._idle = [one for one in self._idle if one.poll() is None]
+            if self._idle:
+                return self._idle.pop(0)
+        return self.warm().fork()
 
-    def leave(self, job: Job, process: subprocess.Popen[bytes], *, again: bool) -> None:
+    def leave(self, job: Job, process: Worker | None, *, again: bool) -> None:
         """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
         with self._changed:
-            self._running.remove(job)
-            if again and len(self._idle) < self._slots + self._kept and not job.slowed:  # one of low priority stays so
-                self._idle.append(process)
-            else:
-                _end(process)
+            self._running = [one for one in self._running if one is not job]
+            if process is not None and again and len(self._idle) < self._slots and not job.slowed:
+                self._idle.append(process)  # one of low priority would stay so
+            elif process is not None:
+                process.end()
             self._changed.notify_all()
 
 
@@ -151,7 +149,7 @@ class Job:
         self._on_progress = on_progress
         self._request = (kind, arguments, self._bounds.memory_bytes)
         self._stopped: PlannerError | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Worker | None = None
         self._worked_before_s = 0.0
         threading.Thread(target=self._run, daemon=True, name=kind).start()
         threading.Thread(target=self._watch, daemon=True, name=f"{kind} watch").start()
@@ -179,44 +177,42 @@ class Job:
             kill(started)
 
     def _run(self) -> None:
-        process = self._workers.enter(self)
         again = False
-        if process is not None:
-            self._worked_before_s = _worked_s(process)
-            self._process = process
-            killed_before = _killed_for_memory()
-            try:
+        process: Worker | None = None
+        killed_before = _killed_for_memory()
+        try:
+            process = self._workers.enter(self)
+            if process is not None:
+                self._worked_before_s = _worked_s(process)
+                self._process = process
                 if self._stopped is None:
                     again = self._converse(process)
-            except Exception as error:  # noqa: BLE001 - a job that never ended would be waited for
-                self.error = ended = ProcessEnded(
-                    "the process that worked on this ended",
-                    why=f"{type(error).__name__}; the system may have run out of memory",
-                    remedy="ask again, or for fewer GPUs",
-                )
-                with suppress(subprocess.TimeoutExpired):
-                    by_signal = process.wait(TICK_S) in {-signal.SIGKILL, -signal.SIGTERM}
-                    ended.killed = by_signal and _killed_for_memory() == killed_before
-            self._process = None
-            self._workers.leave(self, process, again=again and self._stopped is None)
+        except Exception as error:  # noqa: BLE001 - a job that never ended would be waited for
+            self.error = ended = ProcessEnded(
+                "the process that worked on this ended",
+                why=f"{type(error).__name__}; the system may have run out of memory",
+                remedy="ask again, or for fewer GPUs",
+            )
+            by_signal = process is not None and process.wait(TICK_S) in {-signal.SIGKILL, -signal.SIGTERM}
+            ended.killed = by_signal and _killed_for_memory() == killed_before
+        self._process = None
+        self._workers.leave(self, process, again=again and self._stopped is None)
         if self._stopped is not None:
             self.error, self.result = self._stopped, None
         self.done.set()
         self._on_progress()
 
-    def _converse(self, process: subprocess.Popen[bytes]) -> bool:
+    def _converse(self, process: Worker) -> bool:
         """Send the request and follow the answer; return whether the process takes another."""
-        assert process.stdin is not None  # noqa: S101 - started with pipes
-        assert process.stdout is not None  # noqa: S101
-        send(process.stdin, self._request)
+        process.pipe.send(self._request)
         while True:
-            kind, value = receive(process.stdout)
+            kind, value = process.pipe.recv()
             if kind in {"progress", "early"}:
                 self.line, self.early = (value, self.early) if kind == "progress" else (self.line, value)
                 self._on_progress()
                 continue
             self.result, self.error = (value, None) if kind == "result" else (None, value)
-            return bool(receive(process.stdout))
+            return bool(process.pipe.recv())
 
     def _watch(self) -> None:
         """Step aside when it takes long; stop at the time limit, and when nobody asks any more."""
@@ -237,7 +233,7 @@ class Job:
     def _may_slow(self) -> bool:
         return self._bounds.aside and not self.slowed and self.runs_s > LONG_S
 
-    def _slow(self, process: subprocess.Popen[bytes]) -> None:
+    def _slow(self, process: Worker) -> None:
         """Lower the priority of a process that has worked for long; one that waits for the processor has not."""
         if _worked_s(process) - self._worked_before_s > LONG_S:
             self.slowed = True
@@ -249,17 +245,6 @@ class Job:
                 Path(f"/proc/{process.pid}/autogroup").write_text(str(NICE), encoding="ascii")
 
 
-def _start(module: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", module]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**environment(), **ONE_THREAD},
-        start_new_session=True,  # Ctrl-C is for the server, which ends its processes
-    )
-
-
 def _killed_for_memory() -> int:
     """Return how many processes Linux has killed since it started because memory ran out; 0 on other systems."""
     with suppress(OSError):
@@ -268,18 +253,9 @@ def _killed_for_memory() -> int:
     return 0
 
 
-def _worked_s(process: subprocess.Popen[bytes]) -> float:
+def _worked_s(process: Worker) -> float:
     """Return the processor time of a process, in seconds."""
     try:
         return float(sum(psutil.Process(process.pid).cpu_times()[:2]))
     except psutil.Error:
         return 0.0
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if pipe is not None:
-                pipe.close()

@@ -1,8 +1,8 @@
-"""The worker process: answers requests one at a time with the functions it was given, until its standard input ends.
+"""The worker process: answers requests one at a time with the functions it was given, until the server is gone.
 
-Requests come on standard input, messages go to standard output (`planner.jobs.messages`). A request is (kind,
-arguments, bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or ("error",
-PlannerError); after a result or an error follows whether the process takes another request.
+Requests and messages go over one pipe, as `multiprocessing` sends objects: both ends are this program. A request is
+(kind, arguments, bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or
+("error", PlannerError); after a result or an error follows whether the process takes another request.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 import psutil
 
-from planner.jobs.messages import receive, send
 from topology.cores import several_cores
 from topology.errors import PlannerError
 from topology.units import GIB, in_gib
@@ -32,53 +32,50 @@ REPORT_S = 0.1  # between two lines of progress
 class Progress:
     """What a piece of work tells while it runs: lines of progress, and what it can answer early."""
 
-    def __init__(self, out: IO[bytes]) -> None:
-        self._out = out
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
         self._reported_at = 0.0
 
     def __call__(self, line: str) -> None:
         if time.monotonic() - self._reported_at > REPORT_S:
             self._reported_at = time.monotonic()
-            send(self._out, ("progress", line))
+            self._pipe.send(("progress", line))
 
     def early(self, value: object) -> None:
         """Send an answer that a better one will follow."""
-        send(self._out, ("early", value))
+        self._pipe.send(("early", value))
 
 
-def serve(work: Work) -> None:
-    """Answer requests until standard input ends."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not be read as a message
+def serve(work: Work, pipe: Connection) -> None:
+    """Answer requests until the other end of the pipe is closed."""
     waiting: queue.SimpleQueue[tuple[str, tuple[Any, ...], int | None]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(waiting,), daemon=True, name="requests").start()
+    threading.Thread(target=_read, args=(pipe, waiting), daemon=True, name="requests").start()
     again = True
     while again:
         kind, arguments, memory_bytes = waiting.get()
         _bound(memory_bytes)
-        message = _answer(work[kind], arguments, memory_bytes, out)
+        message = _answer(work[kind], arguments, memory_bytes, pipe)
         again = _memory_bytes() < KEPT_BYTES
-        send(out, message)
-        send(out, again)
+        pipe.send(message)
+        pipe.send(again)
 
 
-def _read(waiting: queue.SimpleQueue[Any]) -> None:
+def _read(pipe: Connection, waiting: queue.SimpleQueue[Any]) -> None:
     """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its
     work.
     """
-    requests = os.fdopen(os.dup(0), "rb")
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):
         while True:
-            waiting.put(receive(requests))
+            waiting.put(pipe.recv())
     os._exit(0)
 
 
 def _answer(
-    function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, out: IO[bytes]
+    function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, pipe: Connection
 ) -> tuple[str, Any]:
     try:
         with several_cores():
-            return "result", function(Progress(out), *arguments)
+            return "result", function(Progress(pipe), *arguments)
     except PlannerError as error:
         return "error", error
     except MemoryError:

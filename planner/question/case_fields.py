@@ -10,7 +10,7 @@ from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.legality.frameworks import Framework
 from simulator.pipeline.schedules.registry import SCHEDULES
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.parts import MODULES
 from topology.codec import JsonObject
 from topology.errors import BadPlan
@@ -134,6 +134,9 @@ def plan_value(known: PlanField, value: Any, where: str) -> Any:
             return positive(value, where)
         case Kind.SWITCH:
             return flag(value, where)
+        case Kind.COUNTS if isinstance(value, str):  # of a flag: 10,14,14,10
+            words = [word.strip() for word in value.split(",")]
+            return whole_numbers([int(w) if w.isascii() and w.isdecimal() and len(w) < 10 else w for w in words], where)
         case Kind.COUNTS:
             return whole_numbers(value, where)
         case Kind.WORDS:

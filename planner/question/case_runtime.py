@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
+from planner.question.notes import bf16_moments_noted, graph_scopes_noted
+from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
-from simulator.config.savers import not_modelled_said, savers_said
+from simulator.config.savers import not_modelled_said, optimizer_said, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
+from simulator.runtimes.called import CALLED, called
 from simulator.runtimes.library import is_described, lineage, runtime_names
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
@@ -38,14 +42,23 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
-    stated |= _graphs(stated.pop("cuda_graph", None), f"case {name}: runtime.cuda_graph")
+    note = str(data.get("note") or "")
+    said_graphs = stated.pop("cuda_graph", None)
+    if said_graphs is True and (scopes := graph_scopes_noted(note)):
+        said_graphs = scopes
+        assumed.append(f"CUDA graphs of {', '.join(scopes)} (the note says so)")
+    stated |= _graphs(said_graphs, f"case {name}: runtime.cuda_graph")
+    if bf16_moments_noted(note) and canonical_optimizer(str(stated.get("optimizer") or "adamw")) in {"adam", "adamw"}:
+        stated["optimizer"] = "adamwbf16moments"
+        assumed.append("moments in bfloat16 (the note says so)")
     stated |= _fused(stated.pop("kernels", None), f"case {name}: runtime.kernels", assumed)
-    if unsaid(stated.get("savers")) and (said := savers_said(str(data.get("note") or ""))):
+    if unsaid(stated.get("savers")) and (said := savers_said(note)):
         stated["noted_savers"] = said
         assumed.append(f"runtime.savers has {', '.join(said)} (the note says so)")
-    assumed += [
-        f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(str(data.get("note") or ""))
-    ]
+    if unsaid(stated.get("optimizer")) and (optimizer := optimizer_said(note)):
+        stated["optimizer"] = optimizer
+        assumed.append(f"runtime.optimizer = {optimizer} (the note says so)")
+    assumed += [f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(note)]
     stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
         if unsaid(value) or key in {"adapter", "noted_savers"}:
@@ -69,42 +82,64 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("name")):
         stated["name"] = DEFAULT_RUNTIME
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
-    elif (described := nearest_runtime(stated["name"], section_of(data, "plan", name))) != stated["name"]:
-        assumed.append(f"runtime {stated['name']} is not described: answered as {described}, the nearest that is")
-        stated["name"] = described
+    else:
+        stated |= described_runtime(stated, section_of(data, "plan", name), assumed)
     return _of_release(stated, assumed)
 
 
 def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     """Return a runtime as the software that its release names, where that is described as another kind of the same: a
-    loop of PyTorch may run its own layers or those of transformers, unless their kernels were replaced.
+    loop of PyTorch may run its own layers or those of transformers, and layers of Megatron-Core under recipes of
+    others.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
-    kinds = [word for word in words if is_described(word) and stated["name"] in lineage(word)]
-    if not kinds or "layers" in (stated.get("fused") or ()):
+    pairs = [f"{first}-{second}" for first, second in pairwise(words)]
+    kinds = [word for word in (*pairs, *words) if is_described(word) and stated["name"] in lineage(word)]
+    if not kinds:
         return stated
-    assumed.append(f"layers of {kinds[0]} (release {stated['release']!r})")
+    assumed.append(f"{kinds[0]} (release {stated['release']!r})")
     return {**stated, "name": kinds[0]}
 
 
-def nearest_runtime(name: str, plan: Mapping[str, Any]) -> str:
-    """Return the runtime that a name means: itself where it is described, else one that is called much like it, else
-    what a plan of its kind usually runs in.
+# Tools that train with the loop or the fork of a runtime that is described.
+_RUN_BY = {
+    **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "ms-swift", "swift", "unsloth"), "transformers"),
+    **dict.fromkeys(("fms-hf-tuning", "fms-acceleration", "open-r1"), "trl"),
+    **dict.fromkeys(("pai-megatron", "pai-megatron-patch", "flagscale", "megatron-swift"), "megatron-lm"),
+}
+
+
+def described_runtime(stated: Mapping[str, Any], plan: Mapping[str, Any], assumed: list[str]) -> JsonObject:
+    """Return the name, and the version after `@`, of the described runtime that a name means, which may be the nearest;
+    then that goes to `assumed`.
     """
-    bare = name.partition("@")[0].strip().lower()
-    if is_described(bare) or framework_of_runtime(bare) is not ANY:
-        return name
-    near = get_close_matches(bare.replace("_", "-"), runtime_names(), n=1, cutoff=0.75)
+    name, version = called(stated["name"])
+    if name != ANY.name and not is_described(name) and framework_of_runtime(name) is ANY:
+        near = _RUN_BY.get(name) or _nearest(name, plan)
+        assumed.append(f"runtime {show(stated['name'])} is not described: answered as {near}, the nearest that is")
+        name = near
+    return {"name": name, **({"version": version} if version and unsaid(stated.get("version")) else {})}
+
+
+def _nearest(name: str, plan: Mapping[str, Any]) -> str:
+    """Return the described runtime that is called much like `name`, else what a plan of its kind usually runs in."""
+    near = get_close_matches(name, (*runtime_names(), *CALLED), n=1, cutoff=0.75)
+    if near:
+        return called(near[0])[0]
     inside = any((plan.get(axis) or 1) != 1 for axis in ("tp", "pp"))
     by_stage = not unsaid(plan.get("zero_stage"))
-    return near[0] if near else "megatron-lm" if inside and by_stage else "deepspeed" if by_stage else "pytorch"
+    return "megatron-lm" if inside and by_stage else "deepspeed" if by_stage else "pytorch"
 
 
 def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
     if unsaid(said) or word_of(said, where).lower() == "none":
         return {}
-    parts = next((fused for word, fused in FUSED_KERNELS.items() if word in said.lower()), ())
+    parts = tuple(
+        dict.fromkeys(part for word, fused in FUSED_KERNELS.items() if word in said.lower() for part in fused)
+    )
+    if "linear_loss" in parts:
+        parts = tuple(part for part in parts if part != "loss")
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
     return {"fused": parts}
@@ -127,7 +162,9 @@ def _graphs(said: Any, where: str) -> JsonObject:
     if isinstance(said, (list, tuple)):
         scopes = tuple(word.replace(" ", "_").lower() for word in words_of(said, where))
         return {"cuda_graph": bool(scopes), "graph_scopes": () if {*scopes} & WHOLE_GRAPHS else scopes}
-    return {"cuda_graph": not (unsaid(said) or said is False or str(said).lower().startswith(_NO_GRAPHS))}
+    if unsaid(said):
+        return {}
+    return {"cuda_graph": not (said is False or str(said).lower().startswith(_NO_GRAPHS))}
 
 
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:

@@ -7,7 +7,7 @@ Nothing is guessed in silence, and a key nobody knows is an error, because it wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from planner.question.case_fields import (
     with_modules,
     word_of,
 )
-from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
+from planner.question.case_runtime import described_runtime, implied_runtime, resolve_runtime, runtime_section
 from planner.question.case_words import PLAN_KEYS, WORKLOAD_KEYS, in_sections
 from planner.question.flags import Flags
+from planner.question.notes import routing_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
+from planner.question.recipe_settings import recipe_settings
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
@@ -49,6 +51,7 @@ from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
+from topology.catalog.gpus import of_power
 from topology.cluster import ASSUMED, Cluster
 from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
@@ -103,9 +106,13 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     data = in_sections(data, name)
     model = _model(data.get("model"), name)
     assumed = list(model.assumed)
-    cluster, from_cluster = _cluster(data.get("cluster"), name)
+    note = str(data.get("note") or "")
+    cluster, from_cluster = _cluster(_of_power(data.get("cluster"), watts_noted(note), assumed), name)
     assumed += from_cluster
     workload = _workload(data.get("workload"), name)
+    if not workload.routing and model.moe is not None and (routing := routing_noted(note)):
+        workload = replace(workload, routing=routing)
+        assumed.append(f"routing {routing} (the note says so)")
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
@@ -151,6 +158,7 @@ def build_case(
     `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins
     the message.
     """
+    runtime, plan, from_recipes = recipe_settings(runtime, plan, model, cluster, workload)
     stated, implied = implied_runtime(dict(runtime), plan, framework)
     resolved, from_runtime = resolve_runtime(stated)
     chosen, from_plan = complete_plan(plan, workload, framework, where=where, experts=model.moe is not None)
@@ -160,7 +168,7 @@ def build_case(
     question = question_of(
         model, cluster, workload, framework=framework, runtime=resolved, calibration=measured.on(cluster), gpus=gpus
     )
-    said = all_assumed([*assumed, *implied, *from_runtime, *from_plan], [chosen], question, measured)
+    said = all_assumed([*assumed, *from_recipes, *implied, *from_runtime, *from_plan], [chosen], question, measured)
     return Case(id=name, question=question, plan=chosen, assumed=said, measured=dict(seen or {}), outcome=outcome)
 
 
@@ -224,9 +232,11 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     model, cluster = flags.model or DEFAULT_MODEL, flags.cluster or DEFAULT_CLUSTER
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
-    framework = framework_of_runtime(str(flags.runtime.get("name") or DEFAULT_RUNTIME))
     network = load_model(model)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
+    named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
+    named |= described_runtime(named, stated_plan, assumed)
+    framework = framework_of_runtime(named["name"])
     whole = read_cluster(cluster, gpu=flags.gpu)
     count = max(flags.gpus) if flags.gpus else gpus_of(stated_plan, whole.gpu_count)
     machine = read_cluster(cluster, count, gpu=flags.gpu)
@@ -238,7 +248,6 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
     assumed += fill_gpus(stated_plan, framework, count)
-    named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
     named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
     case = build_case(
         "flags",
@@ -396,6 +405,17 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
         why="a cluster is {gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu} or a name or file",
         remedy='for example "dgx-h100"',
     )
+
+
+def _of_power(value: Any, watts: int | None, assumed: list[str]) -> Any:
+    """Return the cluster of a case with the card of a power that the note names, where the catalogue has one."""
+    if watts is None or not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
+        return value
+    variant = of_power(value["gpu"], watts)
+    if variant is None:
+        return value
+    assumed.append(f"{variant.title} (the note speaks of {watts} W)")
+    return {**value, "gpu": variant.name}
 
 
 def _workload(value: Any, name: str) -> Workload:

@@ -12,6 +12,7 @@ TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 ABOUT_RUNS = (
     *("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint", "spot", "repair", "spares"),
 )
+FASTEST_STORAGE = 1e16  # bytes per second
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -29,7 +30,7 @@ class WholeRunFlags(Protocol):
     @property
     def mtbf(self) -> str | None: ...
     @property
-    def checkpoint_bandwidth(self) -> float | None: ...
+    def checkpoint_bandwidth(self) -> str | None: ...
     @property
     def restart(self) -> float | None: ...
     @property
@@ -104,7 +105,7 @@ def goal_of(asked: WholeRunFlags) -> Goal | None:
         deadline_s=None if deadline is None else _seconds(deadline),
         budget=None if budget is None else _amount(budget, "--budget", "1M, 250k or 50000"),
         **_mtbf(asked.mtbf),
-        checkpoint_bytes_per_s=asked.checkpoint_bandwidth,
+        checkpoint_bytes_per_s=_rate(asked.checkpoint_bandwidth),
         restart_s=asked.restart,
         async_checkpoint=asked.async_checkpoint,
         spot_hours=asked.spot,
@@ -125,6 +126,26 @@ def _mtbf(text: str | None) -> dict[str, Any]:
             remedy="--mtbf 50000:gpu, or --mtbf 6000:node",
         )
     return {"mtbf_hours": hours, "mtbf_of": match[2] or "gpu"}
+
+
+def _rate(text: str | None) -> float | None:
+    """Return bytes per second: a number of them, or one with a unit."""
+    match = re.fullmatch(
+        r"([0-9]{1,17}(?:\.[0-9]{1,6})?(?:e\+?[0-9]{1,2})?)\s*(?:([kmgt]?)(i?)b(?:/s|ps)?)?",
+        "" if text is None else text[:100].strip(),
+        flags=re.IGNORECASE,
+    )
+    if text is None:
+        return None
+    each = (1024.0 if match[3] else 1000.0) ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0) if match else 0.0
+    rate = float(match[1]) * each if match else 0.0
+    if not 1 <= rate <= FASTEST_STORAGE:
+        raise UserError(
+            f"--checkpoint-bandwidth {text[:40]!r} is no rate from 1 B/s to 10 PB/s",
+            why="it is what storage takes from all GPUs together: GB is 10^9 bytes, GiB 2^30",
+            remedy="--checkpoint-bandwidth 100GB/s, 2TB/s or 1e11",
+        )
+    return rate
 
 
 def _amount(text: str, flag: str, examples: str) -> float:

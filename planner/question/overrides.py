@@ -23,6 +23,7 @@ from simulator.config.plan import MESH_AXES, PLAN_FIELDS, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
+from simulator.runtimes.called import called
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
@@ -78,7 +79,7 @@ def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) ->
 
 def _same_framework(flags: Flags, question: Question) -> None:
     said = flags.runtime.get("name")
-    if said and said not in {question.framework.name, question.runtime.name}:
+    if said and called(said)[0] not in {question.framework.name, question.runtime.name}:
         raise UserError(
             f"the framework of a plan cannot be changed to {said}",
             why=f"the plan follows the rules and defaults of {question.framework.title}",

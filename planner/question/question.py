@@ -19,7 +19,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import DEFAULT_RUNTIME, Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import why_not
-from simulator.legality.frameworks import Framework, framework_named
+from simulator.legality.frameworks import ANY, Framework, framework_named
 from simulator.legality.rule import Problem, RuleFacts
 from simulator.legality.rules import is_legal, problems
 from simulator.lowering.block_code import Detail
@@ -55,6 +55,11 @@ class Question(Scenario):
                     why=f"training of {part} is not modelled",
                     remedy="--task serve, or a model whose layers all have plain attention",
                 )
+
+    @property
+    def software(self) -> str:
+        """What runs the plans, in words: the framework, or the runtime where only the rules that all share hold."""
+        return self.runtime.name if self.framework is ANY else self.framework.title
 
     @property
     def count(self) -> int:

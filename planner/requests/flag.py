@@ -147,7 +147,7 @@ def search_flags() -> Any:
 
 
 def _plan_flags(at: tuple[str, ...]) -> list[Flag]:
-    kinds: dict[Kind, type] = {Kind.COUNT: int, Kind.SWITCH: bool, Kind.NUMBER: float, Kind.WORD: str}
+    kinds: dict[Kind, type] = {Kind.COUNT: int, Kind.SWITCH: bool, Kind.NUMBER: float, Kind.WORD: str, Kind.COUNTS: str}
     return [
         Flag(
             name=known.parameter,

@@ -130,12 +130,16 @@ class Calibrate(Request):
 
     With --model, it finds the plans that could win, and measures first what narrows the choice between them most per
     second. What the profile already has is not measured again, so the same command continues a run that was cut short.
-    The exit code is 1 if there is no GPU to measure.
+    The host is timed first, on the CPU alone: what a layer and DTensor's dispatch of it cost. The exit code is 1 if
+    there is no GPU to measure.
     """
 
     cluster: str = option("local", "--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
     gpu: str | None = common.gpu()
     out: Path | None = option(None, "--out", help="Profile to write; new samples are added to one that exists.")
+    host_only: bool = option(
+        False, "--host-only", help="Time the host alone, in seconds, without a GPU; --cluster says which it belongs to."
+    )
     budget: str = option("120s", "--budget", help="Time for measuring, such as 60s or 10m.")
     model: str | None = option(None, "--model", "--config", help="Measure what decides between this model's plans.")
     seq_len: int | None = option(

@@ -143,13 +143,11 @@ class Suggest(Request):
         metavar="HOURS[:gpu|node]",
         help="Hours between failures of a GPU or node, for the whole run; default as Llama 3's.",
     )
-    checkpoint_bandwidth: float | None = option(
+    checkpoint_bandwidth: str | None = option(
         None,
         "--checkpoint-bandwidth",
-        least=1.0,
-        most=1e16,
-        metavar="BYTES_PER_S",
-        help="What storage takes of a checkpoint from all GPUs together.",
+        metavar="RATE",
+        help="What storage takes of a checkpoint from all GPUs together: 100GB/s, 2TB/s, or bytes per second.",
     )
     restart: float | None = option(
         None, "--restart", least=0.0, most=1e7, metavar="SECONDS", help="From a failure to the next step; default 600."

@@ -14,6 +14,7 @@ from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
+from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
 from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
@@ -25,6 +26,7 @@ from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
+from simulator.runtimes.called import called
 from topology.cluster import Cluster
 
 
@@ -126,14 +128,16 @@ def _fewest(
 
 def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
     """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
-    rules, version = framework_named(framework), framework.partition("@")[2] or None
+    rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
-    runtime, from_runtime = resolve_runtime({"name": rules.runtime_name, "version": version, **flags.runtime})
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
     workload, whose = stated_workload(flags, network, largest)
+    stated = {"name": rules.runtime_name, "version": version, **flags.runtime}
+    stated, _, from_recipes = recipe_settings(stated, {}, network, machine, workload)
+    runtime, from_runtime = resolve_runtime(stated)
     question = question_of(
         network, machine, workload, framework=rules, runtime=runtime, calibration=measured.on(machine)
     )
-    return question, [*all_assumed([*network.assumed, *from_runtime], (), question, measured), *whose]
+    return question, [*all_assumed([*network.assumed, *from_recipes, *from_runtime], (), question, measured), *whose]

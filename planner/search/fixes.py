@@ -26,6 +26,7 @@ from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
+from simulator.legality.rules import legal_ones
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import UserError
 from topology.rates.scaling import with_gpus
@@ -69,6 +70,9 @@ class _Variant:
     plan: Plan
 
 
+_Groups = Iterator[list[_Variant]]
+
+
 def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: float | None = None) -> tuple[Fix, ...]:
     """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom.
 
@@ -82,22 +86,25 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     found: list[_Costed] = []
     left = left_s(deadline)
     half = None if left is None else deadline_of(left / 2)
-    for asked, variants in _by_question(question, plan, half):
-        if over(half):
-            break
-        found += _costed([one for one in variants if asked.legal(one.plan)], asked, estimate)
-    # Cheapest first, each judged by its replay, until there are enough that surely fit.
+    # Cheapest first, each judged by its replay, until there are enough that surely fit: what costs more is not counted.
     chosen: list[_Costed] = []
-    for costed in sorted((one for one in found if one.may), key=lambda one: one.cost):
-        variant = costed.variant
-        enough = sum(one.variant.paid == variant.paid for one in chosen) == MOST_FIXES[variant.paid]
-        if enough or over(half) or any(other.variant.kinds <= variant.kinds for other in chosen):
+    for paid, tried in _by_price(question, plan, half):
+        if _enough(chosen, paid):
             continue
-        held = PlanMemory(variant.question, variant.plan)
-        if held.surely_fits:
-            chosen = [one for one in chosen if not (variant.kinds < one.variant.kinds and costed.as_good_as(one))] + [
-                replace(costed, held=held)
-            ]
+        costed: list[_Costed] = []
+        for variants in tried:
+            better = [one for one in variants if not any(other.variant.kinds <= one.kinds for other in chosen)]
+            costed += [] if over(half) else _costed(better, estimate)
+        found += costed
+        for one in sorted((one for one in costed if one.may), key=lambda one: one.step_s):
+            variant = one.variant
+            if _enough(chosen, paid) or over(half):
+                break
+            if any(other.variant.kinds <= variant.kinds for other in chosen):
+                continue
+            held = PlanMemory(variant.question, variant.plan)
+            if held.surely_fits:
+                chosen = [other for other in chosen if not one.replaces(other)] + [replace(one, held=held)]
     kept = chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]
     fixes = [(one.variant.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
@@ -146,21 +153,23 @@ class _Costed:
     def step_s(self) -> float:
         return inf if self.counted is None else self.counted.step_s.value
 
-    @property
-    def cost(self) -> tuple[int, int, float]:
-        """What a person pays, least first: time on the same GPUs, then GPUs, then precision."""
-        return (self.variant.paid, self.variant.plan.gpus, self.step_s)
-
-    def as_good_as(self, other: _Costed) -> bool:
-        """Return whether this costs no more than another one, to within a tie."""
+    def replaces(self, other: _Costed) -> bool:
+        """Return whether this changes less than another one and costs no more, to within a tie."""
         mine, theirs = self.variant, other.variant
-        return (mine.paid, mine.plan.gpus) <= (theirs.paid, theirs.plan.gpus) and self.step_s <= other.step_s * (
-            1 + TIE
-        )
+        paid = (mine.paid, mine.plan.gpus) <= (theirs.paid, theirs.plan.gpus)
+        return mine.kinds < theirs.kinds and paid and self.step_s <= other.step_s * (1 + TIE)
 
 
-def _costed(variants: Sequence[_Variant], asked: Question, estimate: Estimate) -> list[_Costed]:
-    """Return variants that are legal under one question, those that may surely fit with their accounts."""
+def _enough(chosen: Sequence[_Costed], paid: int) -> bool:
+    return sum(one.variant.paid == paid for one in chosen) == MOST_FIXES[paid]
+
+
+def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
+    """Return the variants of one question that are legal, those that may surely fit with their accounts."""
+    if variants:
+        asked = variants[0].question
+        legal = legal_ones([one.plan for one in variants], asked.facts())
+        variants = [one for one, runs in zip(variants, legal, strict=True) if runs]
     if not variants:
         return []
     reserved = memory_of_plans(asked, [one.plan for one in variants]).reserved_bytes.max(axis=1).tolist()
@@ -194,38 +203,43 @@ def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
     )
 
 
-def _by_question(question: Question, plan: Plan, deadline: float | None) -> Iterator[tuple[Question, list[_Variant]]]:
-    """Yield the variants of a plan by the question that they answer: this one, compiled, on more GPUs, or with
-    parameters of fewer bytes.
-    """
-    yield question, [one for one in _variants(question, plan) if one.changes]
+def _by_price(question: Question, plan: Plan, deadline: float | None) -> Iterator[tuple[int, _Groups]]:
+    """Yield what a person pays, least first, and the variants of a plan for it, those of one question together."""
+    yield SAME_GPUS, _on_same_gpus(question, plan)
+    for count in _more_gpus(question, plan):
+        yield MORE_GPUS, _on_more_gpus(question, plan, count, deadline)
+    if question.runtime.param_dtype == "float32":
+        short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
+        changed = ("parameters in bfloat16",), frozenset({"precision"})
+        yield PRECISION, iter([list(_variants(short, plan, *changed, paid=PRECISION, degrees=False))])
+
+
+def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
+    """Yield the variants of a plan as it is asked for, compiled, and with memory savers."""
+    yield [one for one in _variants(question, plan) if one.changes]
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
-        yield compiled, list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+        yield list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
     for words in more_savers(question.runtime):
         saving = replace(question, runtime=question.runtime.with_savers(words))
         named, kinds = tuple(TITLES[word] for word in words), frozenset(words)
-        yield saving, list(_variants(saving, plan, named, kinds, degrees=False))
-    for count in _more_gpus(question, plan):
-        try:
-            cluster = question.cluster
-            larger = cluster if count <= cluster.gpu_count else with_gpus(cluster, count)
-        except (UserError, ValueError, ZeroDivisionError):
-            continue  # the cluster does not come in this size
-        more = replace(question, cluster=larger, gpus=count)
-        named, kinds = (f"{count} GPUs",), frozenset({"GPUs"})
-        if count % plan.gpus == 0:
-            wider = _sharded_over(plan, count // plan.gpus)
-            yield more, list(_variants(more, wider, named, kinds, paid=MORE_GPUS, degrees=False))
-        else:
-            best = _best_plan(more, deadline)
-            also = f" ({plan_in_words(best)})" if best else ""
-            named = (f"{count} GPUs{also}",)
-            yield more, [_Variant(paid=MORE_GPUS, changes=named, kinds=kinds, question=more, plan=best)] if best else []
-    if question.runtime.param_dtype == "float32":
-        short = replace(question, runtime=replace(question.runtime, param_dtype="bfloat16"))
-        named = ("parameters in bfloat16",)
-        yield short, list(_variants(short, plan, named, frozenset({"precision"}), paid=PRECISION, degrees=False))
+        yield list(_variants(saving, plan, named, kinds, degrees=False))
+
+
+def _on_more_gpus(question: Question, plan: Plan, count: int, deadline: float | None) -> _Groups:
+    try:
+        cluster = question.cluster
+        larger = cluster if count <= cluster.gpu_count else with_gpus(cluster, count)
+    except (UserError, ValueError, ZeroDivisionError):
+        return  # the cluster does not come in this size
+    more = replace(question, cluster=larger, gpus=count)
+    named, kinds = f"{count} GPUs", frozenset({"GPUs"})
+    if count % plan.gpus == 0:
+        wider = _sharded_over(plan, count // plan.gpus)
+        yield list(_variants(more, wider, (named,), kinds, paid=MORE_GPUS, degrees=False))
+    elif best := _best_plan(more, deadline):
+        changes = (f"{named} ({plan_in_words(best)})",)
+        yield [_Variant(paid=MORE_GPUS, changes=changes, kinds=kinds, question=more, plan=best)]
 
 
 def _best_plan(question: Question, deadline: float | None) -> Plan | None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -37,6 +38,11 @@ class _Timed(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_head()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # refused before its body has come, which may never come
+            self._await_head()
 
     def _await_head(self) -> None:
         if self._late is None:

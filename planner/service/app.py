@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +25,7 @@ from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
 
 MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
-POLL_S = 0.1
-# Between two looks at a job that another server works on, or none: longer and longer while nothing changes.
-ELSEWHERE_S, MOST_ELSEWHERE_S = 1.0, 5.0
+ELSEWHERE_S = 1.0  # between two looks whether another server has changed jobs that somebody waits for here
 MAX_WAIT_S = 30.0
 
 
@@ -40,6 +38,7 @@ class Service:
         self.jobs, self.files, self.dispatcher = self.queue.jobs, self.queue.files, self.queue.dispatcher
         self.tokens = Tokens(settings.users)
         self.rates = Rates(settings.rate_per_s)
+        self._waiting: dict[str, set[asyncio.Event]] = {}  # by job, of those who follow it
 
     def user(self, authorization: str | None) -> str:
         """Return who asks. Raises HTTPException (401)."""
@@ -72,24 +71,45 @@ class Service:
 
     async def changes(self, user: str, job: str) -> AsyncIterator[JobDocument]:
         """Yield a job's document at each change, until it has ended."""
-        last: JobDocument | None = None
-        elsewhere_s = ELSEWHERE_S
-        while last is None or last.state not in ENDED:
-            seen = self.dispatcher.versions.get(job)
-            found = await run_in_threadpool(self.read, user, job)
-            if found != last:
-                last, elsewhere_s = found, ELSEWHERE_S
-                yield found
-            if found.state not in ENDED:
-                await self._changed(job, seen, elsewhere_s)
-                elsewhere_s = min(MOST_ELSEWHERE_S, elsewhere_s * 1.5)
+        news = asyncio.Event()
+        self._waiting.setdefault(job, set()).add(news)
+        try:
+            last: JobDocument | None = None
+            while last is None or last.state not in ENDED:
+                news.clear()
+                found = await run_in_threadpool(self.read, user, job)
+                if found != last:
+                    last = found
+                    yield found
+                if found.state not in ENDED:
+                    await news.wait()
+        finally:
+            self._waiting[job].discard(news)
+            if not self._waiting[job]:
+                del self._waiting[job]
 
-    async def _changed(self, job: str, seen: int | None, most_s: float) -> None:
-        """Wait until this server has news of a job, or for `most_s`."""
-        for _ in range(int(most_s / POLL_S)):
-            await asyncio.sleep(POLL_S)
-            if self.dispatcher.versions.get(job) != seen:
-                return
+    def _wake(self, job: str) -> None:
+        for news in self._waiting.get(job, ()):
+            news.set()
+
+    async def listen(self) -> None:
+        """Wake up who waits for a job: at news from the dispatcher, which is in a thread of its own, and when another
+        server has changed it in the database.
+        """
+        loop = asyncio.get_running_loop()
+
+        def tell(job: str) -> None:
+            loop.call_soon_threadsafe(self._wake, job)
+
+        self.dispatcher.on_news = tell
+        known: dict[str, tuple[str, str]] = {}
+        while True:
+            await asyncio.sleep(ELSEWHERE_S)
+            with suppress(SQLAlchemyError):
+                seen = await run_in_threadpool(self.jobs.states, list(self._waiting)) if self._waiting else {}
+                for job in [job for job in seen if seen[job] != known.get(job)]:
+                    self._wake(job)
+                known = seen
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -98,8 +118,10 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
+        listening = asyncio.create_task(service.listen())
         service.dispatcher.start()
         yield
+        listening.cancel()
         await run_in_threadpool(service.dispatcher.stop)
 
     about = "Plans multi-GPU training: the commands of `planner` as jobs. Flags are those of the command line."
@@ -110,10 +132,9 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=running,
         docs_url=None,  # these pages would load scripts from elsewhere
         redoc_url=None,
-        max_body_size=MAX_BODY_BYTES,
     )
     app.router.route_class = _JsonRoute
-    app.add_middleware(WholeBodies)
+    app.add_middleware(WholeBodies, most_bytes=MAX_BODY_BYTES)
     app.add_middleware(Known, tokens=service.tokens)
     app.add_middleware(SameSite, hosts=LOOPBACK | {settings.host, *settings.allowed_hosts})
     app.add_exception_handler(SQLAlchemyError, _database_away)
@@ -129,8 +150,10 @@ class _JsonRequest(Request):
     async def json(self) -> object:
         try:
             return codec.parse_json((await self.body()).decode(), where="the body")
-        except (BadInput, UnicodeDecodeError) as error:
-            raise HTTPException(422, str(error)) from error
+        except UnicodeDecodeError as error:
+            raise HTTPException(422, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+        except BadInput as error:
+            raise HTTPException(422, f"{error.what}: {error.why}") from error
 
 
 class _JsonRoute(APIRoute):

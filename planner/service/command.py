@@ -15,7 +15,7 @@ from pathlib import Path
 
 from planner.cli import main as run_planner
 from planner.io.output import progress_to
-from planner.jobs.processes import ONE_THREAD
+from planner.jobs.fork_server import ONE_THREAD
 from planner.jobs.worker import Progress
 
 MAX_ANSWER = 64 << 20  # characters

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -35,7 +35,6 @@ TELL_S = 0.3  # between two lines of progress of a job in the database
 BUSY_S, IDLE_S = 0.1, 0.5
 RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
 FORGET_EVERY_S = 3600.0
-MAX_VERSIONS = 10_000
 MOST_STATE_BYTES = 16 << 20
 MOST_FOLDERS = 5000  # looked at in a pass
 LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
@@ -59,7 +58,7 @@ class Dispatcher:
     def __init__(self, jobs: Jobs, files: Files, flags: dict[str, Mapping[str, Flag]], settings: Settings) -> None:
         self._jobs, self._files, self._flags, self._settings = jobs, files, flags, settings
         self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._workers = Workers("planner.service.worker", settings.workers, kept=1)
+        self._workers = Workers("planner.service.worker", settings.workers)
         self._running: dict[str, _Running] = {}
         self._work = Path(settings.folder) / "work"
         self._wake = threading.Event()
@@ -68,11 +67,11 @@ class Dispatcher:
         self._turned_at = time.monotonic()
         self._cancelled: set[str] = set()  # jobs whose scheduler has been asked to cancel
         self._cancelling = threading.Lock()
-        self.versions: dict[str, int] = {}  # by job that runs or ran here: grows when there is something to tell
+        self.on_news: Callable[[str], None] = lambda _: None  # told of every job of which there is something to tell
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:
-        self._workers.warm(self._settings.workers + 1)
+        self._workers.warm()
         self._thread.start()
 
     def stop(self) -> None:
@@ -205,7 +204,7 @@ class Dispatcher:
         running = self._running[claim.job] = _Running(
             claim=claim, folder=folder, alone=runs and not elsewhere, reserved=reserved
         )
-        self._news(claim.job)
+        self.on_news(claim.job)
         try:
             words = prepared(claim, self._flags[claim.command], self._files, folder)
         except (PlannerError, OSError) as error:
@@ -241,7 +240,7 @@ class Dispatcher:
                 if job.line != running.shown and time.monotonic() - running.shown_at > TELL_S:
                     running.shown, running.shown_at = job.line, time.monotonic()
                     self._jobs.tell(claim, job.line)
-                    self._news(claim.job)
+                    self.on_news(claim.job)
                 return
             if isinstance(job.error, ProcessEnded):
                 self._jobs.give_back(claim, started=claim.command in RUNS or not job.error.killed)
@@ -258,9 +257,4 @@ class Dispatcher:
             running.job.stop()
         if running.claim.command not in RUNS:  # reports of runs name their folder
             shutil.rmtree(running.folder, ignore_errors=True)
-        self._news(job)
-
-    def _news(self, job: str) -> None:
-        self.versions[job] = self.versions.pop(job, 0) + 1
-        while len(self.versions) > MAX_VERSIONS:
-            self.versions.pop(next(iter(self.versions)))
+        self.on_news(job)

@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from topology.units import in_mib
+
 LOCAL_USER = "local"
 ASKED_BELOW = "/v1/"  # what needs a token
 QUIET_S, BODY_S = 10.0, 120.0  # between two parts of a body, and for all of it
@@ -91,20 +93,27 @@ class Known:
 
 
 class WholeBodies:
-    """End requests (408) whose bodies stop coming."""
+    """End requests whose bodies stop coming (408), and those whose bodies have more than `most_bytes` (413)."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app = app
+        self._most_bytes = most_bytes
+        self._too_large = f"a request has at most {in_mib(most_bytes)}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        stated = Headers(scope=scope).get("content-length", "")
+        if stated.isdecimal() and int(stated) > self._most_bytes:
+            await JSONResponse({"detail": self._too_large}, status_code=413)(scope, receive, send)
+            return
         until: float | None = asyncio.get_running_loop().time() + BODY_S
+        left = self._most_bytes
 
         async def timed() -> Message:
-            nonlocal until
+            nonlocal until, left
             if until is None:  # the body has come: what follows is whether the client leaves
                 return await receive()
             try:
@@ -112,6 +121,9 @@ class WholeBodies:
                     message = await receive()
             except TimeoutError as error:
                 raise HTTPException(408, "the body of the request did not come", {"Connection": "close"}) from error
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, self._too_large, {"Connection": "close"})
             if not message.get("more_body"):
                 until = None
             return message

@@ -171,12 +171,13 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
     for row, plan in enumerate(table.plans):
         if any(stated := (plan.layers_per_stage, plan.recompute_per_stage)):
             own[row] = stages.setdefault(stated, len(stages) + 1)
-    schedule = np.unique(table.schedule, return_inverse=True)[1]
+    schedule = np.unique(table.schedule, return_inverse=True)[1].astype(np.float64)
     # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
     counted = np.minimum(m, 2.0)
-    for piped in np.nonzero(table["pp"] > 1)[0]:
-        name = str(table.schedule[piped])
-        counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
+    piped = np.nonzero(table["pp"] > 1)[0]
+    different, which = distinct(schedule[piped], table["pp"][piped], m[piped])
+    steps = ((str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row]))) for row in piped[different])
+    counted[piped] = np.array([walked(*step) for step in steps], dtype=np.float64)[which]
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
     overlap = np.unique(table.ep_overlap, return_inverse=True)[1]
     keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)

@@ -233,7 +233,7 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
 
 
 def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
-    spec = calibrated_host(described, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    spec = calibrated_host(described, scenario.host_calibration, compiled=scenario.runtime.compile)
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:
@@ -245,6 +245,12 @@ def known_costs(scenario: Scenario) -> RuntimeCosts:
     """Return what layers or runs of the scenario's runtime showed of its costs."""
     known = scenario.gpu_calibration
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
+
+
+def _spread(spec: RuntimeSpec, scenario: Scenario) -> float:
+    """Return how far the loads of ranks with experts scatter where the workload does not say it in numbers."""
+    natural = scenario.workload.routing == "natural"
+    return spec.unbalanced.get(scenario.model.family, spec.expert_spread) if natural else spec.expert_spread
 
 
 def autocast_width(runtime: Runtime) -> float:
@@ -280,6 +286,11 @@ def cost_context(
     known = known_costs(scenario)
     models = {id(machine): collectives_of(scenario, machine) for machine in each_on}
     models[id(cluster)] = collectives or collectives_of(scenario, cluster)
+    roofline = roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed)
+    shaped = bool(known.of_shapes)
+    if shaped:
+        costs = [known] * len(table)
+        roofline = roofline_by_plan(roofline, costs, model, scenario.workload.seq_len, table)
     return CostContext(
         table=table,
         sizes=axis_sizes(
@@ -287,12 +298,12 @@ def cost_context(
             scenario.workload,
             table,
             autocast_width=autocast_width(scenario.runtime),
-            expert_spread=operators.spec.expert_spread,
+            expert_spread=_spread(operators.spec, scenario),
             rank=scenario.runtime.adapter.rank if scenario.runtime.adapter is not None else 0,
             domain=cluster.gpus_per_node,
             pads="fused_dispatch" not in operators.features,
         ),
-        roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
+        roofline=roofline,
         groups=GroupTimes(
             cluster,
             table,
@@ -304,6 +315,7 @@ def cost_context(
         spec=operators.spec,
         site=overlap_of(calibration) if table.overlap_modes else SiteRates(),
         calibration=measured,
+        own_costs=shaped,
     )
 
 
@@ -328,7 +340,13 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
     return replace(
         context,
         spec=replace(context.spec, host=host_by_plan([hosts[key] for key in which])),
-        roofline=roofline_by_plan(replace(context.roofline, measured=measured), [costs[key] for key in which]),
+        roofline=roofline_by_plan(
+            replace(context.roofline, measured=measured),
+            [costs[key] for key in which],
+            scenario.model,
+            scenario.workload.seq_len,
+            context.table,
+        ),
         groups=replace(
             context.groups,
             models_by_plan=tuple(

@@ -179,6 +179,10 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
     sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
     yield compute + ranks.recomputed + sent - without_head, gather
+    if ranks.kept_gradients.any():  # as the first of the layers goes back
+        compute, gather = ranks.gathered(layer, waiting=head)
+        yield compute + ranks.recomputed + ranks.kept_gradients - without_head, gather
+    compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
     without_layer = without_head + ranks.saved_by_layer + layer * ranks.cast_bytes
     yield compute + np.where(reduces, ranks.passing(layer), 0.0) - without_layer, gather
 

@@ -13,11 +13,13 @@ from simulator.analytical.layer_cost import BlockMemory
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
+from simulator.kernels.operators import tensor_bytes
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, beside_gradients, in_flight
 from simulator.runtimes.library import ModelOperators
 from simulator.step.away import away_bytes, goes_away
 from simulator.step.context import CostContext
+from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import (
     Parameters,
     State,
@@ -159,7 +161,8 @@ class RankMemory:
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
-        window = np.where(kept, whole, unit + (waiting if self.flat_units else 0.0)) * width
+        root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # of which FSDP1 gives nothing up before
+        window = np.where(kept, whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
             return nothing, window
         return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
@@ -323,6 +326,17 @@ class RankMemory:
                     more = self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode]
                     found = np.maximum(found, (held > 0) * np.maximum(more, 0.0)[:, None])
         return found + (found > 0) * self.layer * self.cast_bytes
+
+    @cached_property
+    def kept_gradients(self) -> Floats:
+        """Gradients of the inputs of frozen layers that are there until the backward pass ends, but the first's."""
+        again = sum(
+            (np.add(*counts) for mode, counts in self.layout.by_mode.items() if self.spec.recompute[mode].recomputes),
+            np.zeros_like(self.shared),
+        )
+        stream = tensor_bytes("u hr", self.context.sizes, self.context.dtype_bytes)[:, None]
+        keeps = frozen_units_keep_inputs(self.context)[:, None] & ~self.piped
+        return np.where(keeps, np.maximum(again - 1, 0.0) * stream, 0.0)
 
     def activations(self, held: Floats, heads: Floats) -> Floats:
         """Return what forward passes saved, and stages received, of `held` micro batches in flight, of which the head's

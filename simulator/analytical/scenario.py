@@ -30,3 +30,9 @@ class Scenario:
         """The calibration where it says more than what collectives take."""
         known = self.calibration
         return known if known is not None and known.gpu_measured else None
+
+    @property
+    def host_calibration(self) -> Calibration | None:
+        """The calibration where it says what the host takes, as one of the CPU alone does as well."""
+        known = self.calibration
+        return known if known is not None and (known.gpu_measured or known.runtimes) else None

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.calibration.calibration import Calibration, LayerShape, RuntimeCosts
 from simulator.calibration.measured_operators import MeasuredOperators
-from simulator.columns.plan_table import Floats
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.model import Model
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.runtimes.parts import HostSpec
@@ -72,12 +73,21 @@ def host_by_plan(hosts: Sequence[HostSpec]) -> HostSpec:
     return replace(first, **changed)  # type: ignore[arg-type]  # columns stand for numbers
 
 
-def roofline_by_plan(roofline: Roofline, costs: Sequence[RuntimeCosts]) -> Roofline:
-    """Return kernel times under the costs of a runtime for each plan."""
+def roofline_by_plan(
+    roofline: Roofline, costs: Sequence[RuntimeCosts], model: Model, seq_len: int, table: PlanTable
+) -> Roofline:
+    """Return kernel times under the costs of a runtime for each plan, which are those of its own layers where such
+    layers were run.
+    """
     if isinstance(roofline.measured, Calibration) and not roofline.measured.effects.sustained:
         return roofline
-    columns = {name: np.array([getattr(one, name) for one in costs]) for name in FACTORS}
-    return replace(roofline, **columns)  # type: ignore[arg-type]  # columns stand for numbers
+    shapes = (table["micro_batch_size"] * seq_len, table["tp"], table["cp"])
+    factors = [
+        one.factors(LayerShape(hidden=model.hidden, ffn=model.ffn, vocab=model.vocab, tokens=tokens, tp=tp, cp=cp))
+        for one, tokens, tp, cp in zip(costs, *(column.astype(int).tolist() for column in shapes), strict=True)
+    ]
+    columns = dict(zip(FACTORS, np.array(factors).T, strict=True))
+    return replace(roofline, **columns)  # columns stand for numbers
 
 
 def taken_host(host: HostSpec, rows: Rows) -> HostSpec:

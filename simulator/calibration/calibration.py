@@ -62,21 +62,36 @@ class Effects:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What decides how long kernels of layers and head take: widths, words, tokens of a micro batch, and who shares
+    them.
+    """
+
+    hidden: int
+    ffn: int
+    vocab: int
+    tokens: int
+    tp: int
+    cp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeCosts:
     """What runs of one and two layers said of a runtime, eager or compiled; see simulator.fitting.runtime_fit.
 
     `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone;
-    `layer_factor` those of layers once more, whose many short kernels have more of all three than a head's few. `host`
-    are fields of HostSpec that replace the description's. `collective_factor` multiplies the times of collectives,
-    `network_factor` once more those between nodes, to which each crossing adds `crossing_s` (`CollectiveModel`);
-    `reserved` is what memory was over what is described, `activations` once more what of it is no state; `flush_s` what
-    a micro batch takes more where the allocator has to give memory back, None where that is as described. `borrowed`:
-    of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
-    descriptions tell of.
+    `layer_factor` those of layers once more, whose many short kernels have more of all three than a head's few;
+    `of_shapes` has the two for layers that were run themselves. `host` are fields of HostSpec that replace the
+    description's. `collective_factor` multiplies the times of collectives, `network_factor` once more those between
+    nodes, to which each crossing adds `crossing_s` (`CollectiveModel`); `reserved` is what memory was over what is
+    described, `activations` once more what of it is no state; `flush_s` what a micro batch takes more where the
+    allocator has to give memory back, None where that is as described. `borrowed`: of the runtime that the one in
+    question is like. `host_speed`: how many times as long the host takes as those that descriptions tell of.
     """
 
     kernel_factor: float = 1.0
     layer_factor: float = 1.0
+    of_shapes: dict[LayerShape, tuple[float, float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     collective_factor: float = 1.0
     network_factor: float = 1.0
@@ -88,6 +103,15 @@ class RuntimeCosts:
     runs: int = 0
     borrowed: bool = False
     host_speed: float = 1.0
+
+    def factors(self, shape: LayerShape) -> tuple[float, float]:
+        """Return the factor of kernels and that of layers over it, for layers of a shape."""
+        return self.of_shapes.get(shape, (self.kernel_factor, self.layer_factor))
+
+    def slower(self, factor: float) -> RuntimeCosts:
+        """Return the costs with all kernels longer by a factor."""
+        shapes = {shape: (factor * kernel, layer) for shape, (kernel, layer) in self.of_shapes.items()}
+        return replace(self, kernel_factor=factor * self.kernel_factor, of_shapes=shapes)
 
     def held_bytes(self, described: Floats | float, state: Floats | float) -> Floats:
         """Return the bytes that are held where so many are described, of them `state` parameters, gradients and

@@ -46,6 +46,7 @@ MOVEMENTS = (
     Movement(name="residual", operators=("residual",), axes=("u", "h")),
     Movement(name="embedding", operators=("tok_embeddings", "embedding"), axes=("t", "v", "h")),
     Movement(name="cross_entropy", operators=("to_float", "log_softmax", "nll", "loss"), axes=("t", "v")),
+    Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax"), axes=("t", "v")),
 )
 # Kernels outside the layers' lists: FSDP's packing and the optimizer, by the parameters of a layer and how many share.
 PACKING = ("gather_pack", "gather_unpack", "reduce_pack")

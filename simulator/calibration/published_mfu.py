@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from simulator.config.estimate import Estimate
+from simulator.config.runtime import Runtime
 from topology.cluster import Cluster
 from topology.codec import convert
 
@@ -53,3 +55,11 @@ def highest_published(cluster: Cluster, peak_flops: float, gpus: int) -> Publish
         if (run.architecture, run.peak_flops) == (architecture, peak_flops) and gpus / ALIKE <= run.gpus <= gpus * ALIKE
     ]
     return max(alike, key=lambda run: run.mfu) if len(alike) >= FEWEST else None
+
+
+def exceeded(estimate: Estimate, cluster: Cluster, runtime: Runtime, gpus: int) -> PublishedRun | None:
+    """Return the highest run on like GPUs if a predicted MFU is above it. None where adapters are trained: those runs
+    train all weights.
+    """
+    best = None if runtime.adapter is not None else highest_published(cluster, estimate.peak_flops, gpus)
+    return None if best is None or round(estimate.mfu, 2) <= round(best.mfu, 2) else best

@@ -91,10 +91,11 @@ def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float
     return busiest_load(ep, routed_spread(workload.routing, spread))
 
 
-# A network carries DeepEP's and HybridEP's messages at 0.9 of its rate (43 to 58 GB/s of 50 with 16 to 64 ranks, local
-# copies counted: DeepEP's docs/legacy.md, normal kernels across nodes), NCCL's all-to-all at 0.6
-# (`simulator.collectives.times.NET_PEER`).
-FUSED_NETWORK = 0.6 / 0.9
+# DeepEP's and HybridEP's messages move at the rate of the network, copies that stay in a node counted with the others:
+# 43, 58 and 51 GB/s of 50 with 16, 32 and 64 ranks (DeepEP's docs/legacy.md, normal kernels across nodes). Two nodes,
+# where half stay, so take no less than more. NCCL's all-to-all, as which they are timed, moves at 0.6 of the rate what
+# leaves a node (`simulator.collectives.times.NET_PEER`).
+FUSED_NETWORK = 0.6
 
 
 def _visits(moe: MixtureOfExperts, ranks: ExpertRanks, tokens: Floats, uneven: Floats) -> dict[str, Floats | float]:
@@ -103,7 +104,8 @@ def _visits(moe: MixtureOfExperts, ranks: ExpertRanks, tokens: Floats, uneven: F
     nodes = np.ceil(ep * etp / domain)
     reach = etp * tokens * places_visited(moe, ep) * uneven
     limit = np.ceil(nodes * moe.groups_per_token / moe.groups)
-    across = tokens * np.minimum(places_visited(moe, nodes), limit) * uneven * FUSED_NETWORK
+    leaving = np.where(nodes > 1, 1.0 - domain / np.maximum(ep * etp, domain + 1.0), 1.0)
+    across = tokens * np.minimum(places_visited(moe, nodes), limit) * uneven * FUSED_NETWORK / leaving
     return {"g": tokens * ep * etp, "z": reach, "y": np.where(nodes > 1, across, reach)}
 
 

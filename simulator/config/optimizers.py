@@ -4,7 +4,8 @@ Sources: torch.optim (AdamW, Adafactor, SGD: its momentum is off by default); Li
 moment; Adafactor, Shazeer and Stern, arXiv 1804.04235: a matrix has a row and a column of second moments, so next to
 nothing a parameter, and torch's makes the whole matrix of them for a moment; 8-bit states, Dettmers et al., arXiv
 2110.02861: a byte and a float32 scale for each block of 256 (bitsandbytes since 0.44). Paged states lie in memory that
-the driver moves to the host where the GPU is full: they are counted as on the GPU. Muon, Jordan et al.,
+the driver moves to the host where the GPU is full: they are counted as on the GPU. Moments in bfloat16 are
+Megatron-LM's --use-precision-aware-optimizer with --exp-avg-dtype and --exp-avg-sq-dtype. Muon, Jordan et al.,
 https://kellerjordan.github.io/posts/muon/, as torch.optim has it (torch/optim/_muon.py of 2.13): one momentum of each
 hidden matrix, orthogonalised by five Newton-Schulz iterations (`simulator.step.muon`); embeddings, head, norms and
 biases are updated by AdamW.
@@ -51,6 +52,7 @@ _ADAM, _EIGHT = Optimizer(states=(None, None)), Optimizer(states=(EIGHT_BIT, EIG
 OPTIMIZERS = {
     "adamw": _ADAM,
     "adam": _ADAM,
+    "adamwbf16moments": Optimizer(states=(2.0, 2.0)),
     "adamw8bit": _EIGHT,
     "pagedadamw": Optimizer(states=(None, None), paged=True),
     "pagedadamw8bit": replace(_EIGHT, paged=True),

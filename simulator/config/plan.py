@@ -152,13 +152,31 @@ class Plan:
     )
     reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
     # Empty: as even as the runtime makes it.
-    layers_per_stage: tuple[int, ...] = entry((), most=MAX_LAYERS, follows=("pp", "virtual_stages"))
+    layers_per_stage: tuple[int, ...] = entry(
+        (),
+        "layers by stage",
+        most=MAX_LAYERS,
+        flag="--layers-per-stage",
+        help="Layers of each stage of the pipeline, in their order: 10,14,14,10; default: as even as the framework's.",
+        needs="pp",
+        follows=("pp", "virtual_stages"),
+    )
     placement: tuple[int, ...] = entry(
         (), follows=("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
     )
-    cp_method: str | None = entry(None, "method of context parallelism", needs="cp")  # None: the runtime's own
+    cp_method: str | None = entry(  # None: the runtime's own
+        None,
+        "method of context parallelism",
+        flag="--cp-method",
+        help="How ranks see each other's keys: ring, all_gather or all_to_all (Ulysses); default: the framework's.",
+        needs="cp",
+    )
     recompute_per_stage: tuple[str, ...] = entry((), follows=("pp", "virtual_stages", "recompute"))
-    capacity_factor: float | None = entry(None)
+    capacity_factor: float | None = entry(
+        None,
+        flag="--capacity-factor",
+        help="What every expert computes, over its mean load, padded or dropped; default: all of it.",
+    )
     offload: str = entry(
         "none",
         choices=OFFLOADS,

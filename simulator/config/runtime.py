@@ -40,7 +40,15 @@ EXPERT_PRODUCTS = ("grouped", "te_grouped", "loop")
 # (linkedin/Liger-Kernel, ops/fused_linear_cross_entropy.py) multiplies with the head and computes the loss and its
 # gradient piece by piece; foak (foundation-model-stack/fms-acceleration, plugins/fused-ops-and-kernels, after unsloth)
 # writes the loss's gradient over the logits. Both have norms and rotary positions in a kernel each.
-FUSED_KERNELS = {"liger": ("layers", "linear_loss"), "foak": ("layers", "loss"), "unsloth": ("layers", "loss")}
+FUSED_KERNELS = {
+    "liger": ("layers", "linear_loss"),
+    "foak": (
+        "layers",
+        "loss",
+        "packed_adapters",
+    ),  # framework_plugin_fast_kernels.py: fused_lora of quantized models alone
+    "unsloth": ("layers", "loss", "adapters"),
+}
 
 DEFAULT_RUNTIME = "torchtitan"  # of what names none
 

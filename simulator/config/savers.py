@@ -57,6 +57,14 @@ def not_modelled_said(text: str) -> tuple[str, ...]:
     return tuple(name for name, said in _NOT_MODELLED.items() if re.search(said, text.lower()))
 
 
+def optimizer_said(text: str) -> str:
+    """Return the optimizer whose state a text in plain words says is paged or in 8 bits, or nothing."""
+    clauses = [clause for clause in re.split(r"[;,()]", text.lower()) if not _NEGATED.search(clause)]
+    said = " ".join(clause for clause in clauses if re.search(r"\b(optimi[sz]er|adamw?)\b", clause))
+    narrow, paged = re.search(r"\b8[ -]?bit\b", said), re.search(r"\bpaged\b", said)
+    return f"{'paged' if paged else ''}adamw{'8bit' if narrow else ''}" if narrow or paged else ""
+
+
 def savers_said(text: str) -> tuple[str, ...]:
     """Return the savers that a text in plain words says a run had; what a clause denies is not among them."""
     clauses = [clause for clause in re.split(r"[;,()]", text.lower()) if not _NEGATED.search(clause)]

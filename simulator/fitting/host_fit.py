@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from simulator.config.plan import Plan
 from simulator.runtimes.parts import HostSpec
+from topology.profile.samples import LAYER_CUT, LAYER_PLAIN, HostSample
 
 Floats = NDArray[np.float64]
 Costs = dict[str, float]
@@ -62,6 +63,43 @@ UNSURE_S = 0.35e-3
 LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
 
 
+# Processor seconds of `executor.calibrate.host_alone` on the processor of hosts.md's table (torch 2.13; between runs of
+# `host_cost.py`, whose layer takes 1398 us in that table), and how many times as long the hosts of GPUs take, as there.
+REFERENCE_S = {LAYER_PLAIN: 0.53e-3, LAYER_CUT: 7.1e-3}
+GPU_HOSTS = 1.3
+# Of the logarithm of what is found so, around what layers on a GPU take. Source: assumed; torchtitan's tensor
+# parallelism came out at 7.8 ms that way where whole models take 8 to 9 (hosts.md).
+ALONE_SPREAD = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostAlone:
+    """What the CPU alone showed: how many times as long this host takes as those described (`speed`), and how many
+    times as long DTensor's dispatch of a layer that is cut (`dtensors`), in the torch that is here.
+    """
+
+    speed: float
+    dtensors: float
+
+    def costs(self, described: HostSpec) -> Costs:
+        """Return the described costs that DTensor's dispatch decides, as this host has them."""
+        fields = () if described.plain_tensors else OF_DTENSORS
+        return {name: self.dtensors * getattr(described, name) for name in fields}
+
+
+OF_DTENSORS = ("tp_layer_s", "fsdp_tp_layer_s")
+
+
+def host_alone(samples: Sequence[HostSample]) -> HostAlone | None:
+    """Return what samples of layers on the CPU alone say, or None where there are none."""
+    seen = {one.name: one.seconds for one in samples}
+    if not all(seen.get(name) for name in REFERENCE_S):
+        return None
+    cut, usual = seen[LAYER_CUT] - seen[LAYER_PLAIN], REFERENCE_S[LAYER_CUT] - REFERENCE_S[LAYER_PLAIN]
+    speed = seen[LAYER_PLAIN] / REFERENCE_S[LAYER_PLAIN]
+    return HostAlone(speed=speed / GPU_HOSTS, dtensors=max(cut, seen[LAYER_PLAIN]) / usual / GPU_HOSTS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRuns:
     """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which
@@ -86,10 +124,11 @@ class HostFit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """Seconds of runs as a sum: `fixed`, and how often each cost of `names` occurs. `usual` is what it is described
-    as.
+    as. `alone`: logarithms of what the CPU alone showed of a cost over that, NaN where it showed nothing.
     """
 
     names: tuple[str, ...]
+    alone: Floats
     spreads: Floats
     usual: Floats
     fixed: Floats
@@ -147,22 +186,27 @@ def as_host_fields(costs: Mapping[str, float]) -> Costs:
     return dict.fromkeys(CONTAINED, 0.0) | dict.fromkeys(LAUNCHES, costs["launch_s"]) | single
 
 
-def fit_hosts(groups: Sequence[HostRuns]) -> HostFit:
-    """Return the costs of every group's runtime, and the speed that their common host has."""
-    rows = [_taken_apart(group) for group in groups]
+def fit_hosts(groups: Sequence[HostRuns], alone: HostAlone | None = None) -> HostFit:
+    """Return the costs of every group's runtime, and the speed that their common host has; `alone` is what its CPU
+    showed, which they begin with.
+    """
+    if not groups:
+        return HostFit(speed=1.0 if alone is None else alone.speed, costs=[])
+    usual_speed, speed_spread = (0.0, HOST_SPREAD) if alone is None else (math.log(alone.speed), ALONE_SPREAD)
+    rows = [_taken_apart(group, alone) for group in groups]
     ends = np.cumsum([1, *(len(one.names) for one in rows)])
 
     def split(answer: Floats) -> list[Floats]:
         return [answer[start:end] for start, end in itertools.pairwise(ends)]
 
     def missed(answer: Floats) -> Floats:
-        found = [answer[:1] / HOST_SPREAD]
+        found = [(answer[:1] - usual_speed) / speed_spread]
         for one, logs in zip(rows, split(answer), strict=True):
             found.append(np.log(one.predicted(logs) / one.seconds) / one.noise)
-            found.append((logs - answer[0]) / one.spreads)
+            found.append((logs - np.where(np.isnan(one.alone), answer[0], one.alone)) / one.spreads)
         return np.concatenate(found)
 
-    answer = scipy.optimize.least_squares(missed, np.zeros(int(ends[-1])), loss="soft_l1").x
+    answer = scipy.optimize.least_squares(missed, np.full(int(ends[-1]), usual_speed), loss="soft_l1").x
     costs = [
         as_host_fields(dict(zip(one.names, (one.usual * np.exp(logs)).tolist(), strict=True)))
         for one, logs in zip(rows, split(answer), strict=True)
@@ -170,7 +214,7 @@ def fit_hosts(groups: Sequence[HostRuns]) -> HostFit:
     return HostFit(speed=float(np.exp(answer[0])), costs=costs)
 
 
-def _taken_apart(group: HostRuns) -> _Rows:
+def _taken_apart(group: HostRuns, alone: HostAlone | None) -> _Rows:
     """Return runs as sums of costs: each cost raised by itself shows how often it occurs."""
     usual = usual_costs(group.described)
     high = {name: LEVEL * value for name, value in usual.items()}
@@ -183,9 +227,11 @@ def _taken_apart(group: HostRuns) -> _Rows:
             raised = group.predict(where, as_host_fields(high | {name: high[name] + usual[name]}))
             matrix[where, place] = (raised - at[where]) / usual[name]
     fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
+    shown = {} if alone is None else alone.costs(group.described)
     return _Rows(
         names=tuple(usual),
-        spreads=np.array([spread_of(name, group.described) for name in usual]),
+        alone=np.log([max(shown[name], LEAST_S) / usual[name] if name in shown else np.nan for name in usual]),
+        spreads=np.array([ALONE_SPREAD if name in shown else spread_of(name, group.described) for name in usual]),
         usual=np.array(list(usual.values())),
         fixed=fixed,
         counts=matrix,

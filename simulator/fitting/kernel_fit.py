@@ -126,8 +126,12 @@ def _moves(samples: list[OperatorSample], counter: _Counter) -> dict[tuple[str, 
     """Return the curve of every operator of every runtime that a measured kernel stands for."""
     found: dict[tuple[str, str], MoveCurve] = {}
     grouped = by_key([s for s in samples if s.kind == "move"], "name", "direction")
-    for name in dict.fromkeys(runtime_spec(name).measured_as for name in runtime_names()):
-        operators = _eager(runtime_spec(name))
+    specs = [runtime_spec(name) for name in runtime_names()]
+    for name in dict.fromkeys(spec.measured_as for spec in specs):
+        alike = [spec for spec in specs if spec.measured_as == name]
+        # Those of the runtime itself, and what others that are like it have besides.
+        alike.sort(key=lambda spec: name in spec.names)
+        operators = [operator for spec in alike for operator in _eager(spec)]
         for movement in MOVEMENTS:
             if movement.runtime not in {"", name}:
                 continue

@@ -18,14 +18,23 @@ from numpy.typing import NDArray
 
 from simulator.analytical.estimates import EstimateTable, estimate_plans
 from simulator.analytical.scenario import Scenario
-from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.calibration.calibration import Calibration, LayerShape, RuntimeCosts
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_lists, verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
-from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
-from simulator.runtimes.library import is_described, runtime_spec
+from simulator.fitting.host_fit import (
+    LEAST_S,
+    SINGLE,
+    HostAlone,
+    HostRuns,
+    as_host_fields,
+    costs_in,
+    fit_hosts,
+    host_alone,
+)
+from simulator.runtimes.library import is_described, runtime_names, runtime_spec
 from simulator.step.host import BATCH_TOKENS, slowest
 from topology import codec
 from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
@@ -52,8 +61,9 @@ FEWEST = 3  # shapes of device-bound runs below which factors stay near 1, by th
 INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
 APART_SPREAD = 0.06  # of kernels of layers over others
 STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described
-# Of what kernels of some shapes are off by that others are not. Source: assumed.
+# Of what kernels of some shapes are off by that others are not, and of a run by itself. Source: assumed.
 SHAPE_SPREAD = 0.08
+RUN_SPREAD = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,12 @@ class Run:
         return self.model.hidden, self.model.ffn, self.plan.micro_batch_size * self.workload.seq_len
 
     @property
+    def layer(self) -> LayerShape:
+        hidden, ffn, tokens = self.shape
+        vocab, plan = self.model.vocab, self.plan
+        return LayerShape(hidden=hidden, ffn=ffn, vocab=vocab, tokens=tokens, tp=plan.tp, cp=plan.cp)
+
+    @property
     def pair(self) -> str:
         """The same for runs that differ in their number of layers alone."""
         return codec.fingerprint((replace(self.model, layers=1), self.plan, self.workload, self.runtime))
@@ -101,9 +117,24 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
         if (runs := [run for run in found if is_connected(cluster, run.plan.gpus)])
     ]
     shown = [fit for fit in fits if fit.host_bound]
-    hosts = fit_hosts([fit.host_runs() for fit in shown]) if shown else HostFit(speed=1.0, costs=[])
+    alone = host_alone(profile.host)
+    hosts = fit_hosts([fit.host_runs() for fit in shown], alone)
     costs = {fit.key: found for fit, found in zip(shown, hosts.costs, strict=True)}
-    return {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
+    fitted = {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
+    return fitted if alone is None else _not_run(alone, hosts.speed) | fitted
+
+
+def _not_run(alone: HostAlone, speed: float) -> dict[tuple[str, bool], RuntimeCosts]:
+    """Return what the CPU alone says of runtimes of which no layer ran: those that compute on DTensors have their own
+    costs, all others the speed of the host.
+    """
+    described = [runtime_spec(name) for name in dict.fromkeys(runtime_spec(name).names[0] for name in runtime_names())]
+    return {
+        (spec.names[0], compiled): RuntimeCosts(host=alone.costs(spec.host), host_speed=speed)
+        for spec in described
+        if not spec.like
+        for compiled in (False, True)
+    }
 
 
 def is_connected(cluster: Cluster, gpus: int) -> bool:
@@ -217,6 +248,16 @@ def _solve_factors(
     return np.array([factor, factor, step_s])
 
 
+def _own_factors(matrix: Floats, left: Floats, common: Floats) -> Floats:
+    """Return (factor of layers, factor of others) of one shape: what its runs say, as far as `common` factors, which
+    other shapes are off from by `SHAPE_SPREAD`, do not already say it.
+    """
+    weight = RUN_SPREAD / SHAPE_SPREAD
+    rows = np.vstack([matrix[:, :2], weight * np.eye(2)])
+    found = scipy.linalg.lstsq(rows, np.append(left - matrix[:, 2] * common[2], weight * common[:2]))[0]
+    return np.asarray(np.clip(found, *FACTORS))
+
+
 def _least_squares(matrix: Floats, left: Floats, most_s: float, *, least: float = -np.inf) -> Floats:
     low, high = np.full(matrix.shape[1], least), np.full(matrix.shape[1], np.inf)
     low[-1], high[-1] = 0.0, max(most_s, LEAST_S)
@@ -300,11 +341,17 @@ class _Fit:
             usual_s=described.step_s,
             most_s=most_s,
         )
+        own = {
+            shape: _own_factors(rows[of] / scale[of, None], left[of] / scale[of], answer)
+            for shape in {run.layer for run in self.device_bound}
+            if np.any(of := usable & [run.layer == shape for run in self.device_bound])
+        }
         missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(alone @ answer, device, strict=True)]
         layers, others, step_s = (float(value) for value in answer)
         return RuntimeCosts(
             kernel_factor=others,
             layer_factor=layers / others,
+            of_shapes={shape: (float(two), float(one / two)) for shape, (one, two) in own.items()},
             host=self._with_step(host, step_s),
             spread=float(np.median(np.abs(missed))),
             runs=len(self.runs),

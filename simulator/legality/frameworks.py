@@ -21,7 +21,14 @@ from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
-from simulator.runtimes.library import RuntimeSpec, are_modules, is_described, runtime_spec
+from simulator.runtimes.called import CALLED, called
+from simulator.runtimes.library import (
+    RuntimeSpec,
+    are_modules,
+    is_described,
+    runtime_names,
+    runtime_spec,
+)
 from simulator.runtimes.parts import MODULES, ToolsSpec
 from topology.errors import UserError
 
@@ -344,28 +351,15 @@ FRAMEWORKS = {
     framework.name: framework
     for framework in (TORCHTITAN, MEGATRON, DEEPSPEED, MEGATRON_DEEPSPEED, LLM_FOUNDRY, PYTORCH, MESHWRIGHT, ANY)
 }
-_ALIASES = {
-    "titan": "torchtitan",
-    "megatron": "megatron-lm",
-    "megatron-core": "megatron-lm",
-    "megatron-bridge": "megatron-lm",
-    "nemo": "megatron-lm",
-    "composer": "llm-foundry",
-    "fsdp": "pytorch",
-    "fsdp2": "pytorch",
-    "torch": "pytorch",
-    "trainer": "transformers",
-}
 
 
 def framework_named(name: str) -> Framework:
     """Return the framework a person asked for, `name` or `name@version`. Raises UserError with near names."""
-    bare = name.partition("@")[0].strip().lower()
-    bare = _ALIASES.get(bare, bare)
+    bare = called(name)[0]
     found = FRAMEWORKS.get(bare) or _of_description(bare)
     if found is not None:
         return found
-    near = get_close_matches(bare, [*FRAMEWORKS, *_ALIASES], n=3)
+    near = get_close_matches(bare, dict.fromkeys((*FRAMEWORKS, *runtime_names(), *CALLED)), n=3)
     raise UserError(
         f"unknown framework {name!r}",
         why=f"rules exist for {', '.join(FRAMEWORKS)}",
@@ -375,8 +369,7 @@ def framework_named(name: str) -> Framework:
 
 def framework_of_runtime(name: str) -> Framework:
     """Return the framework whose rules a runtime follows; a runtime nobody described follows those all share."""
-    bare = name.partition("@")[0].strip().lower()
-    bare = _ALIASES.get(bare, bare)
+    bare = called(name)[0]
     return FRAMEWORKS.get(bare) or _of_description(bare) or ANY
 
 
@@ -386,5 +379,7 @@ def _of_description(name: str) -> Framework | None:
     if not is_described(name):
         return None
     spec = runtime_spec(name)
-    rules = FRAMEWORKS.get(spec.rules or spec.like)
-    return None if rules in (None, ANY) else replace(rules, name=spec.names[0], title=spec.names[0])
+    rules = FRAMEWORKS.get(spec.rules or spec.like or spec.names[0])
+    if rules is None or rules is ANY or rules.name == spec.names[0]:
+        return None if rules is ANY else rules
+    return replace(rules, name=spec.names[0], title=spec.names[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from simulator.config.model import Model
+from topology.errors import BadPlan
 
 # Name, in words that follow "has no".
 FEATURES: dict[str, Callable[[Model], bool]] = {
@@ -25,3 +26,21 @@ FEATURES: dict[str, Callable[[Model], bool]] = {
 def features(model: Model) -> tuple[str, ...]:
     """Return which of `FEATURES` a network has."""
     return tuple(name for name, has in FEATURES.items() if has(model))
+
+
+def torchtitan_family(model: Model) -> str:
+    """Return which of torchtitan's models has this network: `llama3` or `qwen3`. Raises BadPlan where none has."""
+    plain = model.gated_mlp and model.latent is None and not model.qkv_bias and not model.sliding_layers
+    if plain and model.moe is None and not model.qk_norm and model.head_dim * model.heads == model.hidden:
+        if not model.tied_embeddings:
+            return "llama3"
+        why = "its Llama has an embedding and a head of their own, and this model ties them"
+    elif plain and model.qk_norm and (model.moe is None or (model.moe.shared_ffn == 0 and model.dense_layers == 0)):
+        return "qwen3"
+    else:
+        why = "only its Llama and its Qwen 3 are run here"
+    raise BadPlan(
+        f"no model of torchtitan has the network of {model.name}",
+        why=why,
+        remedy="--command runs a torchtitan of your own; --framework meshwright runs it here",
+    )

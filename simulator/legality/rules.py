@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
 from simulator.legality.adapters import ADAPTER_RULES
@@ -69,6 +71,18 @@ def _meaningless(found: Sequence[Problem]) -> bool:
 def _worst_first(found: Sequence[Problem]) -> tuple[Problem, ...]:
     order = {Grade.ILLEGAL: 0, Grade.SLOW: 1, Grade.LEGAL: 2}
     return tuple(sorted(found, key=lambda problem: order[problem.grade]))
+
+
+def legal_ones(plans: Sequence[Plan], facts: RuleFacts) -> list[bool]:
+    """Return of each plan whether it runs at all; every rule is asked once for all of them."""
+    legal = np.array([is_legal(tuple(plan_problems(plan, facts))) for plan in plans], dtype=np.bool_)
+    table = plan_columns([plan for plan, runs in zip(plans, legal, strict=True) if runs])
+    broken = np.zeros(len(table), dtype=np.bool_)
+    for rule in RULES if len(table) else ():
+        if rule.grade is Grade.ILLEGAL and rule.applies(facts):
+            broken |= rule.broken(table, facts)
+    legal[legal] = ~broken
+    return [bool(runs) for runs in legal]
 
 
 def is_legal(found: Sequence[Problem]) -> bool:

@@ -35,7 +35,7 @@ class PlanMemory:
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
         self._ahead: dict[tuple[int, float], ReservedMemory | None] = {}  # by rank and limit, what will be asked for
-        self._beyond: set[int] = set()  # ranks that hold more than a plan may that is rather sure to fit
+        self._beyond: dict[int, float] = {}  # bytes that a rank was found to hold more than
         self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
         self.left_bytes = self.capacity_bytes - self.communicator_bytes
@@ -76,27 +76,29 @@ class PlanMemory:
 
     def _within(self, rank: int, limit_bytes: float) -> bool:
         """Return whether a rank holds no more than a limit; one that does is replayed no further."""
-        if rank not in self._held and self._shorter is None and rank not in self._beyond:
+        if rank not in self._held and self._shorter is None and self._beyond.get(rank, 0.0) < limit_bytes:
             known = self._limit(rank, limit_bytes)
             described = self._ahead.pop(known) if known in self._ahead else self._replay.rank_within(*known)
             if described is None:
-                self._beyond.add(rank)
+                self._beyond[rank] = limit_bytes
             else:
                 self._held[rank] = self._as_known(rank, described)
-        return rank not in self._beyond and self.rank(rank).reserved_bytes <= limit_bytes
+        beyond = rank not in self._held and self._beyond.get(rank, 0.0) >= limit_bytes
+        return not beyond and self.rank(rank).reserved_bytes <= limit_bytes
 
     def _limit(self, rank: int, limit_bytes: float) -> tuple[int, float]:
         return rank, self._known.described_bytes(limit_bytes, self._state[rank])
 
-    def first_ahead(self) -> list[Replayed]:
+    def first_ahead(self, sure: float) -> list[Replayed]:
         """Return the replay of the rank that is asked about first, where it has not been done."""
-        return self._to_replay([next(self._order)], self._rather_sure_bytes)
+        return self._to_replay([next(self._order)], self._sure_bytes(sure))
 
     def _to_replay(self, ranks: Iterable[int], limit_bytes: float) -> list[Replayed]:
         if self._shorter is not None:  # each rank of which takes two
             return []
-        keys = [self._limit(rank, limit_bytes) if limit_bytes < inf else (rank, inf) for rank in ranks]
-        return [(self, key) for key in keys if key[0] not in {*self._held, *self._beyond} and key not in self._ahead]
+        new = [rank for rank in ranks if rank not in self._held and self._beyond.get(rank, 0.0) < limit_bytes]
+        keys = [self._limit(rank, limit_bytes) if limit_bytes < inf else (rank, inf) for rank in new]
+        return [(self, key) for key in keys if key not in self._ahead]
 
     def take(self, replayed: tuple[int, float]) -> ReservedMemory | None:
         """Replay a rank within a limit."""
@@ -170,22 +172,24 @@ class PlanMemory:
         return self._holds(float(self.reserved_bytes)) if self.fits else 0.0
 
     def at_most_likely(self, sure: float) -> float:
-        """Return a probability above which the plan does not fit: that of its fullest rank, or of the first rank found
-        for which it is below `sure`; less than RATHER_SURE, whatever it is, where it is below that.
+        """Return a probability above which the plan does not fit: that of its fullest rank; where that is below `sure`,
+        no more than that it is.
         """
-        likely = 1.0
+        likely, limit_bytes = 1.0, self._sure_bytes(sure)
         for number, rank in enumerate(self._order):
             if number == 1:  # the first shows of most plans that do not fit that they do not
-                replay_ahead(self._to_replay(self._order, self._rather_sure_bytes))
-            within = self._within(rank, self._rather_sure_bytes)
-            likely = min(
-                likely,
-                self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(RATHER_SURE, 0.0),
-            )
+                replay_ahead(self._to_replay(self._order, limit_bytes))
+            within = self._within(rank, limit_bytes)
+            likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(sure, 0.0))
             if likely < sure:
                 self._fullest[:] = dict.fromkeys([rank, *self._fullest])
                 break
         return likely
+
+    def may_be(self, sure: float) -> bool:
+        """Return whether the plan may be `sure` to fit by the ranks that were found too full before, else the first."""
+        limit_bytes = self._sure_bytes(sure)
+        return all(self._within(rank, limit_bytes) for rank in [*self._beyond] or [next(self._order)])
 
     @property
     def surely_fits(self) -> bool:
@@ -208,10 +212,10 @@ class PlanMemory:
     @property
     def least_flush_s(self) -> float:
         """The same of a plan that fits, at least: by the ranks that have been replayed, one at least."""
-        if not self._held and not self._beyond:
-            self._within(next(self._order), self._rather_sure_bytes)
-        held = [float(rank.reserved_bytes) for rank in self._held.values()]
-        return self._flush_s(max([*held, *([self._rather_sure_bytes] if self._beyond else [])]), 1)
+        if not self._held:
+            self._within(next(self._order), self._sure_bytes(RATHER_SURE))
+        held = (float(rank.reserved_bytes) for rank in self._held.values())
+        return self._flush_s(max([*held, *self._beyond.values()]), 1)
 
     def _flush_s(self, reserved_bytes: float, retries: int) -> float:
         """Return what flushes cost where the fullest rank holds so much: no less where it holds more."""
@@ -221,10 +225,9 @@ class PlanMemory:
             return float(known_flush_s(likely, self._known.flush_s, self._replay.micro_batches)[0])
         return float(likely[0]) * max(1, retries) * reserved_bytes * FLUSH_S_PER_BYTE
 
-    @property
-    def _rather_sure_bytes(self) -> float:
-        """What a plan may hold that is rather sure to fit."""
-        return sure_bytes(self.left_bytes, replayed_memory_factors()[1], RATHER_SURE)
+    def _sure_bytes(self, sure: float) -> float:
+        """Return what a plan may hold that is so sure to fit."""
+        return sure_bytes(self.left_bytes, replayed_memory_factors()[1], sure or RATHER_SURE)
 
     def _limited(self, rank: int) -> ReservedMemory:
         """Return what a rank holds with the memory that there is."""
@@ -267,9 +270,11 @@ class Replays:
             self._found[plan] = PlanMemory(self._scenario, plan, fullest)
         return self._found[plan]
 
-    def look_ahead(self, plans: Iterable[Plan]) -> None:
-        """Replay the first rank of each of several plans that will be asked about, on several cores where there are."""
-        replay_ahead([replay for plan in plans for replay in self[plan].first_ahead()])
+    def look_ahead(self, plans: Iterable[Plan], sure: float) -> None:
+        """Replay the first rank of each of several plans that will be asked whether they are `sure` to fit, on several
+        cores where there are.
+        """
+        replay_ahead([replay for plan in plans for replay in self[plan].first_ahead(sure)])
 
 
 Replayed = tuple[PlanMemory, tuple[int, float]]  # a rank of a plan, within a limit

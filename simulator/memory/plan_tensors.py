@@ -17,6 +17,7 @@ from simulator.runtimes.library import ModelOperators, head_peaks, turns_at_once
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away
 from simulator.step.context import CostContext
+from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import State, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
@@ -93,6 +94,11 @@ class PlanTensors:
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
+
+    def keeps_inputs(self, unit: Unit) -> bool:
+        """Whether a unit's input and the gradient of it are there until the backward pass ends."""
+        again = unit.wrapped and bool(self.context.spec.recompute[str(unit.words[0])].recomputes)
+        return again and bool(frozen_units_keep_inputs(self.context)[0])
 
     def elements(self, unit: Unit) -> list[Held]:
         """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""

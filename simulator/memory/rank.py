@@ -9,7 +9,8 @@ sharding gradients come with backward and go with the next step's `zero_grad`.
 
 FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its
 parameters are views, so nothing is copied; what it frees is there until the device has used it, and `prefetch` units
-may wait for that (`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
+may wait for that (`limit_all_gathers`). Its root, the ends of the network, stays gathered until a backward pass ends.
+Gradients of views are put together to a flat one on the compute stream.
 
 DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that
 backward asks for on the compute stream, copies on the stream that reduces, and gradients in float32 while the optimizer
@@ -57,6 +58,7 @@ class RankReplay:
         self.passing: list[Block] = []  # freed by the host, and not yet used by the device
         self.summed: list[Block] = []  # what replicas sum, in the type of reductions
         self.optimizer: list[Block] = []
+        self.kept: list[Block] = []  # inputs of frozen units and their gradients, until a backward pass ends
         self.leaving: list[Instance] = []  # layers whose tensors are on their way to host memory
         self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -67,6 +69,7 @@ class RankReplay:
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
         self.piped = bool(table["pp"][0] > 1)
+        self.message_bytes = float(tensor_bytes("u h", self.context.sizes, bytes_of)[0])
         self.vocabulary_cuts = round(float(table["tp"][0])) if self.spec.state.whole_embedding_gradient else 1
         # The embedding where the head multiplies with its matrix; a pipeline's last stage has a copy.
         self.tied = self.units[0] if plan.tied and not self.piped else None
@@ -143,7 +146,7 @@ class RankReplay:
 
     def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
-        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._received()
+        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self.message_bytes)[0]
         recast: list[Block] = []
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
@@ -162,7 +165,7 @@ class RankReplay:
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.wrapped:
                 self._send_away(instance)
-            if position + 1 < len(units) and unit is not self.tied:
+            if position + 1 < len(units) and unit is not self.tied and not self._in_root(unit):
                 self._reshard(unit, last_use=False)
             yield
         self._give(recast)
@@ -189,19 +192,22 @@ class RankReplay:
             self._fetch(instance)
             if self.spec.away_layers and position:  # that of the next is fetched meanwhile
                 self._fetch(self.running[units[position - 1].name, micro_batch])
-            if gradient is not None:
+            if gradient is not None and gradient not in self.kept:
                 instance.slots[passes.incoming] = gradient
+            if keeps := self.plan.keeps_inputs(unit):
+                self.kept.append(instance.slots.pop(passes.inward))
             again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
             self._play(unit, instance, passes.backward, forward=False, split=split)
             self._give(again)
             gradient = instance.slots.pop(passes.gradient, None)
+            self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
                 self._turned(unit, micro_batch, last=last)
-            self._reshard(unit, last_use=last)
+            for done in [*reversed(units)] if unit is units[0] else [] if self._in_root(unit) else [unit]:
+                self._reshard(done, last_use=last)
             yield
-        for block in (gradient, output):
-            if block is not None:
-                self.memory.free(block)
+        self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
+        self._give(self.kept)
         if units and units[-1].block == "head":  # a stage may have nothing to do
             for nbytes in self.plan.metrics:
                 self.passing += self._taken(nbytes)
@@ -305,6 +311,9 @@ class RankReplay:
         else:
             self._give(buffer)
 
+    def _in_root(self, unit: Unit) -> bool:
+        return self.spec.fsdp.flat_parameters and unit.block in {"embedding", "head"}
+
     def _reshard(self, unit: Unit, *, last_use: bool) -> None:
         if self.traffic.fully_sharded and (last_use or not self.traffic.keeps_gathered):
             if self.flat_units:
@@ -399,13 +408,9 @@ class RankReplay:
 
     def _free_last_buffers(self) -> None:
         """End a backward pass that reduced: its last buffers go."""
-        self._give(self.buckets)
-        self._give(self.reducing)
-        self._give(self.passing)
-        self._give(self.summed)
-        if self.flat is not None:
-            self.memory.free(self.flat)
-            self.flat = None
+        flat, self.flat = self.flat, None
+        for blocks in (self.buckets, self.reducing, self.passing, self.summed, [flat] if flat else []):
+            self._give(blocks)
 
     def make_optimizer(self) -> None:
         """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
@@ -418,12 +423,6 @@ class RankReplay:
 
     # --- stages -------------------------------------------------------------------------------------------------
 
-    def _message_bytes(self) -> float:
-        return float(tensor_bytes("u h", self.context.sizes, self.context.dtype_bytes)[0])
-
-    def _received(self) -> Block:
-        return self.memory.allocate(round(self._message_bytes()), COMPUTE)
-
     def _take_stage_buffers(self) -> None:
         """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the
         step.
@@ -434,10 +433,10 @@ class RankReplay:
         after = sum(stage > 0 for stage in stages)
         before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
         if self.spec.pipeline.receive_buffers:
-            self._taken(count * (after + before) * self._message_bytes(), COMPUTE)
+            self._taken(count * (after + before) * self.message_bytes, COMPUTE)
         if self.spec.pipeline.keeps_outputs:
             logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
-            self._taken(count * (before * self._message_bytes() + (len(stages) - before) * logits), COMPUTE)
+            self._taken(count * (before * self.message_bytes + (len(stages) - before) * logits), COMPUTE)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 

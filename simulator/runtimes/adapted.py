@@ -67,8 +67,13 @@ def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
     return _BY_WEIGHT.get(weight, ())
 
 
-def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *, compiled: bool) -> list[OperatorSpec]:
-    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights."""
+def adapted(
+    operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *, compiled: bool, wide: bool = False
+) -> list[OperatorSpec]:
+    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights. What
+    adapters read is made `wide` and dropped out so, and then narrow again, where they are kept in float32
+    (peft/tuners/lora/layer.py, `_cast_input_dtype`) and autocast multiplies.
+    """
     found: list[OperatorSpec] = []
     frozen = frozen_projections(model, adapter)
     for operator in operators:
@@ -78,7 +83,7 @@ def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *
             still = adapter.freezes_all or "norms" in frozen
             found.append(_frozen_norm(operator) if norm and still else operator)
             continue
-        adds = [one for out in _adapters(own, model, adapter) for one in _lora(operator, out, adapter, compiled)]
+        adds = [one for out in _adapters(own, model, adapter) for one in _lora(operator, out, adapter, compiled, wide)]
         routed = "e" in parse_matmul(operator.matmul)[1]
         still = adapter.freezes_all or ("experts" if routed else own[0]) in frozen
         product = replace(operator, weight_gradient=False) if still else operator
@@ -88,7 +93,7 @@ def adapted(operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *
         sums = [_backward_only(f"{operator.name}_lora_sum", operator, (f"2*{given}",), (given,))] if adds else []
         before, after = _vectors(operator, own, model, adapter)
         found += [*sums, *before, *unpacked, *adds, *after]
-    return _keeping_what_is_needed(found, adapter)
+    return _keeping_what_is_needed(found, own_copy=wide or adapter.dropout > 0)
 
 
 def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
@@ -121,7 +126,7 @@ def _adapters(own: tuple[str, ...], model: Model, adapter: Adapter) -> list[str]
     return [""] if len(own) == 1 and found else [_OWN_AXIS[name] for name in found]
 
 
-def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool) -> list[OperatorSpec]:
+def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool, wide: bool) -> list[OperatorSpec]:
     """Return the operators of one adapter next to a product, in the order in which they run."""
     left, right, out = parse_matmul(product.matmul)
     batch = [axis for axis in right if axis in left and axis in out]
@@ -132,17 +137,17 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
     down, up = (" ".join([*batch, *axes]) for axes in ((*inner, RANK), (RANK, *outer)))
     name = f"{product.name}_lora{'_' + out_axis if out_axis else ''}"
     base = OperatorSpec(name=name, when=product.when, adapter=True)
-    found = []
-    if adapter.dropout:
+    found = _wide_input(base, given, adapter) if wide else []
+    if adapter.dropout and not wide:
         mask = f"{given}:mask"
         # A compiler draws the same numbers again instead of keeping the mask.
         saved = (given,) if compiled else (given, mask)
         drop = replace(base, name=f"{name}_dropout", reads=(given,), writes=(given,) if compiled else (given, mask))
         found.append(replace(drop, saves=saved, backward_reads=saved, backward_writes=(given,)))
-    wide = product.weight_gradient_dtype
+    dtype = product.weight_gradient_dtype
     found += [
-        replace(base, name=f"{name}_a", matmul=f"{given}, {down} -> {thin}", weight_gradient_dtype=wide),
-        replace(base, name=f"{name}_b", matmul=f"{thin}, {up} -> {result}", saves=(thin,), weight_gradient_dtype=wide),
+        replace(base, name=f"{name}_a", matmul=f"{given}, {down} -> {thin}", weight_gradient_dtype=dtype),
+        replace(base, name=f"{name}_b", matmul=f"{thin}, {up} -> {result}", saves=(thin,), weight_gradient_dtype=dtype),
     ]
     scale = replace(base, name=f"{name}_scale", reads=(result,), writes=(result,), launches=1.0)
     scale = replace(scale, backward_reads=(result,), backward_writes=(result,))
@@ -150,6 +155,26 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
     if adapter.kind == DORA:
         return [*found, scale, *_norm_of_columns(base, name, product, result)]
     return [*found, replace(add, name=f"{name}_scale_add")] if compiled else [*found, scale, add]
+
+
+def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[OperatorSpec]:
+    """Return what an adapter in float32 does with what it reads; the narrow copy is kept for its first product."""
+    wide, mask = f"{given}:f32", f"{given}:mask"
+    found = [
+        replace(
+            base,
+            name=f"{base.name}_widen",
+            reads=(given,),
+            writes=(wide,),
+            backward_reads=(wide,),
+            backward_writes=(given,),
+        )
+    ]
+    if adapter.dropout:
+        dropped = replace(base, name=f"{base.name}_dropout", reads=(wide,), writes=(wide, mask), saves=(mask,))
+        found.append(replace(dropped, backward_reads=(wide, mask), backward_writes=(wide,)))
+    narrow = replace(base, name=f"{base.name}_narrow", reads=(wide,), writes=(given,), saves=(given,))
+    return [*found, replace(narrow, backward_reads=(given,), backward_writes=(wide,))]
 
 
 def _vectors(
@@ -240,11 +265,11 @@ def _backward_only(name: str, product: OperatorSpec, reads: tuple[str, ...], wri
     return OperatorSpec(name=name, when=product.when, launches=0.0, backward_reads=reads, backward_writes=writes)
 
 
-def _keeping_what_is_needed(operators: Sequence[OperatorSpec], adapter: Adapter) -> list[OperatorSpec]:
+def _keeping_what_is_needed(operators: Sequence[OperatorSpec], *, own_copy: bool) -> list[OperatorSpec]:
     """Return operators of which frozen products keep their input only where a gradient of weights needs it.
 
-    A description has the first of the products that read one input keep it for all of them. An adapter without dropout
-    reads that input itself, one with dropout what it left of it, which is kept already.
+    A description has the first of the products that read one input keep it for all of them. An adapter
+    reads that input itself, or its `own_copy` of it, which is kept already.
     """
     found = list(operators)
     group: list[int] = []
@@ -254,7 +279,7 @@ def _keeping_what_is_needed(operators: Sequence[OperatorSpec], adapter: Adapter)
             continue
         mine = " ".join(parse_matmul(operator.matmul)[0]) if operator is not None else ""
         if operator is not None and operator.adapter:
-            needed = needed or (not adapter.dropout and mine == given)
+            needed = needed or (not own_copy and mine == given)
             continue
         if mine != given:
             if not needed:

@@ -20,6 +20,7 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
     MODULES,
@@ -30,6 +31,7 @@ from simulator.runtimes.parts import (
     LaterSpec,
     LayerSpec,
     PipelineSpec,
+    RecipeSpec,
     RecomputeModes,
     RecomputeSpec,
     RuntimeDefaults,
@@ -45,19 +47,20 @@ from topology.errors import BadPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of
-    efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture,
-    `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`: the attention library for layers
-    with a sliding window, where that is another. `recompute_modules` are parts of a layer that can be recomputed
-    together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of
-    two ranks with experts, over the mean, where nothing evens what the router chooses. `splits_experts`: what
+    model is `compiled`, or `always`; checkpoints that are `reentrant` never do: `simulator.runtimes.recomputation`.
+    `attention_kernel` is a curve of efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on`
+    names others by GPU architecture, `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`:
+    the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
+    layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
+    deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses;
+    `unbalanced` that of families whose router no loss evens. `recipes`: what its own set. `splits_experts`: what
     tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
     experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. `savers` are the memory savers that it has (`simulator.config.savers`), and
-    `saver_overrides` what replaces parts of the description where a run has one; of how many layers that have run what
-    they keep may still be on the GPU on its way to host memory is `away_layers` (`simulator.step.away`). A description
-    that is `like` another says only what differs (operators of a part of the layer under `layer.overrides`), and what
-    was measured of the other goes for it.
+    layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the weights are kept in. `savers`
+    are the memory savers that it has (`simulator.config.savers`), and `saver_overrides` what replaces parts of the
+    description where a run has one; of how many layers that have run what they keep may still be on the GPU on its way
+    to host memory is `away_layers` (`simulator.step.away`). A description that is `like` another says only what differs
+    (operators of a part of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -79,11 +82,14 @@ class RuntimeSpec:
     dropout: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
+    unbalanced: dict[str, float] = field(default_factory=dict)
+    recipes: tuple[RecipeSpec, ...] = ()
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    wide_adapters: bool = False
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
-    recompute_stops: str = "never"
+    recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
     earlier: EarlierSpec | None = None
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
@@ -97,15 +103,6 @@ class RuntimeSpec:
     def measured_as(self) -> str:
         """The runtime whose measurements go for this one."""
         return self.like or self.names[0]
-
-
-# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
-RECOMPUTE_SYNONYMS = {
-    **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
-    "core_attn": "selective",
-    **dict.fromkeys(("uniform", "block", "full-recompute", "yes"), "full"),
-    **dict.fromkeys(("off", "no"), "none"),
-}
 
 
 @cache
@@ -214,8 +211,10 @@ def is_earlier_version(runtime: Runtime) -> bool:
 def is_later_version(runtime: Runtime) -> bool:
     """Whether `runtime` states a version of the newer generation that its description tells apart."""
     later = runtime_spec(runtime.name).later
-    if later is None or runtime.version is None or DATED.match(runtime.version):
+    if later is None or runtime.version is None:
         return False
+    if DATED.match(runtime.version):
+        return bool(later.since_date) and runtime.version[:7] >= later.since_date
     return _release(runtime.version) >= _release(later.since)
 
 
@@ -277,6 +276,14 @@ DATED = re.compile(r"20\d\d-\d\d(-\d\d)?$")
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _wide_adapters(spec: RuntimeSpec, runtime: Runtime) -> bool:
+    """Whether adapters cast what they read: they are kept in float32 next to narrow weights, by no kernel of others."""
+    own = "adapters" in runtime.fused or (
+        "packed_adapters" in runtime.fused and runtime.adapter is not None and runtime.adapter.packed
+    )
+    return spec.wide_adapters and not own and not runtime.compile and DTYPE_BYTES[runtime.activation_dtype] < 4
 
 
 def is_mixed_precision(runtime: Runtime) -> bool:
@@ -358,7 +365,8 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
-            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile))
+            wide = _wide_adapters(spec, runtime)
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
         return quantized(kept, spec.low_precision, recipe)
@@ -421,6 +429,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
+        "fused_layers": runtime.compile or "layers" in runtime.fused,
         "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
         "scores_after": model.family in spec.scores_after,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),

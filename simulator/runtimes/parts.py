@@ -19,6 +19,7 @@ class RuntimeDefaults:
     optimizer: str
     compile: bool
     savers: tuple[str, ...] = ()
+    adapter_targets: tuple[str, ...] = ()  # peft's where there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,12 +271,30 @@ class EarlierSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec:
+    """What the recipes that come with a runtime set of runs of one kind: keys of a case's `runtime` and `plan`.
+
+    The kind: with `experts`, on one of `gpus` and with products in one of `low_precision` (a recipe of
+    `simulator.kernels.low_precision`), where these are said, with loads that are forced to be `balanced`.
+    """
+
+    experts: bool = False
+    gpus: tuple[str, ...] = ()
+    low_precision: tuple[str, ...] = ()
+    balanced: bool = False
+    runtime: JsonObject = field(default_factory=dict)
+    plan: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaterSpec:
-    """A newer generation of the software: stated versions from `since` on; `overrides` as in `EarlierSpec`.
+    """A newer generation of the software: stated versions from `since` on, months from `since_date` on; `overrides` as
+    in `EarlierSpec`.
 
     `loss_pieces` is into how many equal pieces a rank's sequence is cut for the loss.
     """
 
     since: str
+    since_date: str = ""
     loss_pieces: int = 1
     overrides: JsonObject = field(default_factory=dict)

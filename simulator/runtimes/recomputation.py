@@ -3,8 +3,8 @@
 Those that the mode names. But torch's checkpoint without re-entrance may stop as soon as the last tensor that backward
 needs is there again (torch.utils.checkpoint, `early_stop`, the default since torch 2.1), and a compiler drops what
 nobody reads: the last product of the feed-forward, whose input is saved and whose result nobody needs, and what follows
-it do not run again. That is a third of a plain feed-forward's products. Re-entrant checkpoints, Megatron-LM's among
-them, run everything.
+it do not run again. That is a third of a plain feed-forward's products. Re-entrant checkpoints, those of transformers
+before 5.0 and Megatron-LM's among them, run everything.
 """
 
 from __future__ import annotations

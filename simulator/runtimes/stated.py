@@ -57,7 +57,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
-    chosen["adapter"], of_adapter = resolve_adapter(stated.get("adapter") or {})
+    chosen["adapter"], of_adapter = resolve_adapter(
+        stated.get("adapter") or {}, usual=spec.defaults.adapter_targets, whose=spec.names[0]
+    )
     assumed += of_adapter
     chosen["graph_scopes"] = tuple(stated.get("graph_scopes") or ())
     chosen["expert_products"] = str(stated.get("expert_products") or "")
@@ -98,6 +100,8 @@ def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]
         usual = spec.low_precision.recipe if spec.low_precision else ""
         name = usual if usual in known else USUAL[dtype]
         return name, [f"runtime.low_precision_recipe = {name}"]
+    if stated not in known and (near := next((name for name in known if str(stated).startswith(f"{name}_")), None)):
+        return near, [f"runtime.low_precision_recipe {stated}: costed as {near}"]  # a kind of it: rowwise_with_gw_hp
     if stated not in known:
         raise BadPlan(f"runtime.low_precision_recipe {stated!r} is none of {dtype}", why=f"known: {', '.join(known)}")
     return str(stated), []

@@ -27,8 +27,11 @@ USUAL_RANK = 8
 USUAL_TARGETS = ("q_proj", "v_proj")
 
 
-def resolve_adapter(stated: JsonObject) -> tuple[Adapter | None, list[str]]:
-    """Return the adapter that `stated` describes, and what was assumed of it; None where nothing is said.
+def resolve_adapter(
+    stated: JsonObject, *, usual: tuple[str, ...] = (), whose: str = ""
+) -> tuple[Adapter | None, list[str]]:
+    """Return the adapter that `stated` describes, and what was assumed of it; None where nothing is said. `usual` are
+    the modules of the recipes of `whose` software, peft's where it has none of its own.
 
     Raises BadPlan, naming the key.
     """
@@ -38,7 +41,11 @@ def resolve_adapter(stated: JsonObject) -> tuple[Adapter | None, list[str]]:
     kind, implied = adapter_kind(str(stated.get("kind") or LORA))
     said = stated.get("base_weights")
     base = base_type(str(said)) if said else implied
-    targets = _targets(stated.get("target_modules"), kind, assumed)
+    if not usual:
+        usual, whose = USUAL_TARGETS, "peft"
+    targets = _targets(stated.get("target_modules"), kind, usual)
+    if targets is usual:
+        assumed.append(f"runtime.adapter.target_modules = {', '.join(usual)} ({whose}'s default)")
     rank = stated.get("rank") if kind in {LORA, DORA} else 1
     if rank is None:
         rank = USUAL_RANK
@@ -58,7 +65,7 @@ def resolve_adapter(stated: JsonObject) -> tuple[Adapter | None, list[str]]:
     return adapter, assumed
 
 
-def _targets(stated: Any, kind: str, assumed: list[str]) -> tuple[str, ...]:
+def _targets(stated: Any, kind: str, usual: tuple[str, ...]) -> tuple[str, ...]:
     words = [stated] if isinstance(stated, str) else list(stated) if isinstance(stated, Iterable) else []
     if not all(isinstance(word, str) and word.isprintable() and 0 < len(word) <= 128 for word in words):
         raise BadPlan(
@@ -71,8 +78,7 @@ def _targets(stated: Any, kind: str, assumed: list[str]) -> tuple[str, ...]:
     if not words and kind == IA3:
         return ("k_proj", "v_proj", "down_proj")  # the paper's, section 3.3
     if not words:
-        assumed.append(f"runtime.adapter.target_modules = {', '.join(USUAL_TARGETS)} (peft's default)")
-        return USUAL_TARGETS
+        return usual
     names = tuple(dict.fromkeys(_known(word) for word in words))
     return (ALL_LINEAR,) if ALL_LINEAR in names else names
 

@@ -25,7 +25,8 @@ from simulator.runtimes.library import RuntimeSpec
 class CostContext:
     """Everything a block's cost depends on besides its operators.
 
-    `own_costs`: plans have a calibration each, so that costs of the host and of kernels are columns.
+    `own_costs`: plans have a calibration each, or layers that were run themselves, so that costs of the host and of
+    kernels are columns.
     """
 
     table: PlanTable

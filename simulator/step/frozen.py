@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.adapter import BASE_BYTES, Adapter
@@ -56,6 +57,20 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
         stored[part] = ((frozen - here.packed) * wide + here.packed * packed) / param + trained[part]
     found, kept, own = (Parameters(**each) for each in (used, stored, trained))  # type: ignore[arg-type]  # its parts
     return replace(found, stored=kept, trained=own)
+
+
+def frozen_units_keep_inputs(context: CostContext) -> NDArray[np.bool_]:
+    """Return for every plan whether frozen layers keep their inputs, and the gradients of these, until a backward pass
+    ends.
+
+    FSDP1 hangs the resharding of a frozen unit on the nodes that collect the gradients of its inputs, until a backward
+    pass ends (torch/distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`). A re-entrant
+    checkpoint detaches those inputs, so that the nodes hold them and their gradients. Layers are frozen units where
+    adapters are units of their own (peft/utils/other.py, `fsdp_auto_wrap_policy`).
+    """
+    adapter, spec = context.runtime.adapter, context.spec
+    apart = adapter is not None and adapter.freezes_all
+    return context.table.fully_sharded & (apart and spec.fsdp.flat_parameters and spec.recompute_stops == "reentrant")
 
 
 def trained_flops_per_token(model: Model, adapter: Adapter | None, seq_len: int) -> float:

@@ -1,4 +1,4 @@
-"""Exports run as they stand: torchtitan and DeepSpeed, four plans each, compared with the prediction.
+"""Exports run as they stand: torchtitan and DeepSpeed, four plans each (two on one GPU), compared with the prediction.
 
     python3 tests/bench/exports_on_gpus.py prepare OUT                 anywhere: saves, exports and predicts
     python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with such GPUs
@@ -58,6 +58,12 @@ PLANS_BY_GPUS: dict[int, dict[str, tuple[str, str]]] = {
         "deepspeed-tp": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --tp 2 --zero 0"),
         "deepspeed-zero3-full": ("deepspeed", "--model llama3-8b --seq-len 4096 --global-batch 4 --micro-batch 2 --dp-replicate 2 --zero 3 --recompute full"),
         "deepspeed-zero3": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 2 --zero 3"),
+    },
+    1: {
+        "deepspeed-one": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 4 --micro-batch 2 --zero 0"),
+        "titan-one": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 1 --micro-batch 1 --recompute full --param-dtype bfloat16"),
+        "titan-one-compiled": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 1 --micro-batch 1 --recompute full --param-dtype bfloat16 --compile"),
+        "deepspeed-one-full": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 2 --micro-batch 2 --zero 0 --recompute full"),
     },
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from topology.cluster import Cluster
@@ -258,9 +258,13 @@ AXES: dict[str, dict[str, Asked]] = {
         "1b-pieces-accumulated": saved(fresh("llama3.2-1b", Plan(**FOUR), batch=8, seq_len=2048), CHUNKED_LOSS),
         "3b-both": saved(fresh("llama3.2-3b", Plan(), batch=1, seq_len=8192), *BOTH),
         "3b-both-full": saved(fresh("llama3.2-3b", Plan(recompute="full", **FOUR), batch=4, seq_len=8192), *BOTH),
+        "3b-offload": saved(fresh("llama3.2-3b", Plan(recompute="full", **FOUR), batch=4), ACTIVATION_OFFLOAD),
         "3b-lora": lora(fresh("llama3.2-3b", Plan(**TWO), batch=2), 64),
         "3b-pieces-compiled": saved(fresh("llama3.2-3b", Plan(**TWO), batch=2, compiled=True), CHUNKED_LOSS),
         "8b-both-full": saved(fresh("llama3-8b", Plan(recompute="full"), batch=1), *BOTH),
+        "8b-offload": saved(
+            fresh("llama3-8b", Plan(recompute="full"), batch=1, seq_len=8192), ACTIVATION_OFFLOAD, *BOTH
+        ),
         "8b-lora-full": lora(fresh("llama3-8b", Plan(recompute="full", **TWO), batch=2), 16),
         "8b-lora-pieces": saved(lora(fresh("llama3-8b", Plan(), batch=1), 16), CHUNKED_LOSS),
     },

@@ -18,12 +18,15 @@ from typing import Any
 from executor.launch.local_ranks import Failure, LaunchResult
 
 PRELOADED = [
+    "pytest",
     "torch",
     "torch._dynamo",
     "torch.distributed.pipelining",
     "executor.parallel.parallelize",
     "executor.verify.plans",
     "executor.verify.overlap",
+    "torch.export._trace",
+    "tests.executor.sharding.ranks",
 ]
 
 

@@ -1,6 +1,5 @@
-"""One launch for all workers of pytest-xdist: tests of a file may be dealt out, what they ask about is made once."""
+"""One launch for all workers of `pytest -n`: tests of a file may be dealt out, what they ask about is made once."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,7 @@ def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path
     """Return the folder `name` that `make` has filled, here or in another worker. Raises what `make` raises,
     anywhere.
     """
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    folder = tmp_path_factory.getbasetemp() / name
     ended = folder / "ended"
     try:
         folder.mkdir()

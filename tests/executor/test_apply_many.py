@@ -61,7 +61,12 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
     """
     monkeypatch.setattr(apply_many, "MODULE", "tests.executor.workers.wrong_and_failing_worker")
     launched = []
-    monkeypatch.setattr(apply_many, "launch", lambda *a, **more: launched.append(a) or forked_ranks.launch(*a, **more))
+
+    def launch(*words, **more):
+        launched.append(forked_ranks.launch(*words, **more))
+        return launched[-1]
+
+    monkeypatch.setattr(apply_many, "launch", launch)
     plans = {
         "first": Plan(dp_shard=2),
         "wrong": Plan(dp_shard=2),
@@ -77,6 +82,7 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
     ends = ("finished", "wrong_numbers", "finished", "failed", "finished")
     assert reported == list(zip(plans, ends, strict=True))
     assert len(launched) == 2
+    assert sum(one["seconds"] for one in documents[:4]) <= launched[0].seconds, "the one that failed counts its own"
     wrong = documents.pop(1)
     assert (wrong["exit_code"], wrong["measured"]["steps"], wrong["missing"]) == (1, 0, [])
     assert "this one ends its processes" in documents[2]["failure"]["message"]

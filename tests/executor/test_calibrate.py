@@ -13,6 +13,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.fitting.host_fit import host_alone
 from topology.codec import convert, to_builtins
 from topology.profile.calibration_records import profile_from_records
 from topology.profile.profile import CollectiveSample
@@ -225,3 +226,21 @@ def test_every_sample_states_when_it_was_complete(tmp_path) -> None:
     recorder.close()
 
     assert all(3.0 <= record["sample"]["at_s"] < 60.0 for record in read_records(tmp_path / "r"))
+
+
+@needs_torch
+def test_a_host_is_timed_on_the_cpu_alone(tmp_path) -> None:
+    """A layer on DTensors takes longer than a plain one, and a profile of both says what a host takes."""
+    from executor.calibrate.host_alone import time_host_alone
+    from executor.launch.records import Recorder
+
+    recorder = Recorder(tmp_path / "host.jsonl")
+    time_host_alone(recorder, rounds=1)
+    recorder.close()
+    samples = [
+        convert(record["sample"], HostSample, where="record") for record in read_records(tmp_path / "host.jsonl")
+    ]
+    plain, cut = samples
+
+    assert 0 < plain.seconds < cut.seconds
+    assert host_alone(samples) is not None

@@ -222,6 +222,14 @@ def test_ranks_do_not_compile_torch_at_every_start(monkeypatch, given, compiled:
     assert ("PYTHONPYCACHEPREFIX" in got) == ("PYTHONPYCACHEPREFIX" in kept)
 
 
+def test_a_rank_that_is_alone_starts_without_the_agent_and_is_named_as_by_it() -> None:
+    done = launch("die_worker", ["signal", "9", "0"], ranks=1, budget_s=60, environment=WORKERS)
+
+    assert done.outcome == "failed"
+    assert (done.failure.rank, done.failure.signal) == (0, "SIGKILL"), done.stderr_tail
+    assert "Root Cause" not in done.stderr_tail
+
+
 @needs_torch
 def test_elastic_ranks_that_end_well() -> None:
     done = launch("finish_worker", ranks=2, budget_s=60, environment=WORKERS)

@@ -263,12 +263,17 @@ def faults(place: Place, tell: Tell) -> None:
 def exports(place: Place, tell: Tell) -> None:
     """Exports that other frameworks run as they stand."""
     missing = [name for name in ("torchtitan", "deepspeed", "pydantic") if importlib.util.find_spec(name) is None]
-    if missing or place.gpus < 2 or place.text is None:
-        why = "needs two GPUs, torchtitan and deepspeed installed, and --text"
+    if missing or place.text is None:
+        why = "needs torchtitan and deepspeed installed, and --text"
         tell(Row(part="exports", what="torchtitan, DeepSpeed", result=NOT_RUN, said=why))
         return
     words = [sys.executable, ROOT / "tests/bench/exports_on_gpus.py", "all", place.out, place.out / "page.md"]
-    words += [f"--gpus={2 if place.gpus < 4 else 4}", "--text", place.text, f"--budget={place.limit_s - 30:.0f}"]
+    words += [
+        f"--gpus={4 if place.gpus > 3 else place.ranks}",
+        "--text",
+        place.text,
+        f"--budget={place.limit_s - 30:.0f}",
+    ]
     code, text, seconds = started(place, "exports", words, place.limit_s)
     lines = place.out / "rows.jsonl"
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []

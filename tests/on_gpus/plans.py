@@ -21,7 +21,7 @@ from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
 from tests.bench.plan_sets import shortened
 from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row
@@ -81,6 +81,7 @@ ONE = {
     "LoRA, blocks recomputed, compiled": Case(plan=Plan(recompute="full", **PAIR), adapter=LORA, compiled=True),
     "embedding and feed-forward frozen": Case(plan=Plan(**PAIR), adapter=FROZEN),
     "loss in pieces": Case(plan=Plan(**PAIR), savers=(CHUNKED_LOSS,)),
+    "activations in host memory": Case(plan=Plan(recompute="full", **PAIR), savers=(ACTIVATION_OFFLOAD,)),
     "loss in pieces, optimizer in backward": Case(plan=Plan(**PAIR), **SAVED),
     "loss in pieces, optimizer in backward, compiled": Case(plan=Plan(**PAIR), compiled=True, **SAVED),
     "memory full": Case(plan=Plan(micro_batch_size=64), batch=64, seq_len=8192, ends="out_of_memory"),

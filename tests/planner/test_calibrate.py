@@ -33,10 +33,11 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.fitting.host_fit import REFERENCE_S
 from simulator.overlap.modes import EXECUTED
 from topology import codec
 from topology.profile.profile import CollectiveSample, Profile, read_profile
-from topology.profile.samples import OperatorSample, OverlapSample
+from topology.profile.samples import HostSample, OperatorSample, OverlapSample
 from topology.profile.store import add_to_store
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -257,6 +258,21 @@ def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> Non
     assert not (tmp_path / "p.json").exists()
     (remedy,) = re.findall(r"--dry-run --cluster [\w-]+", said)
     assert main(["calibrate", *remedy.split()]) == 0
+
+
+def test_the_host_alone_is_timed_without_a_gpu(tmp_path, monkeypatch, capsys) -> None:
+    """The profile says of which machine it is, and a second one in the same file takes the place of the first."""
+    samples = tuple(HostSample(name=name, seconds=1.3 * seconds) for name, seconds in REFERENCE_S.items())
+    timed = Profile(machine="dgx-h100", gpu="h100-sxm", versions={"torch": "2.13.0"}, host=samples)
+    monkeypatch.setattr("planner.commands.calibrate.time_host", lambda **_: timed)
+    out = tmp_path / "profile.json"
+    words = ["calibrate", "--host-only", "--cluster", "dgx-h100", "--out", str(out), "--no-store"]
+
+    assert main(words) == 0
+    assert "host      takes 1.00 times" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host"]["dtensors"] == pytest.approx(1.0)
+    assert len(read_profile(out).host) == 2
 
 
 def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(tmp_path, capsys) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from planner.calibrate.agenda import Wanted, agenda_for, made_of
 from planner.calibrate.calibration_request import Request
 from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, targets_of_differences
-from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of, shallow
+from planner.calibrate.measurements import FEW_WORDS, PossibleMeasurements, job_of, messages, ops_of, shallow
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import effects, terms_of
 from simulator.analytical.scenario import Scenario
@@ -205,6 +205,22 @@ def test_measurements_have_names_of_their_own() -> None:
     names = [one.name for one in possible.of([step(plan) for plan in plans], [set()] * len(plans))]
 
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("micro_batch", "words"), [(8, 128256), (64, FEW_WORDS)])
+def test_layers_are_run_with_all_words_where_their_loss_fits(micro_batch: int, words: int) -> None:
+    """A head of 128,256 words takes six times as long as a layer here: with fewer words nothing tells of it."""
+    asked = step(Plan(micro_batch_size=micro_batch))
+    possible = PossibleMeasurements(MACHINE, 1, terms_of([asked.plan], [asked.runtime], []))
+
+    (item,) = (
+        one
+        for measured in possible.of([asked], [set()])
+        for one in measured.request.layers
+        if one.model.hidden == asked.model.hidden
+    )
+
+    assert item.model.vocab == words
 
 
 def test_a_job_is_what_the_executor_takes() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from planner.explain.plan_answer import answer_plan
-from planner.question.cases import load_case
+from planner.question.cases import case_from_flags, load_case
+from planner.question.flags import Flags
 from planner.validate.validation import validate_case
 from simulator.runtimes.library import attention_kernel
 from tests.planner.stated_case import changed
@@ -63,8 +64,88 @@ def test_a_recipe_says_the_type_that_a_source_leaves_open():
 
     assert case.question.runtime.compute_dtype == "float4"
     assert any("float4 (low_precision_recipe nvfp4)" in line for line in case.assumed)
+    kind = load_case(changed(runtime={"low_precision_recipe": "rowwise_with_gw_hp", "compute_dtype": "float8"}))
+    assert kind.question.runtime.low_precision_recipe == "rowwise"
+    assert any("rowwise_with_gw_hp: costed as rowwise" in line for line in kind.assumed)
     plain = load_case(changed(runtime={"low_precision_recipe": "delayed", "compute_dtype": "bfloat16"}))
     assert any("delayed changes nothing" in line for line in plain.assumed)
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "version"),
+    [
+        ("NeMo AutoModel", "nemo-automodel", None),
+        ("Megatron_Bridge@0.2", "megatron-bridge", "0.2"),
+        ("Megatron-Core@0.14", "megatron-core", "0.14"),
+        ("XTuner", "xtuner", None),
+        ("Hugging Face", "transformers", None),
+        ("PaddleNLP", "paddlenlp", None),
+    ],
+)
+def test_runtimes_are_known_by_their_names_as_people_write_them(word, name, version):
+    case = load_case(changed(runtime={"name": word}))
+
+    assert (case.question.runtime.name, case.question.runtime.version) == (name, version)
+    assert not any("not described" in line for line in case.assumed)
+    assert case_from_flags(Flags(model="llama3.2-1b", runtime={"name": word})).question.runtime.name == name
+
+
+@pytest.mark.parametrize(
+    ("word", "plan", "name"),
+    [
+        ("axolotl", {}, "transformers"),
+        ("torchtitn", {}, "torchtitan"),
+        ("somebody's trainer", {}, "pytorch"),
+        ("somebody's trainer", {"zero_stage": 1, "tp": 2, "dp_replicate": 4, "dp_shard": 1}, "megatron-lm"),
+        ("somebody's trainer", {"zero_stage": 3, "dp_replicate": 8, "dp_shard": 1}, "deepspeed"),
+    ],
+)
+def test_a_runtime_that_is_not_described_is_answered_as_the_nearest(word, plan, name):
+    """From a case and from flags, and that is said first."""
+    case = load_case(changed(runtime={"name": word}, plan=plan))
+    asked = case_from_flags(Flags(model="llama3.2-1b", runtime={"name": word}, plan=plan))
+
+    for found in (case, asked):
+        assert found.question.runtime.name == name
+        assert any(f"{word!r} is not described: answered as {name}" in line for line in found.assumed)
+
+
+def test_recipes_of_a_runtime_fill_what_a_run_leaves_open_and_nothing_else():
+    """Megatron-Bridge's recipes for experts on GB200 in MXFP8 (perf_recipes/qwen/common.py)."""
+    machine = {"gpu": "gb200", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch"}
+    runtime = {"name": "megatron-lm", "release": "Megatron-Bridge 0.3", "low_precision_recipe": "mxfp8"}
+    stated = changed(
+        cluster=machine, plan={"dp_replicate": 8, "dp_shard": 1, "zero_stage": 1, "ep": 8}, runtime=runtime
+    ) | {"model": "qwen3-30b-a3b", "note": "router forced balanced; bf16 optimizer moments"}
+    case = load_case(stated)
+
+    assert case.question.workload.routing == "balanced"
+    found = case.question.runtime
+    assert (found.name, found.optimizer) == ("megatron-bridge", "adamwbf16moments")
+    assert (found.moe_dispatcher, found.reduce_dtype, found.cuda_graph) == ("hybridep", "bfloat16", True)
+    assert not found.graph_scopes
+    assert case.plan.ep_overlap == "delay_wgrad"
+    assert any(line == "ep_overlap delay_wgrad (megatron-bridge's recipes)" for line in case.assumed)
+
+    stated["runtime"] |= {"moe_dispatcher": "alltoall", "reduce_dtype": "float32", "cuda_graph": False}
+    stated["plan"]["ep_overlap"] = "none"
+    kept = load_case(stated)
+    assert kept.plan.ep_overlap == "none"
+    assert (kept.question.runtime.moe_dispatcher, kept.question.runtime.reduce_dtype) == ("alltoall", "float32")
+    assert not kept.question.runtime.cuda_graph
+    assert not any("recipes)" in line for line in kept.assumed)
+
+
+def test_notes_name_graphs_routing_and_the_power_of_a_card():
+    note = 'natural routing; {"cuda_graph_scopes": ["moe_router", "moe_preprocess"]}; these were 500 W cards'
+    machine = {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1, "interconnect": "nvswitch"}
+    stated = changed(cluster=machine, model="qwen3-30b-a3b", runtime={"cuda_graph": True}) | {"note": note}
+    case = load_case(stated)
+
+    assert case.question.runtime.graph_scopes == ("moe_router", "moe_preprocess")
+    assert case.question.workload.routing == "natural"
+    assert case.question.cluster.slowest_kind.power_w == 500
+    assert sum("the note" in line for line in case.assumed) == 3
 
 
 def test_unknown_optimizers_are_refused_and_known_ones_recognised():
@@ -189,28 +270,14 @@ def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
     assert any("no month" in line for line in case.assumed) == (".." in stated.get("release", ""))
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "answered"),
-    [
-        ("torchtitn", {}, "torchtitan"),
-        ("somebody's trainer", {"zero_stage": 1, "tp": 2, "dp_replicate": 4}, "megatron-lm"),
-        ("somebody's trainer", {"zero_stage": 3, "dp_replicate": 8}, "deepspeed"),
-        ("somebody's trainer", {}, "pytorch"),
-    ],
-)
-def test_a_runtime_that_is_not_described_is_answered_as_the_nearest(name, plan, answered):
-    case = load_case(changed(runtime={"name": name}, plan=plan))
-
-    assert case.question.runtime.name == answered
-    assert any(f"answered as {answered}" in line for line in case.assumed)
-
-
-def test_layers_are_those_that_a_release_names_unless_their_kernels_were_replaced():
+def test_layers_are_those_that_a_release_names_with_what_others_fuse_of_them():
+    """Of several that are named liger's loss is the one that runs, and foak has adapters of packed weights as well."""
     stated = {"name": "pytorch", "release": "loop of 2024 with transformers"}
     replaced = stated | {"kernels": "foak-fast-kernels-liger"}
 
     assert load_case(changed(runtime=stated)).question.runtime.name == "transformers"
-    assert load_case(changed(runtime=replaced)).question.runtime.fused == ("layers", "linear_loss")
+    assert load_case(changed(runtime=replaced)).question.runtime.name == "transformers"
+    assert load_case(changed(runtime=replaced)).question.runtime.fused == ("layers", "linear_loss", "packed_adapters")
 
 
 def test_experts_are_split_as_megatron_does_where_the_ranks_are_enough():

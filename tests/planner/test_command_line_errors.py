@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from planner.cli import main
+from planner.question.goal import goal_of
 from planner.question.question import question_of
+from planner.requests.training import Suggest
 from planner.search.plan_space.candidates import NODE_FIELDS, enumerate_nodes
 from planner.search.plan_space.stated import exactly
 from simulator.config.workload import Workload
@@ -280,7 +282,7 @@ def test_a_whole_run_has_days_cost_and_energy(planner):
 
 def test_failures_that_are_stated_make_the_run_longer(planner):
     """200 hours of a node of eight are 1,600 of a GPU; at that rate a run loses more than at published ones."""
-    flags = ("--gpus", "16", "--tokens", "100B", "--checkpoint-bandwidth", "1e10", "--json")
+    flags = ("--gpus", "16", "--tokens", "100B", "--checkpoint-bandwidth", "10GB/s", "--json")
     asked = {
         name: json.loads(planner("suggest", *RUN, *flags, *more).stdout)["run"]
         for name, more in (
@@ -299,6 +301,14 @@ def test_failures_that_are_stated_make_the_run_longer(planner):
     assert asked["gpu"]["checkpoint_bytes"] == pytest.approx(12 * parameters, rel=1e-3)
     assert planner("suggest", *RUN, "--mtbf", "50000").returncode == 2
     assert planner("suggest", *RUN, "--tokens", "1B", "--mtbf", "often").returncode == 2
+    assert planner("suggest", *RUN, "--tokens", "1B", "--checkpoint-bandwidth", "10 Gbit").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "rate"), [("1e11", 1e11), ("100GB/s", 1e11), ("2 TBps", 2e12), ("0.5GiB/s", 2**29), ("250000000.0", 2.5e8)]
+)
+def test_rates_of_storage_have_units(said, rate):
+    assert goal_of(Suggest(model="", cluster="", tokens="1B", checkpoint_bandwidth=said)).checkpoint_bytes_per_s == rate
 
 
 def test_a_deadline_finds_the_cheapest_count_in_time(planner):

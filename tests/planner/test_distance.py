@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from simulator.calibration.distance import distance
 from simulator.calibration.intervals import interval_table
-from simulator.calibration.published_mfu import highest_published
+from simulator.calibration.published_mfu import exceeded, highest_published
+from simulator.config.adapter import Adapter
 from simulator.config.runtime import Runtime
 from topology.catalog.clusters import cluster
 
@@ -46,6 +48,16 @@ def test_an_mfu_that_no_published_run_reached_is_said_with_the_highest(planner):
     assert highest_published(cluster("dgx-a100"), 312e12, 1 << 20) is None
     assert "; 54% is the most that the published runs on about as many of these GPUs reached (2.6 B" in above
     assert "published runs" not in below
+    document = json.loads(planner("estimate", *asked, *plan, "--recompute", "none", "--json").stdout)
+    assert document["above_published"]["source"] in above
+
+
+def test_adapters_are_not_held_against_runs_that_trained_all_weights():
+    high = SimpleNamespace(mfu=0.9, peak_flops=312e12)
+    lora = Runtime(name="llm-foundry", adapter=Adapter(rank=16, target_modules=("q_proj",)))
+
+    assert exceeded(high, cluster("dgx-a100"), Runtime(name="llm-foundry"), 128).parameters == 2_646_594_560
+    assert exceeded(high, cluster("dgx-a100"), lora, 128) is None
 
 
 def test_the_range_of_another_vendor_is_wider_and_the_answer_says_so(planner):

@@ -13,9 +13,11 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.configs.formats.command_line import CommandLine
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.kinds import read_configuration
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields, torchtitan_fields
+from planner.export.frameworks.megatron import flag_words
 from planner.export.frameworks.megatron_model import model_flags, model_of_flags
 from planner.export.mapping import Facts, facts_of, keys_of, read, write
 from planner.export.targets.registry import TARGETS, export
@@ -279,3 +281,15 @@ def test_the_readers_formats_are_those_of_standard_libraries() -> None:
         "fsdp_config": {"fsdp_version": 2},
     }
     assert read_configuration(yaml.safe_dump(launch), "a.yaml", CheckFlags()).settings["fsdp_config.fsdp_version"] == 2
+
+
+def test_names_of_a_list_are_words_of_their_own():
+    """`--recompute-modules` of Megatron-LM takes one or more words (nargs "*"): quoted together they would be one."""
+    words = flag_words({"--recompute-modules": ["core_attn", "moe_act"], "--bf16": True})
+    assert words == ["--recompute-modules", "core_attn", "moe_act", "--bf16"]
+
+    text = "torchrun pretrain_gpt.py --recompute-modules core_attn \\\n  moe_act --bf16"
+    line = CommandLine(text, "line", lambda flag: flag != "--bf16")
+    assert line.settings["--recompute-modules"] == "core_attn moe_act"
+    assert "--recompute-modules moe --bf16" in line.edited({"--recompute-modules": ["moe"]})
+    assert "--recompute-modules moe layernorm --bf16" in line.edited({"--recompute-modules": ["moe", "layernorm"]})

@@ -1,5 +1,9 @@
 """Files for tools that tune models: read back, each says the plan, the adapter and the savers it was written for."""
 
+import json
+from itertools import product
+from pathlib import Path
+
 import pytest
 
 from planner.configs.asked import CheckFlags
@@ -50,6 +54,12 @@ def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None
     assert len(said["target_modules"]) == (7 if adapter is EVERY else 2)
 
 
+def test_replicas_alone_are_read_back_from_automodels_file() -> None:
+    back = read_back(export(asked(REPLICAS), find_target("automodel")))
+
+    assert (back["dp_replicate"], back["dp_shard"]) == (8, 1)
+
+
 @pytest.mark.parametrize(
     ("tool", "savers"),
     [
@@ -60,6 +70,73 @@ def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None
 )
 def test_savers_are_keys_of_tools_that_have_them(tool, savers) -> None:
     assert set(read_back(export(asked(savers=savers), find_target(tool)))["savers"]) == set(savers)
+
+
+KNOWN = json.loads((Path(__file__).parents[1] / "data/tuning_keys.json").read_text())
+PLANS = (
+    PLAN,
+    PLAN.with_(offload="parameters"),
+    Plan(dp_shard=4, dp_replicate=2, recompute="full", micro_batch_size=4, reshard_after_forward=False),
+    Plan(dp_shard=4, tp=2, sequence_parallel=True, recompute="none", micro_batch_size=2),
+    Plan(dp_shard=4, cp=2, recompute="full", micro_batch_size=2),
+    Plan(micro_batch_size=2),
+)
+REPLICAS = Plan(dp_replicate=8, recompute="full", micro_batch_size=4)
+SAVERS = ((), ("activation_offload",), ("fused_linear_loss",), ("chunked_loss",), ("optimizer_in_backward",))
+
+
+@pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
+def test_every_key_is_one_of_the_tools_own_schema(target) -> None:
+    """Names of fields in the tools' own classes and recipes (`source` in the file of names)."""
+    known = {key for line in KNOWN[target.name]["keys"] for key in line.split()}
+    written: set[str] = set()
+    for plan, adapter, savers in product(PLANS, (None, LORA, EVERY), SAVERS):
+        try:
+            written |= export(asked(plan, adapter=adapter, savers=savers), target).settings.keys()
+        except Infeasible:
+            continue
+
+    assert len(written) >= 20
+    assert written <= known
+
+
+@pytest.mark.parametrize(
+    ("tool", "plan", "runtime", "said"),
+    [
+        # utils/schemas/validation.py: bitsandbytes' AdamW in 8 bits stops under FSDP2, contexts ask for flash-attn.
+        ("axolotl", PLAN, {"optimizer": "adamw8bit"}, {"optimizer": "adamw_torch_8bit"}),
+        ("axolotl", PLANS[4], {}, {"attn_implementation": "flash_attention_2"}),
+        # transformers reads `offload` of `fsdp`, and fsdp_config.offload_params nowhere.
+        ("llama-factory", PLANS[1], {}, {"fsdp": "full_shard auto_wrap offload"}),
+        ("llama-factory", PLAN, {}, {"use_reentrant_gc": False}),
+        ("axolotl", PLAN, {}, {"gradient_checkpointing_kwargs.use_reentrant": False}),
+        ("automodel", PLANS[1], {}, {"distributed.offload_policy._target_": "torch.distributed.fsdp.CPUOffloadPolicy"}),
+        ("automodel", PLANS[2], {}, {"distributed.reshard_after_forward": False}),
+        # components/distributed/mesh_utils.py: replicas must be fewer than data-parallel ranks.
+        ("automodel", REPLICAS, {}, {"distributed.strategy": "ddp"}),
+    ],
+)
+def test_keys_mean_what_the_plan_says(tool, plan, runtime, said) -> None:
+    assert said.items() <= export(asked(plan, **runtime), find_target(tool)).settings.items()
+
+
+@pytest.mark.parametrize(
+    ("plan", "runtime", "named"),
+    [
+        (Plan(dp_shard=4, tp=2, recompute="full"), {"optimizer": "pagedadamw8bit"}, "pagedadamw8bit"),
+        (Plan(dp_shard=8, micro_batch_size=4, recompute="none"), {"savers": ("activation_offload",)}, "offload"),
+    ],
+)
+def test_what_axolotl_refuses_is_not_written(plan, runtime, named) -> None:
+    with pytest.raises(Infeasible, match=named):
+        export(asked(plan, **runtime), find_target("axolotl"))
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "automodel"])
+def test_replicas_beside_tensor_parallelism_are_refused(tool) -> None:
+    """Accelerate's and AutoModel's meshes of several axes shard over the data-parallel one."""
+    with pytest.raises(Infeasible, match="sharding only"):
+        export(asked(Plan(dp_replicate=4, tp=2, recompute="full")), find_target(tool))
 
 
 @pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)

@@ -18,6 +18,7 @@ from simulator.config.estimate import SURE, Fit, Interval, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import TORCHTITAN
+from simulator.legality.rules import legal_ones
 from tests.planner.conftest import make_cluster
 from topology.cluster import Source
 
@@ -57,6 +58,18 @@ def every_relative(plan):
         replace(plan, recompute=word, micro_batch_size=size, reshard_after_forward=reshard)
         for word, size, reshard in product(words, sizes, reshards)
     ]
+
+
+def test_rules_say_of_many_plans_what_they_say_of_each(llama8b):
+    question = question_of(llama8b, make_cluster(1, 8), WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
+    plans = every_relative(Plan(dp_shard=8, micro_batch_size=8, recompute="none", reshard_after_forward=False))
+    plans += [replace(plan, tp=tp, dp_shard=8 // tp) for plan in plans for tp in (2, 3, 8)]
+    plans += [replace(plans[0], dp_shard=0), replace(plans[0], placement=(0,) * 8), replace(plans[0], zero_stage=7)]
+    one_by_one = [question.legal(plan) for plan in plans]
+
+    assert legal_ones(plans, question.facts()) == one_by_one
+    assert len(set(one_by_one)) == 2
+    assert legal_ones([], question.facts()) == []
 
 
 @pytest.mark.parametrize(

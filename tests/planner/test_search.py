@@ -17,12 +17,17 @@ from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space import judged
-from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.branch_and_bound import BestFirst
+from planner.search.plan_space.candidates import PIPELINE_FIELDS, Bounds, enumerate_nodes
 from planner.search.plan_space.collected import ListedTies
+from planner.search.plan_space.screened import Screened
 from planner.search.search import SearchOptions, suggest
+from planner.search.stages.assignment import NEAR_FIT
 from planner.search.tie_groups import TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
+from simulator.bounds.screening import Screening
+from simulator.columns.plan_columns import distinct
 from simulator.config.estimate import Fit
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
@@ -460,3 +465,24 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
     best = EveryPlan(result.question, table.plans).least("time", sure=True)
     assert result.plans[0].estimate.step_s.value == pytest.approx(best, rel=1e-9)
     assert result.search.bound_s <= best * (1 + 1e-9)
+
+
+def test_the_nearest_pipelines_are_the_nearest_of_all():
+    """Bounds are close for so many pipelines only, of which none of the others is nearer."""
+
+    def nearest(count):
+        nodes = enumerate_nodes(QUESTION, bounds=LIMITS)
+        screened = Screened(Screening(QUESTION), nodes, QUESTION.framework.recomputes, nearly=NEAR_FIT)
+        search = BestFirst(screened.screening, screened, keep=3, nearly=NEAR_FIT, nearest=count)
+        near = search.with_near_pipelines(search.run())
+        fields = (getattr(near.near_pipelines, name) for name in (*PIPELINE_FIELDS, "recompute"))
+        which = distinct(*fields)[1]
+        least = np.full(which.max() + 1, np.inf)
+        np.minimum.at(least, which, near.near_bound_s)
+        return np.sort(least), int(search.bounds.walked.sum())
+
+    (few, walked), (every, all_walked) = nearest(4), nearest(None)
+
+    assert len(every) > 4
+    assert few[:4] == pytest.approx(every[:4], rel=1e-9)
+    assert walked < all_walked

@@ -20,15 +20,16 @@ from planner.tune.choice import Best, choose, gain
 from planner.tune.learned import add_trials
 from planner.tune.loop import MOST_FAILED, Limits, tune
 from planner.tune.runners.recorded_trials import Recorded, RecordedTrials, recorded_questions
-from planner.tune.sessions.session import require_here
+from planner.tune.sessions.session import require_device, require_here
 from planner.tune.state import TuningRequest, read_state, write_new, writing
 from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
+from simulator.legality.networks import torchtitan_family
 from tests.planner.conftest import ROOT, make_cluster
 from topology import codec
-from topology.errors import BadInput, PlannerError, Stale
+from topology.errors import BadInput, BadPlan, PlannerError, Stale
 from topology.health.diagnose import diagnose
 
 RECORDED = ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json"  # vTrain's measured runs on eight A100s
@@ -414,6 +415,19 @@ def test_a_tuning_for_another_machine_is_stale(small) -> None:
 
     with pytest.raises(Stale, match="another machine"):
         require_here(asked, four, diagnose(four), allow_busy=False)
+
+
+def test_a_network_that_torchtitan_has_not_is_refused_before_any_trial(small) -> None:
+    """Its Llama ties no embedding to the head: each trial of such a model would start processes to say so."""
+    question, _ = small
+    parts = {name: getattr(question, name) for name in ("cluster", "workload", "runtime")}
+    asked = TuningRequest(
+        **parts, model=load_model("llama3.2-1b"), framework="torchtitan", gpus=8, budget_s=60.0, within=0.01
+    )
+
+    with pytest.raises(BadPlan, match="this model ties them"):
+        require_device(asked)
+    assert [torchtitan_family(load_model(name)) for name in ("llama3-8b", "qwen3-8b")] == ["llama3", "qwen3"]
 
 
 def test_candidates_are_the_fastest_plans_and_the_fastest_of_every_family(small) -> None:

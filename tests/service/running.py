@@ -52,7 +52,8 @@ class Process:
         raise AssertionError("the service is not ready")
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        """Return the processes that answer, and the one that forks them."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
         """Kill the server as `kill -9` does, and wait until it is gone."""

@@ -191,11 +191,13 @@ def test_model_flops_leave_out_weight_gradients_of_frozen_matrices() -> None:
         ("pytorch", Plan(dp_shard=8, recompute="full"), 2),
         ("pytorch", Plan(dp_replicate=8), 2),
         ("transformers", Plan(dp_shard=4), 1),
+        ("transformers@4.48", Plan(dp_shard=4, recompute="full"), 2),
         ("pytorch", Plan(dp_shard=2, pp=2, schedule="1F1B"), 4),
     ],
 )
 def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, micro_batches) -> None:
-    asked = question(adapter, plan=plan, micro_batches=micro_batches, name=runtime)
+    name, _, version = runtime.partition("@")
+    asked = question(adapter, plan=plan, micro_batches=micro_batches, name=name, version=version or None)
     table = estimate_plans(asked, [plan])
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
     lowered = lower_training(asked, plan, detail=Detail.KERNEL, clocks=float(table.clocks[0]))
@@ -207,6 +209,58 @@ def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, mic
     for rank, held in enumerate(PlanMemory(asked, plan).ranks):
         assert table.memory.peak_bytes[0, rank] <= held.allocated_bytes
         assert table.memory.reserved_bytes[0, rank] <= held.reserved_bytes
+
+
+def test_adapters_in_float32_cast_what_they_read_unless_a_kernel_of_others_multiplies() -> None:
+    """Peft's, and foak's over packed weights alone; VectorLM has them in 16 bits."""
+    wide = {
+        (name, fused, adapter.packed): any(
+            o.name.endswith("_narrow") for o in operators_for(load_model("llama3-8b"), asked.runtime).dense_layer
+        )
+        for adapter in (LORA, QLORA)
+        for name, fused in (("transformers", ()), ("transformers", ("packed_adapters",)), ("vectorlm", ()))
+        for asked in (question(adapter, name=name, fused=fused),)
+    }
+
+    assert [key for key, cast in wide.items() if cast] == [
+        ("transformers", (), False),
+        ("transformers", ("packed_adapters",), False),
+        ("transformers", (), True),
+    ]
+
+
+def allocated_by_lora(gpus: int, version: str, *, layers: int, size: int, vocab: int = 1024) -> int:
+    plan = Plan(dp_shard=gpus, recompute="full", micro_batch_size=size)
+    asked = question(LORA, plan=plan, micro_batches=size, name="transformers", version=version)
+    asked = replace(asked, model=replace(asked.model, layers=layers, vocab=vocab))
+    return PlanMemory(asked, plan).ranks[0].allocated_bytes
+
+
+def test_the_root_of_fsdp1_stays_gathered_while_layers_go_back() -> None:
+    """torch/distributed/fsdp/_runtime_utils.py, `_post_forward_reshard`: embedding and head are there whole, besides
+    the quarter of them that a rank has.
+    """
+    small, large = (allocated_by_lora(4, "4.48", layers=10, size=4, vocab=vocab) for vocab in (1024, 4096))
+
+    assert large - small == pytest.approx(2 * (4096 - 1024) * 4096 * 2 * (1 + 1 / 4), rel=1e-3)
+
+
+def test_frozen_layers_under_fsdp1_keep_inputs_and_their_gradients() -> None:
+    """Four A100 hold (32 - 2) x 4,096 x 2 = 245,760 B a token more than one, with either of two vocabularies, of a
+    model of 32 layers (foundation-model-stack/fms-acceleration @876e2ed, scripts/benchmarks/refs/a100_80gb_liger.csv).
+    Where the same blocks keep nothing, as today, four hold no more of a token than one.
+    """
+    layers, tokens = 10, 2048
+
+    def of_tokens(gpus: int, version: str) -> int:
+        """Return the bytes of 2,048 tokens more."""
+        one, two = (allocated_by_lora(gpus, version, layers=layers, size=size) for size in (1, 2))
+        return two - one
+
+    more = {version: of_tokens(4, version) - of_tokens(1, version) for version in ("4.48", "5.3")}
+
+    assert more["4.48"] == pytest.approx((layers - 2) * 4096 * 2 * tokens, rel=1e-3)
+    assert more["5.3"] <= 0
 
 
 def test_a_gather_of_packed_weights_carries_their_bytes() -> None:

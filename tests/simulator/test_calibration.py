@@ -308,7 +308,7 @@ def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
 
 def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_others() -> None:
     """A layer 20 % longer than alone, in two types: others are not taken to be so, as they are where three shapes say
-    it.
+    it; a model of such layers is.
     """
     whole = calibrated(profile(), cluster())
     assert whole is not None
@@ -321,6 +321,25 @@ def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_othe
         costs = fit_runtimes(profile(layers=samples), cluster(), whole)[TITAN]
         factors.append(costs.kernel_factor * costs.layer_factor)
 
+    deep = dataclasses.replace(WIDE, vocab=128256, layers=16)
+    truth, known, silent = (
+        dataclasses.replace(whole, runtimes={("torchtitan", False): found})
+        for found in (
+            RuntimeCosts(layer_factor=1.2, host=HOST, runs=1),
+            dataclasses.replace(fit_runtimes(profile(layers=one), cluster(), whole)[TITAN], host=HOST),
+            RuntimeCosts(host=HOST, runs=1),
+        )
+    )
+    off = {}
+    for tokens in (8192, 4096):
+        exact, found, alone = (
+            estimate(Plan(dp_shard=2), None, calibration=costs, model=deep, seq_len=tokens).step_s.value
+            for costs in (truth, known, silent)
+        )
+        off[tokens] = (exact - found) / (exact - alone)
+
+    assert abs(off[8192]) < 0.2, "of its own layers"
+    assert 0.4 < off[4096] < 1.0, "of layers that nobody ran"
     assert 1.0 < factors[0] < 1.12
     assert 1.0 < factors[1] < 1.15
     assert factors[2] == pytest.approx(1.2, rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,12 +11,14 @@ import pytest
 
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
-from simulator.columns.experts import places_visited
+from simulator.collectives.times import NET_PEER
+from simulator.columns.experts import busiest_load, places_visited
 from simulator.columns.plan_table import axis_sizes, plan_table
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.runtimes.library import runtime_spec
 from topology.catalog.cluster_file import load_cluster
 
 MOE = MixtureOfExperts(experts=8, experts_per_token=3, ffn=1024)
@@ -74,6 +77,13 @@ def test_counts_of_a_router_give_the_busiest_rank() -> None:
     assert natural["m"] > forced["m"] == forced["n"]
 
 
+def test_a_router_that_nothing_evens_has_the_busiest_expert_that_was_measured() -> None:
+    """Shazeer et al., arXiv 1701.06538, table 6: 17.8 times the mean of 256 experts without a loss for it."""
+    spec = runtime_spec("megatron-bridge")
+
+    assert busiest_load(np.array([256.0]), spec.unbalanced["gpt_oss"])[0] == pytest.approx(17.8, rel=0.02)
+
+
 def test_a_token_crosses_a_network_to_no_more_nodes_than_its_groups() -> None:
     """DeepSeek-V3's limit (arXiv 2412.19437, section 2.1.2): of 8 groups a token visits 4, and as many of 8 nodes."""
     moe = MixtureOfExperts(experts=256, experts_per_token=8, ffn=1024, groups=8, groups_per_token=4)
@@ -85,6 +95,21 @@ def test_a_token_crosses_a_network_to_no_more_nodes_than_its_groups() -> None:
     )
 
     assert limited / all_over == pytest.approx(4 / places_visited(free, np.array([8.0]))[0])
+
+
+@pytest.mark.parametrize(("ranks", "gbytes_per_s"), [(16, 43), (32, 58), (64, 51)])
+def test_fused_dispatches_take_what_was_measured_across_nodes(ranks: int, gbytes_per_s: int) -> None:
+    """DeepEP's docs/legacy.md: 4,096 tokens to 8 of 256 experts in 4 of 8 groups; copies to the own node count."""
+    moe = MixtureOfExperts(experts=256, experts_per_token=8, ffn=1024, groups=8, groups_per_token=4)
+    plan = Plan(dp_replicate=ranks, zero_stage=1, ep=ranks)
+    table = plan_table([plan], Workload(seq_len=4096, global_batch_size=ranks))
+    rows = float(axis_sizes(replace(MODEL, moe=moe), WORKLOAD, table, domain=8)["y"][0])
+    nodes = ranks // 8
+    visited = min(float(places_visited(moe, np.array([float(nodes)]))[0]), math.ceil(nodes / 2))
+    tokens = float(axis_sizes(MODEL, WORKLOAD, table)["n"][0]) / MOE.experts_per_token
+
+    taken = rows * (1 - 8 / ranks) / (NET_PEER * 50)
+    assert taken == pytest.approx(tokens * visited / gbytes_per_s, rel=0.2)
 
 
 def test_kernels_that_send_a_token_once_move_less_and_loops_over_experts_take_longer() -> None:

@@ -19,7 +19,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
-from simulator.fitting.host_fit import HostRuns, fit_hosts, usual_costs
+from simulator.fitting.host_fit import REFERENCE_S, HostAlone, HostRuns, fit_hosts, host_alone, usual_costs
 from simulator.fitting.runtime_fit import run_of
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import runtime_spec
@@ -29,7 +29,7 @@ from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
 from topology.cluster import Cluster
 from topology.profile.profile import Profile, read_profile
-from topology.profile.samples import LayerSample
+from topology.profile.samples import HostSample, LayerSample
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 TITAN = runtime_spec("torchtitan").host
@@ -251,3 +251,55 @@ def test_the_slowest_of_several_ranks_is_the_expected_largest(ranks: int) -> Non
 
 def test_no_rank_is_slower_than_any_that_was_timed() -> None:
     assert slowest(np.array([1.0, 1024.0]), 0.7).tolist() == [1.0, SLOWEST]
+
+
+def test_a_cpu_alone_says_how_slow_the_host_is_and_what_dtensors_cost_there() -> None:
+    """Twice the reference is twice both; and steps that wait for DTensors follow, from no run on any GPU."""
+    samples = tuple(HostSample(name=name, seconds=2 * seconds) for name, seconds in REFERENCE_S.items())
+    usual = host_alone([HostSample(name=name, seconds=seconds) for name, seconds in REFERENCE_S.items()])
+    slow = host_alone(samples)
+    assert slow is not None
+    assert usual is not None
+    assert slow.speed / usual.speed == pytest.approx(2.0)
+    assert slow.dtensors / usual.dtensors == pytest.approx(2.0)
+    assert host_alone(samples[:1]) is None
+
+    known = calibrated(Profile(machine="m", gpu=MACHINE.slowest_kind.name, host=samples), MACHINE)
+    assert known is not None
+    assert not known.gpu_measured
+    model = Model(
+        name="m", family="llama", layers=8, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=2048, vocab=32000
+    )
+
+    def step_s(calibration: Calibration | None) -> float:
+        scenario = Scenario(
+            model=model,
+            cluster=MACHINE,
+            workload=Workload(seq_len=512, global_batch_size=1),
+            runtime=Runtime(),
+            calibration=calibration,
+        )
+        return float(estimate_plans(scenario, [Plan(tp=4, sequence_parallel=True)]).step_s[0])
+
+    assert step_s(known) / step_s(None) == pytest.approx(slow.dtensors, rel=0.1)
+
+
+def test_what_the_cpu_showed_is_where_a_fit_begins() -> None:
+    """A run that no tensor parallelism is in leaves that as the CPU alone has it."""
+    names = ("launch_s", "rest_s")
+    usual = usual_costs(TITAN)
+
+    def predict(places, host):
+        return np.array([100 * host["launch_s"] + host["rest_s"] for _ in places])
+
+    runs = HostRuns(
+        described=TITAN,
+        seconds=np.array([100 * usual["launch_s"] + usual["rest_s"]]),
+        spreads=np.array([0.02]),
+        occurring=[frozenset(names)],
+        predict=predict,
+    )
+    alone = HostAlone(speed=1.0, dtensors=1.5)
+
+    assert fit_hosts([runs], alone).costs[0]["tp_layer_s"] == pytest.approx(1.5 * TITAN.tp_layer_s, rel=0.01)
+    assert fit_hosts([], alone).speed == 1.0

@@ -72,7 +72,7 @@ def plans(draw, runtime: str):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> None:
     drawn = data.draw(plans(runtime))

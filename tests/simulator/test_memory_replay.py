@@ -17,7 +17,8 @@ from planner.question.question import question_of
 from planner.validate.validation import validate_case
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
-from simulator.config.estimate import SURE, Fit
+from simulator.calibration.intervals import replayed_memory_factors
+from simulator.config.estimate import RATHER_SURE, SURE, Fit, sure_bytes
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -181,6 +182,21 @@ def test_a_plan_that_retries_allocations_never_surely_fits() -> None:
     assert memory.fit_probability < SURE
     assert "retried" in memory.verdict
     assert memory.headroom_bytes < 0
+
+
+def test_a_plan_that_is_not_sure_to_fit_is_known_as_well_when_less_is_asked() -> None:
+    """Its replay ends where it shows that the plan is not sure to fit; it goes on where that is not enough."""
+    plan = Plan(dp_shard=2, pp=2, schedule="1F1B")
+    question, _ = replayed(plan, layers=4)
+    known, asked = PlanMemory(question, plan), PlanMemory(question, plan)
+    limits = [sure_bytes(1.0, replayed_memory_factors()[1], sure) for sure in (SURE, RATHER_SURE)]
+    known.left_bytes = asked.left_bytes = known.reserved_bytes / (sum(limits) / 2)
+
+    assert not asked.may_be(SURE) or asked.at_most_likely(SURE) < SURE
+    assert asked.may_be(RATHER_SURE)
+    assert asked.at_most_likely(RATHER_SURE) == known.fit_probability < SURE
+    assert (asked.ranks, asked.flush_s) == (known.ranks, known.flush_s)
+    assert asked.least_flush_s <= asked.flush_s
 
 
 def test_with_room_nothing_is_retried_and_the_estimate_keeps_its_step() -> None:

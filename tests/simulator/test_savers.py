@@ -11,7 +11,7 @@ from simulator.analytical.estimates import estimate_plans
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.savers import SAVERS, canonical_savers, savers_said
+from simulator.config.savers import SAVERS, canonical_savers, optimizer_said, savers_said
 from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.legality.frameworks import framework_of_runtime
@@ -177,6 +177,8 @@ def test_defaults_words_and_notes():
     assert savers_said("+chunked ce; batch 2 (LoRA without optimizer-in-backward)") == ("chunked_loss",)
     assert savers_said("activations offloaded to the host, optimizer in backward") == SAVERS[2:4]
     assert savers_said("no activation offload, parameters offloaded") == ()
+    assert optimizer_said("LoRA; steps with an 8-bit paged optimizer (batch 2)") == "pagedadamw8bit"
+    assert optimizer_said("weights in 8 bit, not the optimizer; no paged AdamW") == ""
 
 
 def test_what_a_note_says_is_assumed_and_said():

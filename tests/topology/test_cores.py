@@ -12,7 +12,6 @@ from topology.time_limit import check_time, limited
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
 LONG_S = 1.0
-HERE = os.getpid()
 
 
 @pytest.fixture
@@ -38,18 +37,20 @@ def test_pieces_are_shared_and_results_in_order() -> None:
 @pytest.mark.usefixtures("three_cores")
 @pytest.mark.parametrize(("count", "seconds"), [(1, LONG_S), (20, 0.01)])
 def test_nothing_is_forked_where_that_would_gain_nothing(count: int, seconds: float) -> None:
-    assert {pid for _, pid in on_cores([lambda: slow(0)] * count, seconds=seconds)} == {HERE}
+    assert {pid for _, pid in on_cores([lambda: slow(0)] * count, seconds=seconds)} == {os.getpid()}
 
 
 def test_nothing_is_forked_unasked() -> None:
-    assert {pid for _, pid in on_cores([lambda: slow(0)] * 4, seconds=LONG_S)} == {HERE}
+    assert {pid for _, pid in on_cores([lambda: slow(0)] * 4, seconds=LONG_S)} == {os.getpid()}
 
 
 @pytest.mark.usefixtures("three_cores")
 def test_what_children_do_not_hand_in_is_done_by_their_parent() -> None:
+    here = os.getpid()
+
     def dies_in_a_child(number: int) -> int:
         time.sleep(0.01)
-        if os.getpid() != HERE:
+        if os.getpid() != here:
             os._exit(1)
         return number
 

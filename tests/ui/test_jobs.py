@@ -32,7 +32,7 @@ PATIENT_S = 100.0
 
 @pytest.fixture
 def workers():
-    found = jobs.Workers("ui.background.worker")
+    found = jobs.Workers("ui.background.work")
     yield found
     found.close()
 
@@ -50,7 +50,7 @@ def running(job):
 @pytest.fixture(scope="module")
 def answered():
     """Return workers, a job that one of them has done, and what it answered early."""
-    found = jobs.Workers("ui.background.worker")
+    found = jobs.Workers("ui.background.work")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one
         shown = []

@@ -73,6 +73,7 @@ def test_every_page_opens_from_the_wheel(installed, tmp_path):
     assert Path(done.stdout.strip()).is_relative_to(installed)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_server_starts_from_the_wheel_with_its_settings(installed, tmp_path):
     port = free_port()

@@ -97,6 +97,14 @@ def gpu_variants(name: str) -> tuple[str, ...]:
     return gpu_names().variants.get(_key(name), ())[1:]
 
 
+def of_power(name: str, watts: float) -> GpuKind | None:
+    """Return the card of `watts` that is called after the GPU `name` (`h100-sxm-...-500w`), or None."""
+    base = _index().get(_key(name))
+    if base is None or base.power_w == watts:
+        return None
+    return next((k for k in gpu_kinds() if k.power_w == watts and k.name.startswith(f"{base.name}-")), None)
+
+
 def match_driver_name(text: str) -> GpuKind | None:
     """Return the model for a name as nvidia-smi, NVML or rocm-smi print it, or None if the catalogue does not have it.
 

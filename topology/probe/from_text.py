@@ -127,9 +127,9 @@ def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:
                 "reading",
                 WARNING,
                 f"{label} was not read",
-                str(error),
+                f"{error.what}: {error.why}" if error.why else error.what,
                 "its contents are missing from the answer",
-                "check the file",
+                error.remedy or "check the file",
             )
         )
         return False

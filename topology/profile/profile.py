@@ -105,8 +105,8 @@ class Profile:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the profile holds more than collectives."""
-        return any(samples for name, samples in self.sample_lists().items() if name != "collectives")
+        """Whether the profile holds more of its GPUs than collectives."""
+        return any(samples for name, samples in self.sample_lists().items() if name not in {"collectives", "host"})
 
     def sample_lists(self) -> dict[str, tuple[Any, ...]]:
         """Return the lists of samples by the name of their field."""

@@ -108,6 +108,10 @@ class OperatorSample(Sample):
         return self.kind, self.name, shape, self.dtype, self.direction, self.runtime, self.regime
 
 
+# Host samples of a layer's forward and backward pass on the CPU alone, plain and cut by tensor parallelism on DTensors.
+LAYER_PLAIN, LAYER_CUT = "layer", "layer on DTensors"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSample:
     """Host seconds of one call of `name`: `eager` (a kernel launch), `autograd`, `dtensor`, `compiled`, `graph`, ..."""

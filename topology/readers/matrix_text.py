@@ -11,9 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice
 
 MAX_CHARACTERS = 4 * 2**20
 MAX_LINES = 50_000
+MAX_ROWS = 1024  # without a header, of several tables
 MAX_COLUMNS = 256  # GPUs and network ports of one host; sixteen GPUs are the most that were built
 
 PATH_LABEL = "NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC"
@@ -72,6 +75,7 @@ def _without_code(code: re.Match[str]) -> str:
     return " " if inside else ""
 
 
+@lru_cache(maxsize=4096)
 def is_affinity(token: str) -> bool:
     """Say whether a token reads like a CPU or NUMA list, or `N/A`."""
     return _AFFINITY.fullmatch(token) is not None
@@ -241,9 +245,10 @@ def _read_header(line: str, *, first: bool) -> tuple[list[str], list[tuple[str, 
     return devices, sorted(extras, key=lambda item: item[1])
 
 
-def split_cell(token: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def split_cell(token: str) -> tuple[str, ...]:
     """Return the labels that `token` is made of (`NODENODE` has two), or nothing when it is not made of labels."""
-    return _LABEL.findall(token) if _CELLS.fullmatch(token) else []
+    return tuple(_LABEL.findall(token)) if _CELLS.fullmatch(token) else ()
 
 
 def _cells(rest: str, columns: int) -> tuple[list[str], str, int]:
@@ -302,12 +307,11 @@ def _read_without_header(lines: Iterable[str]) -> _TableBuilder | None:
     """Read rows whose header was not copied: each row's `X` says which column is its own."""
     rows: list[tuple[str, str]] = []
     place: dict[int, str] = {}
-    for line in lines:
-        words = line.split(maxsplit=1)
-        if len(words) == 2 and _GPU.fullmatch(words[0]):
-            cells = _cells(words[1], MAX_COLUMNS)[0]
-            if cells.count("X") == 1 and place.setdefault(cells.index("X"), words[0]) == words[0]:
-                rows.append((words[0], words[1]))
+    named = (words for line in lines if len(words := line.split(maxsplit=1)) == 2 and _GPU.fullmatch(words[0]))
+    for words in islice(named, MAX_ROWS):
+        cells = _cells(words[1], MAX_COLUMNS)[0]
+        if cells.count("X") == 1 and place.setdefault(cells.index("X"), words[0]) == words[0]:
+            rows.append((words[0], words[1]))
     if not rows or len(set(place.values())) != len(place) or sorted(place) != list(range(len(place))):
         return None
     table = _TableBuilder(command=None, header="", devices=[place[index] for index in range(len(place))], extras=[])

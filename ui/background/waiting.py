@@ -37,7 +37,7 @@ SERVER = "server"  # in the place of a session: what this server asks before any
 @st.cache_resource(show_spinner=False)
 def workers() -> Workers:
     """Return the processes that all sessions share."""
-    return Workers("ui.background.worker")
+    return Workers("ui.background.work")
 
 
 @st.cache_resource(show_spinner=False)

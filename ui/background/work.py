@@ -1,4 +1,4 @@
-"""What worker processes work out (`ui.background.worker`): searches and simulated steps, by the functions of the
+"""What worker processes work out (`planner.jobs.fork_server`): searches and simulated steps, by the functions of the
 command line.
 """
 

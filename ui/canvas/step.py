@@ -130,7 +130,7 @@ def strips(found: SimulatedStep, capacity: float) -> list[Strip]:
         shown.append(
             Strip(
                 label=name,
-                about=f"peak {max(rate for _, rate in rates):.3g}",
+                about=f"peak {max(rate for _, rate in rates):.3g} GB/s",
                 unit="GB/s",
                 samples=rates,
                 colour=LINKS["network" if name.startswith("network") else "nvswitch"],

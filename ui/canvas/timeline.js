@@ -314,7 +314,7 @@ class Timeline {
     write(pen, this.shortened(one.label), 0, top + 10, this.gutter - 8);
     pen.fillStyle = quiet;
     write(pen, one.about, 0, top + 27, this.gutter - 8);
-    if (!one.limit) write(pen, `${one.unit}, to ${figure(most, 2)}`, 0, top + 43, this.gutter - 8);
+    if (!one.limit) write(pen, `height ${figure(most, 2)} ${one.unit}`, 0, top + 43, this.gutter - 8);
   }
 
   // --- spans under the pointer ----------------------------------------------------------------------------------------

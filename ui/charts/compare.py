@@ -44,4 +44,4 @@ def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
         .encode(text=alt.Text("text:N"))
     )
     zero = alt.Chart(table([{"delta": 0}])).mark_rule(color=p.quiet).encode(x=alt.X("delta:Q"))
-    return finished(alt.layer(zero, bars, right, left).properties(height=30 * max(1, len(rows)) + 40), dark)
+    return finished(alt.layer(zero, bars, right, left), dark, height=30 * max(1, len(rows)) + 40)

@@ -38,7 +38,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure
             legend=alt.Legend(orient="bottom"),
         ),
     )
-    return finished(alt.layer(line, now, then).properties(height=30 * len(rows) + 70), dark)
+    return finished(alt.layer(line, now, then), dark, height=30 * len(rows) + 70)
 
 
 def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark: bool) -> Figure:
@@ -62,7 +62,7 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
     names = base.encode(text=alt.Text("text:N"))
     outline = names.mark_text(dy=-12, fontSize=11, stroke=p.page, strokeWidth=4)
     text = names.mark_text(dy=-12, fontSize=11, color=p.ink)
-    return finished(alt.layer(line, points, outline, text).properties(height=230), dark)
+    return finished(alt.layer(line, points, outline, text), dark, height=230)
 
 
 def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
@@ -79,7 +79,7 @@ def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
         "days:Q",
         title="days (logarithmic)",
         scale=alt.Scale(type="log", nice=False, padding=26),
-        axis=alt.Axis(values=[row["days"] for row in rows], format=".2~g", grid=False),
+        axis=alt.Axis(values=[row["days"] for row in rows], format=".2~r", grid=False),
     )
     y = alt.Y("cost:Q", title=unit, scale=alt.Scale(zero=True), axis=alt.Axis(format=",~r"))
     ranges: dict[str, Any] = {"strokeWidth": 6, "opacity": 0.35, "color": GOOD, "strokeCap": "round"}
@@ -92,7 +92,7 @@ def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
     names = base.encode(x=x, y=alt.Y("cost_high:Q"), text=alt.Text("label:N"))
     outline = names.mark_text(dy=-9, fontSize=11, stroke=p.page, strokeWidth=4)
     text = names.mark_text(dy=-9, fontSize=11, color=p.ink)
-    return finished(alt.layer(across, upwards, line, points, outline, text).properties(height=300), dark)
+    return finished(alt.layer(across, upwards, line, points, outline, text), dark, height=300)
 
 
 def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
@@ -123,4 +123,4 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     upper = short.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("short:N"))
     lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text=alt.Text("lower:N"))
     lengths = len({row["length"] for row in rows})
-    return finished(alt.layer(filled, hollow, here, upper, lower).properties(height=44 * lengths + 60), dark)
+    return finished(alt.layer(filled, hollow, here, upper, lower), dark, height=44 * lengths + 60)

@@ -59,8 +59,10 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 scale=scale("memory", parts_shown),
                 sort=parts_shown,
                 legend=alt.Legend(
-                    columns=2, orient="bottom", offset=14
-                ),  # clear of the capacity's label, on a phone too
+                    columns=alt.ExprRef("width < 230 ? 1 : 2"),  # next to long names, a phone has no room for two
+                    orient="bottom",
+                    offset=14,  # clear of the capacity's label
+                ),
             ),
             order=alt.Order("order:Q"),
             tooltip=[alt.Tooltip("stage:N"), alt.Tooltip("category:N"), alt.Tooltip("text:N", title="size")],
@@ -72,7 +74,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         x=alt.X("gib:Q"), y=alt.value(-14), text=alt.Text("text:N")
     )
     row = 34 if len(stages) <= 16 else 13
-    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
+    return finished(alt.layer(bars, rule, label), dark, height=row * len(stages) + 150)
 
 
 SAVING_PX = 118  # of the words before a bar
@@ -104,7 +106,7 @@ def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Fi
     )
     rule = alt.Chart(table([{"gib": capacity_gib}]))
     rule = rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x=alt.X("gib:Q"))
-    return finished(alt.layer(bars, text, rule).properties(height=28 * len(rows) + 50), dark)
+    return finished(alt.layer(bars, text, rule), dark, height=28 * len(rows) + 50)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> Figure:
@@ -163,7 +165,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
         before.transform_filter((alt.datum.to > far) & (alt.datum["from"] > far / 2)),
         inside.transform_filter((alt.datum.to > far) & (alt.datum["from"] <= far / 2)),
     )
-    return finished(alt.layer(bars, *texts).properties(height=30 * len(values) + 30), dark)
+    return finished(alt.layer(bars, *texts), dark, height=30 * len(values) + 30)
 
 
 def _term_text(value_s: float, share: float, last_s: float) -> str:

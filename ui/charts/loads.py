@@ -181,4 +181,4 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
     hub = links.mark_bar(color=p.quiet, height=alt.RelativeBandSize(1)).encode(
         x=alt.X("to:Q", scale=scale, axis=None), x2=alt.X2("end:Q")
     )
-    return finished(alt.layer(lines, hub, squares, words).properties(height=alt.Step(34)), dark)
+    return finished(alt.layer(lines, hub, squares, words), dark, height=alt.Step(34))

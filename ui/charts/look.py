@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import altair as alt
 
@@ -73,34 +73,21 @@ def picked() -> alt.Parameter:
     return alt.selection_point(name=PICK, fields=["plan"], on="click", toggle=False)
 
 
-def finished(chart: Figure, dark: bool) -> Figure:
-    """Return the chart with axes and text in the colours of the theme, and no frame."""
+def finished(chart: Figure, dark: bool, *, height: int | alt.Step) -> Figure:
+    """Return the chart, `height` pixels high, with axes and text in the colours of the theme, and no frame."""
     p = paper(dark)
-    configured = (
-        chart.configure(background="transparent", font=FONT)
-        .configure_view(strokeWidth=0)
-        .configure_axis(
-            labelColor=p.quiet,
-            titleColor=p.quiet,
-            gridColor=p.rule,
-            gridOpacity=0.5,
-            domainColor=p.rule,
-            tickColor=p.rule,
-            labelFontSize=12,
-            titleFontSize=12,
-            titleFontWeight="normal",
-        )
-        .configure_axisX(tickCount=alt.ExprRef("max(3, ceil(width / 80))"), labelBound=True)
-        .configure_axisY(labelPadding=6)
-        .configure_legend(
-            labelColor=p.ink,
-            titleColor=p.quiet,
-            labelFontSize=12,
-            titleFontSize=12,
-            titleFontWeight="normal",
-            orient="top",
-            offset=4,
-            columnPadding=16,
-        )
+    text = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "titleColor": p.quiet}
+    # Set in place: altair's `properties`, and each `configure_`, would copy all layers.
+    chart.height = height
+    chart.config = alt.Config(
+        background="transparent",
+        font=FONT,
+        view=alt.ViewConfig(strokeWidth=0),
+        axis=alt.AxisConfig(
+            labelColor=p.quiet, gridColor=p.rule, gridOpacity=0.5, domainColor=p.rule, tickColor=p.rule, **text
+        ),
+        axisX=alt.AxisConfig(tickCount=alt.ExprRef("max(3, ceil(width / 80))"), labelBound=True),
+        axisY=alt.AxisConfig(labelPadding=6),
+        legend=alt.LegendConfig(labelColor=p.ink, orient="top", offset=4, columnPadding=16, **text),
     )
-    return cast("Figure", configured)
+    return chart

@@ -35,8 +35,8 @@ def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
             tooltip=[
                 "id:N",
                 "source:N",
-                alt.Tooltip("measured:Q", format=".4~g"),
-                alt.Tooltip("predicted:Q", format=".4~g"),
+                alt.Tooltip("measured:Q", format=".4~r"),
+                alt.Tooltip("predicted:Q", format=".4~r"),
                 alt.Tooltip("text:N", title="error"),
             ],
         )
@@ -46,7 +46,7 @@ def against(rows: Sequence[ComparedRow], *, unit: str, dark: bool) -> Figure:
         .mark_line(color=p.quiet, strokeDash=[4, 3], strokeWidth=1)
         .encode(x=alt.X("x:Q", scale=axis), y=alt.Y("y:Q", scale=axis))
     )
-    return finished(alt.layer(equal, points).properties(height=400), dark)
+    return finished(alt.layer(equal, points), dark, height=400)
 
 
 def errors(rows: Sequence[ComparedRow], *, dark: bool) -> Figure:
@@ -70,4 +70,4 @@ def errors(rows: Sequence[ComparedRow], *, dark: bool) -> Figure:
     )
     middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x=alt.X("median(percent):Q"))
     zero = alt.Chart(table([{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=alt.X("percent:Q"))
-    return finished(alt.layer(zero, ticks, middle).properties(height=34 * max(1, len(sources)) + 40), dark)
+    return finished(alt.layer(zero, ticks, middle), dark, height=34 * max(1, len(sources)) + 40)

@@ -30,7 +30,7 @@ def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:
     )
     bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text=alt.Text("text:N"))
-    return finished(alt.layer(bars, text).properties(height=36 * max(1, len(values)) + 30), dark)
+    return finished(alt.layer(bars, text), dark, height=36 * max(1, len(values)) + 30)
 
 
 def _count(number: float) -> str:

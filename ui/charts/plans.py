@@ -80,7 +80,7 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
     label = capacity_rule.mark_text(align="left", dy=-7, color=p.quiet, fontSize=11).encode(
         y=alt.Y("limit:Q"), x=alt.value(6), text=alt.Text("text:N")
     )
-    return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
+    return finished(alt.layer(line, limit, label, points, numbers, ring), dark, height=380)
 
 
 def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Figure:
@@ -122,7 +122,7 @@ def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Fig
         .encode(x=alt.X("step_s:Q"))
         .transform_filter(alt.FieldOneOfPredicate(field="plan", oneOf=list(chosen)))
     )
-    return finished(alt.layer(bars, ring, marks.add_params(picked())).properties(height=alt.Step(30)), dark)
+    return finished(alt.layer(bars, ring, marks.add_params(picked())), dark, height=alt.Step(30))
 
 
 def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
@@ -147,7 +147,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     )
     bars = base.mark_bar(color=PURPLE, height=12, yOffset=7, cornerRadiusEnd=3).encode(x=x, x2=alt.datum(0.7))
     text = base.mark_text(align="left", dx=5, dy=7, color=p.quiet, fontSize=12).encode(x=x, text=alt.Text("text:N"))
-    return finished(alt.layer(why, bars, text).properties(height=alt.Step(38)), dark)
+    return finished(alt.layer(why, bars, text), dark, height=alt.Step(38))
 
 
 COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
@@ -175,8 +175,8 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
             ),
             tooltip=[
                 "plan:N",
-                alt.Tooltip("gb:Q", format=".3~g", title="GB/s"),
-                alt.Tooltip("step_s:Q", format=".4~g", title="step, s"),
+                alt.Tooltip("gb:Q", format=".3~r", title="GB/s"),
+                alt.Tooltip("step_s:Q", format=".4~r", title="step, s"),
             ],
         )
     )
@@ -188,4 +188,4 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
         .mark_text(align="left", dx=5, fontSize=11, color=p.quiet, baseline="top")
         .encode(x=x, y=alt.value(4), text=alt.Text("text:N"))
     )
-    return finished(alt.layer(rules, lines, label).properties(height=300), dark)
+    return finished(alt.layer(rules, lines, label), dark, height=300)

@@ -20,7 +20,7 @@ def curve(points: Sequence[StepPoint], title: str, *, dark: bool) -> Figure:
         x=alt.X("step:Q", title="step", axis=alt.Axis(format="d", tickMinStep=1), scale=alt.Scale(nice=False)),
         y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False)),
         color=alt.Color("run:N", title=None, scale=colours, legend=alt.Legend(columns=1) if len(runs) > 1 else None),
-        tooltip=[alt.Tooltip("run:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q", title=title, format=".4~g")],
+        tooltip=[alt.Tooltip("run:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q", title=title, format=".4~r")],
     )
     drawn = alt.layer(base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=30, opacity=1))
-    return finished(drawn.properties(height=160), dark)
+    return finished(drawn, dark, height=160)

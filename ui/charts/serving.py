@@ -38,7 +38,7 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
     )
     bars = base.mark_bar(color=BLUE, height=18, cornerRadiusEnd=3)
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text=alt.Text("text:N"))
-    return finished(alt.layer(bars, text).properties(height=28 * max(1, len(values)) + 30), dark)
+    return finished(alt.layer(bars, text), dark, height=28 * max(1, len(values)) + 30)
 
 
 def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log: bool, dark: bool) -> Figure:
@@ -65,4 +65,4 @@ def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log:
     ring = base.mark_point(size=260, strokeWidth=2, color=p.ink).transform_filter(
         alt.FieldOneOfPredicate(field="plan", oneOf=[chosen])
     )
-    return finished(alt.layer(line, points.add_params(picked()), ring).properties(height=330), dark)
+    return finished(alt.layer(line, points.add_params(picked()), ring), dark, height=330)

@@ -48,4 +48,4 @@ def thumbnail(line: Timeline, *, last_s: float, dark: bool) -> Figure:
             tooltip=[alt.Tooltip("lane:N"), alt.Tooltip("kind:N"), alt.Tooltip("words:N", title="what")],
         )
     )
-    return finished(drawn.properties(height=alt.Step(LANE_PX)), dark)
+    return finished(drawn, dark, height=alt.Step(LANE_PX))

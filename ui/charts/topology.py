@@ -86,8 +86,7 @@ def node(
             )
         )
     layers += _parts(view, x, y, p.page, p.ink, p.quiet, ranks)
-    chart = alt.layer(*layers).properties(height=int(ROW * view.height) + 20)
-    return finished(chart, dark)
+    return finished(alt.layer(*layers), dark, height=int(ROW * view.height) + 20)
 
 
 def _loaded(share: float | None) -> dict[str, str | float]:
@@ -241,7 +240,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figur
         size = 11 if count <= 8 else 10
         words = base.mark_text(fontSize=size, fontWeight="bold")
         layers.append(words.encode(text=alt.Text("class:N"), color=alt.Color("on:N", scale=None)))
-    return finished(alt.layer(*layers).properties(height=max(220, min(520, 44 * count + 60))), dark)
+    return finished(alt.layer(*layers), dark, height=max(220, min(520, 44 * count + 60)))
 
 
 def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
@@ -273,4 +272,4 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
     if columns <= 16:
         words = base.mark_text(fontSize=11, fontWeight="bold")
         layers.append(words.encode(text=alt.Text("group:Q"), color=alt.Color("on:N", scale=None)))
-    return finished(alt.layer(*layers).properties(height=max(110, min(620, 22 * nodes + 60))), dark)
+    return finished(alt.layer(*layers), dark, height=max(110, min(620, 22 * nodes + 60)))

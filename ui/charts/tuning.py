@@ -36,9 +36,9 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Fig
     )
     tooltip = [
         alt.Tooltip("trials:Q"),
-        alt.Tooltip("value:Q", title="believed, s", format=".4~g"),
-        alt.Tooltip("low:Q", title="80% from, s", format=".4~g"),
-        alt.Tooltip("high:Q", title="80% to, s", format=".4~g"),
+        alt.Tooltip("value:Q", title="believed, s", format=".4~r"),
+        alt.Tooltip("low:Q", title="80% from, s", format=".4~r"),
+        alt.Tooltip("high:Q", title="80% to, s", format=".4~r"),
     ]
     band = base.mark_area(opacity=0.25, color=BLUE).encode(
         y=alt.Y("low:Q", scale=scale, title="s a step"), y2=alt.Y2("high:Q"), tooltip=tooltip
@@ -48,10 +48,10 @@ def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> Fig
         base.transform_filter("datum.measured != null")
         .mark_point(filled=True, size=42, color=GREEN, opacity=1)
         .encode(
-            y=alt.Y("measured:Q", scale=scale), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~g")]
+            y=alt.Y("measured:Q", scale=scale), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~r")]
         )
     )
-    return finished(alt.layer(band, middle, measured).properties(height=170), dark)
+    return finished(alt.layer(band, middle, measured), dark, height=170)
 
 
 def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
@@ -71,4 +71,4 @@ def better_left(chances: Sequence[float], *, dark: bool) -> Figure:
         .mark_rule(color=paper(dark).quiet, strokeDash=[4, 3])
         .encode(y=alt.Y("chance:Q"))
     )
-    return finished(alt.layer(line, stop).properties(height=220), dark)
+    return finished(alt.layer(line, stop), dark, height=220)

@@ -84,12 +84,7 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
     kept = harmless(name)
     place = folder()
     path = place / f"{kind}-{digest}-{kept}"
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(
-            f"{name} is not text", why=str(error)[:120], remedy="upload the text itself, as UTF-8"
-        ) from error
+    text = text_of(name, content)
     existed = path.is_file()
     codec.write_text(path, text)
     try:
@@ -101,6 +96,15 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
     for old in sorted(stored("cluster") + stored("model"), key=lambda u: -u.path.stat().st_mtime)[MAX_FILES:]:
         old.path.unlink(missing_ok=True)
     return Upload(kind=kind, name=kept, digest=digest, path=path)
+
+
+def text_of(name: str, content: bytes) -> str:
+    """Return the text of an uploaded file. Raises BadInput."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        why = f"byte {error.start + 1} is not UTF-8"
+        raise BadInput(f"{name} is not text", why=why, remedy="upload the text itself, as UTF-8") from error
 
 
 def harmless(name: str) -> str:

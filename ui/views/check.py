@@ -58,7 +58,8 @@ def _given() -> tuple[str, str]:
     """Return the text and the name of the configuration that was dropped or pasted."""
     file = st.file_uploader("A configuration", key="check_file", max_upload_size=uploads.MAX_BYTES // MIB)
     if file is not None:
-        return file.getvalue().decode("utf-8-sig", errors="replace"), uploads.harmless(file.name)
+        name = uploads.harmless(file.name)
+        return uploads.text_of(name, file.getvalue()), name
     pasted = str(st.text_area("Or its text", key="check_text", height=140) or "")
     return pasted, f"pasted{_suffix(pasted)}"
 
@@ -110,7 +111,7 @@ def _answer(found: JsonObject, name: str) -> None:
         _serving_figures(found["estimate"])
     else:
         estimate = codec.convert(found["estimate"], Estimate, where="estimate", others=True)
-        panels.figures(panels.estimate_figures(estimate, "Step as it is"))
+        panels.figures(panels.estimate_figures(estimate, step_label="Step as it is"))
     changes, best = found["changes"], found["best"]
     if changes:
         panels.section("The one change that gains most", panels.plain(changes[0]["what"]))

@@ -45,7 +45,7 @@ def show(question: state.Inputs) -> None:
         f"#{ranked.rank} · **{panels.plain(plan_words.plan_chips(ranked.plan))}** ·"
         f" {panels.plain(plan_words.plan_settings(ranked.plan))}"
     )
-    panels.figures(panels.estimate_figures(ranked.estimate), data.nearest_published(question))
+    panels.figures(panels.estimate_figures(ranked.estimate, ranked.plan), data.nearest_published(question))
     if ranked.lost_because == saved_plans.OWN:
         st.button("Remove it", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:

@@ -99,7 +99,7 @@ def _detail(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     panels.section(
         f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
     )
-    panels.figures(panels.estimate_figures(estimate), data.nearest_published(question))
+    panels.figures(panels.estimate_figures(estimate, ranked.plan), data.nearest_published(question))
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",

@@ -109,7 +109,7 @@ def show(question: state.Inputs) -> None:
                 width="stretch",
             )
     panels.assumed(result.assumed)
-    rests_on = basis_lines(best, chosen.method, result.question.cluster, chosen.plan.gpus)
+    rests_on = basis_lines(best, chosen.method, result.question, chosen.plan.gpus)
     st.caption("  \n".join(_basis(line) for line in rests_on))
     st.caption(_about(result))
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
@@ -120,7 +120,7 @@ def _figures(result: SearchResult, near: panels.Near | None) -> None:
     best, search = result.plans[0].estimate, result.search
     panels.figures(
         [
-            *panels.estimate_figures(best, "Best step"),
+            *panels.estimate_figures(best, result.plans[0].plan, "Best step"),
             (
                 "Legal plans",
                 f"{search.legal:,}",

@@ -32,12 +32,15 @@ _MICRO, _EACH = (
     for name in ("pp_microbatch_size", "layers_per_stage")
 )
 _TYPE = "model.torch_dtype"
+_RESHARD, _OFFLOAD = f"{_D}reshard_after_forward", f"{_D}offload_policy._target_"
 
 
 def _read_shard(settings: Settings, facts: Facts) -> Facts:
     others = facts["tp"] * facts["cp"] * facts["pp"] * facts["dp_replicate"]
     if facts["gpus"] % others:
         raise BadInput(f"{facts['gpus']} GPUs are not a multiple of the other degrees, {others}")
+    if str(settings.get(f"{_D}strategy")).lower() == "ddp":
+        return {"dp_replicate": facts["gpus"], "dp_shard": 1, "zero_stage": None, "sequence_parallel": False}
     parallel = facts["tp"] > 1 and truth(settings, f"{_D}sequence_parallel")
     return {"dp_shard": facts["gpus"] // others, "zero_stage": None, "sequence_parallel": parallel}
 
@@ -79,6 +82,17 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
     return types(stored, "bfloat16", "float32")
 
 
+def _read_reshard(settings: Settings, facts: Facts) -> Facts:
+    if facts["dp_shard"] == 1 or settings.get(_RESHARD) is None:
+        return {"reshard_after_forward": None}
+    return {"reshard_after_forward": truth(settings, _RESHARD)}
+
+
+def _read_offload(settings: Settings, _: Facts) -> Facts:
+    away = str(settings.get(_OFFLOAD) or "").endswith("CPUOffloadPolicy")
+    return {"offload": "parameters" if away else "none"}
+
+
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
     name = str(settings.get("optimizer._target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
     if name == "muon":
@@ -92,13 +106,15 @@ TABLE: Table = (
     degree(f"{_D}pp_size", "pp"),
     degree(f"{_D}ep_size", "ep"),
     degree(f"{_D}dp_replicate_size", "dp_replicate"),
-    Entry(keys=(f"{_D}dp_size", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
+    Entry(keys=(f"{_D}dp_size", f"{_D}strategy", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
     Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
     in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
     Entry(keys=(*_MICRO, *_EACH), write=lambda _: {}, read=_read_pipelined),
     length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
     Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
     Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
+    Entry(keys=(_RESHARD,), write=lambda _: {}, read=_read_reshard),
+    Entry(keys=(_OFFLOAD,), write=lambda _: {}, read=_read_offload),
     Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
     compiled("compile.enabled"),
     AUTOMODEL,
@@ -123,6 +139,6 @@ FORMAT = YamlFormat(
     harmless=(
         r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
         r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"
-        r"|distributed\.pipeline\..*|distributed\.(_target_|strategy|use_hf_tp_plan|defer_\w+)"
+        r"|distributed\.pipeline\..*|distributed\.(_target_|use_hf_tp_plan|defer_\w+)"
     ),
 )

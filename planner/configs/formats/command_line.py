@@ -29,6 +29,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
+LISTS = re.compile(r"-(modules|scope)$")  # flags that take several names, as --recompute-modules
 ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
 MOST_OF_A_SUM = 200  # characters
 HELD = re.compile(r"""\b(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
@@ -171,15 +172,19 @@ class CommandLine(Document):
                 continue
             index += 1
             last, values = following, [following.text]
-            while takes and index < len(self.words) and self._beside(last, self.words[index]):
+            while takes and index < len(self.words) and self._beside(name, last, self.words[index]):
                 last = self.words[index]
                 values.append(last.text)
                 index += 1
             self._keep(Flag(name, word.start, last.end, following.start, last.end), " ".join(values))
 
-    def _beside(self, before: Word, word: Word) -> bool:
-        """Return whether a word is one more value: a number on the same line, as of --rampup-batch-size."""
+    def _beside(self, name: str, before: Word, word: Word) -> bool:
+        """Return whether a word is one more value: a number on the same line, as of --rampup-batch-size, or one more
+        name of a list.
+        """
         blank = self._plain[before.end : word.start]
+        if LISTS.search(name):
+            return blank != "" and re.fullmatch(r"[a-z]\w*", word.text) is not None
         return blank != "" and not blank.strip(" \t") and re.fullmatch(r"[\d.]+", word.text) is not None
 
     def _keep(self, flag: Flag, value: str | None) -> None:
@@ -230,7 +235,7 @@ class CommandLine(Document):
         return text
 
     def _added(self, key: str, value: Any) -> str:
-        return key if value is True else f"{key} {_word(value)}"
+        return key if value is True else f"{key} {_words(key, value)}"
 
     def _edit(self, flag: Flag, value: Any) -> tuple[int, int, str]:
         if value is None or value is False:
@@ -247,8 +252,8 @@ class CommandLine(Document):
             if not REFERENCE.search(assigned.text):
                 return assigned.start, assigned.end, _word(value)
         if flag.value_start == flag.start:
-            return flag.start, flag.end, f"{flag.name} {_word(value)}"
-        return flag.value_start, flag.value_end, _word(value)
+            return flag.start, flag.end, f"{flag.name} {_words(flag.name, value)}"
+        return flag.value_start, flag.value_end, _words(flag.name, value)
 
     def _removed(self, flag: Flag) -> tuple[int, int, str]:
         """Return the edit that takes out a flag, with its line where nothing else stands on it."""
@@ -321,6 +326,11 @@ class Overrides(CommandLine):
 
     def edited(self, changes: Settings) -> str:
         return super().edited({key: str(value) if isinstance(value, bool) else value for key, value in changes.items()})
+
+
+def _words(flag: str, value: Any) -> str:
+    """Return a value of a flag as a shell takes it: the names of a list one by one."""
+    return " ".join(map(_word, value)) if isinstance(value, list) and LISTS.search(flag) else _word(value)
 
 
 def _word(value: Any) -> str:

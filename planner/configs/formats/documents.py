@@ -24,7 +24,7 @@ MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
 MAX_BRACKETS = 2 * MAX_DEPTH  # some stand in texts
 MAX_KEYS = 20_000
-MAX_PARTS = 5 * MAX_KEYS
+MAX_PARTS = 2 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
 
 Settings = dict[str, Any]  # values by key, as a format has them

@@ -17,6 +17,7 @@ _TUNE = {ACTIVATION_OFFLOAD: "enable_activation_offloading", OPTIMIZER_IN_BACKWA
 _IN_PIECES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
 
 _LIGER, _LOSS, _AWAY = "use_liger_kernel", "loss_type", "activation_offloading"
+_FACTORY_LIGER = "enable_liger_kernel"  # LLaMA-Factory hparams/model_args.py
 _OFFLOAD = "gradient_checkpointing_kwargs.offload"
 TRL_KEYS = frozenset({_LOSS, _AWAY, "assistant_only_loss", "completion_only_loss"})  # that TRL's trainers have alone
 
@@ -51,7 +52,7 @@ def _write_tune(facts: Facts) -> Settings:
 
 def _read_trainer(settings: Settings) -> Iterable[str]:
     """Plain TrainingArguments, or TRL's, whose loss is in pieces unless Liger's kernel or another loss is asked for."""
-    liger, trl = _on(settings, _LIGER), bool(TRL_KEYS & settings.keys())
+    liger, trl = _on(settings, _LIGER) or _on(settings, _FACTORY_LIGER), bool(TRL_KEYS & settings.keys())
     loss = settings.get(_LOSS) or ("nll" if liger or not trl else "chunked_nll")
     if loss == "chunked_nll":
         yield CHUNKED_LOSS
@@ -77,7 +78,7 @@ def _read_axolotl(settings: Settings) -> Iterable[str]:
 
 
 TORCHTUNE = _entry(_read_tune, _write_tune, _TUNE_LOSS, *_TUNE.values())
-TRAINER = _entry(_read_trainer, _write_trainer, _LIGER, _LOSS, _AWAY, _OFFLOAD, said=True)
+TRAINER = _entry(_read_trainer, _write_trainer, _LIGER, _FACTORY_LIGER, _LOSS, _AWAY, _OFFLOAD, said=True)
 AXOLOTL = _entry(
     _read_axolotl, lambda facts: {_AXOLOTL_LOSS: LINEAR_LOSS in facts["savers"]}, _AXOLOTL_LOSS, _AXOLOTL_AWAY
 )

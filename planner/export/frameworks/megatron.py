@@ -65,7 +65,7 @@ def parallel_flags(job: ExportJob) -> Settings:
 def flag_words(flags: Settings) -> list[str]:
     words: list[str] = []
     for flag, value in flags.items():
-        words += [flag] if value is True else [flag, str(value)]
+        words += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
     return words
 
 

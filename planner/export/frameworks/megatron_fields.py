@@ -26,7 +26,8 @@ from planner.export.mapping import (
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
 from simulator.pipeline.stages import counted_ends, needs_layout, stage_layers
-from simulator.runtimes.library import RECOMPUTE_SYNONYMS, are_modules, runtime_spec
+from simulator.runtimes.called import RECOMPUTE_SYNONYMS
+from simulator.runtimes.library import are_modules, runtime_spec
 from simulator.runtimes.parts import MODULES
 from topology.errors import BadInput
 
@@ -317,7 +318,7 @@ def _write_recompute(facts: Facts) -> Settings:
     if mode == "selective":
         return {_RECOMPUTE[0]: "selective"}
     modules = are_modules(mode, runtime_spec("megatron-lm"))
-    return {_RECOMPUTE[0]: "selective", _MODULES: mode.replace(MODULES, " ")} if modules else {}
+    return {_RECOMPUTE[0]: "selective", _MODULES: mode.split(MODULES)} if modules else {}
 
 
 def _read_recompute(settings: Settings, facts: Facts) -> Facts:

@@ -1,8 +1,9 @@
 """Files of tools that tune models, with adapters or without: torchtune, axolotl, LLaMA-Factory, NeMo AutoModel.
 
-Keys: recipes/configs/llama3_1/8B_{full,lora,qlora}*.yaml of torchtune 0.6; src/axolotl/utils/schemas of axolotl 0.12;
-examples/train_{full,lora,qlora} and hparams/ of LLaMA-Factory 0.9; examples/llm_finetune and components/_peft/lora.py
-of NeMo AutoModel. `planner.configs.formats` reads the same keys. What no key says is refused by name.
+Keys: recipes/configs/llama3_1/8B_{full,lora,qlora}*.yaml of torchtune 0.6 (@bd2a0fc7); src/axolotl/utils/schemas of
+axolotl 0.18 (@067b021c), and what its validation.py refuses; hparams/ of LLaMA-Factory 0.9 (@ff6d4d12) with
+TrainingArguments of transformers 5.3; recipes/, components/distributed/config.py and components/_peft/lora.py of NeMo
+AutoModel (@36044ad3). `planner.configs.formats` reads the same keys. What no key says is refused by name.
 """
 
 from __future__ import annotations
@@ -74,6 +75,16 @@ def _optimizer(job: ExportJob, title: str, words: dict[str, str]) -> str:
     name = job.question.runtime.optimizer
     _refuse_others(title, "the optimizer", [name], words)
     return words[name]
+
+
+def _replicas_alone(plan: Plan, title: str) -> bool:
+    """Return whether ranks are replicas. Raises Infeasible next to a mesh of other axes, which shards."""
+    replicas = plan.dp_shard == 1 and plan.dp_replicate > 1
+    if replicas and plan.tp * plan.cp > 1:
+        raise Infeasible(
+            f"{title} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
+        )
+    return replicas
 
 
 def _packed(adapter: Adapter | None) -> bool:
@@ -157,21 +168,19 @@ def write_torchtune(job: ExportJob) -> Draft:
 # --- Hugging Face's trainers ------------------------------------------------------------------------------------------
 
 
-def _sharded(plan: Plan) -> Settings:
-    """Return accelerate's keys of FSDP2 inside a trainer's file."""
-    return {
-        "fsdp_config.reshard_after_forward": plan.reshard_after_forward is not False,
-        "fsdp_config.offload_params": plan.offload == "parameters",
-        "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    }
-
-
 def write_axolotl(job: ExportJob) -> Draft:
     """Return axolotl's file, which `axolotl train` starts under accelerate."""
-    title, adapter = "axolotl 0.12", job.question.runtime.adapter
+    title, adapter = "axolotl 0.18", job.question.runtime.adapter
     axes = ("dp_replicate", "dp_shard", "tp", "cp")
-    job, left_out = _written(job, title, axes, (LINEAR_LOSS, ACTIVATION_OFFLOAD))
+    away = (ACTIVATION_OFFLOAD,) if job.plan.recompute != "none" else ()  # which it has with checkpoints alone
+    job, left_out = _written(job, title, axes, (LINEAR_LOSS, *away))
     plan, runtime = job.plan, job.question.runtime
+    _replicas_alone(plan, title)
+    words = {**HUGGING_FACE}
+    if plan.tp > 1:
+        words = {name: word for name, word in words.items() if not word.endswith("8bit")}
+    elif plan.dp_shard > 1:  # bitsandbytes' does not run on DTensors; torchao's does
+        words["adamw8bit"] = "adamw_torch_8bit"
     settings: Settings = {
         "base_model": hub_name(job.question.model.name),
         "sequence_len": job.question.workload.seq_len,
@@ -179,15 +188,23 @@ def write_axolotl(job: ExportJob) -> Draft:
         "gradient_accumulation_steps": job.micro_batches,
         "gradient_checkpointing": plan.recompute == "full",
         "bf16": runtime.compute_dtype == "bfloat16",
-        "optimizer": _optimizer(job, title, HUGGING_FACE),
+        "optimizer": _optimizer(job, title, words),
         "torch_compile": bool(runtime.compile),
     }
+    settings |= {"gradient_checkpointing_kwargs.use_reentrant": False} if plan.recompute == "full" else {}
     settings |= {"tensor_parallel_size": plan.tp} if plan.tp > 1 else {}
     if plan.sequence_parallel and plan.tp > 1:
         left_out.append("sequence parallelism: transformers' plan of each model says where it is used")
-    settings |= {"context_parallel_size": plan.cp} if plan.cp > 1 else {}
+    if plan.cp > 1:  # asks for flash-attn's own kernels
+        settings |= {"context_parallel_size": plan.cp, "attn_implementation": "flash_attention_2"}
     if plan.dp_shard > 1:
-        settings |= {"fsdp_version": 2, "dp_shard_size": plan.dp_shard, **_sharded(plan)}
+        settings |= {
+            "fsdp_version": 2,
+            "dp_shard_size": plan.dp_shard,
+            "fsdp_config.reshard_after_forward": plan.reshard_after_forward is not False,
+            "fsdp_config.offload_params": plan.offload == "parameters",
+            "fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        }
         settings |= {"dp_replicate_size": plan.dp_replicate} if plan.dp_replicate > 1 else {}
     if adapter:
         every = trained_modules(adapter, title)
@@ -226,12 +243,16 @@ def write_factory(job: ExportJob) -> Draft:
         "bf16": runtime.compute_dtype == "bfloat16",
         "optim": _optimizer(job, title, HUGGING_FACE),
         "torch_compile": bool(runtime.compile),
-        "use_liger_kernel": LINEAR_LOSS in _savers_of(runtime),
+        "enable_liger_kernel": LINEAR_LOSS in _savers_of(runtime),
+        "disable_gradient_checkpointing": plan.recompute == "none",
+        "use_reentrant_gc": False,
     }
-    settings |= {"disable_gradient_checkpointing": True} if plan.recompute == "none" else {}
-    settings |= (
-        {"fsdp": "full_shard auto_wrap", "fsdp_config.version": 2, **_sharded(plan)} if plan.dp_shard > 1 else {}
-    )
+    if plan.dp_shard > 1:
+        settings |= {
+            "fsdp": "full_shard auto_wrap" + (" offload" if plan.offload == "parameters" else ""),
+            "fsdp_config.version": 2,
+            "fsdp_config.reshard_after_forward": plan.reshard_after_forward is not False,
+        }
     if adapter:
         settings |= {
             "lora_rank": adapter.rank,
@@ -247,42 +268,49 @@ def write_factory(job: ExportJob) -> Draft:
 
 
 def write_automodel(job: ExportJob) -> Draft:
-    """Return AutoModel's file, for its FSDP2."""
+    """Return AutoModel's file, for its FSDP2 or, where nothing is sharded, DDP: its mesh asks for some shards."""
     title, adapter = "NeMo AutoModel", job.question.runtime.adapter
     job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
     plan, runtime = job.plan, job.question.runtime
-    if plan.dp_shard > 1 and plan.reshard_after_forward is False:
-        left_out.append("parameters that stay gathered after the forward pass: a key of its FSDP2 says that nowhere")
-    if plan.offload != "none":
-        raise Infeasible(f"{title} has no key for parameters in host memory", remedy="plan with --offload none")
-    local = plan.micro_batch_size
+    if plan.dp_shard > 1 and runtime.reduce_dtype != "float32":
+        left_out.append(f"gradients reduced in {runtime.reduce_dtype}: its FSDP2 reduces them in float32")
+    replicas = _replicas_alone(plan, title)
     settings: Settings = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "model._target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "model.pretrained_model_name_or_path": hub_name(job.question.model.name),
         "model.torch_dtype": {"bfloat16": "bf16"}.get(runtime.param_dtype, runtime.param_dtype),
-        "step_scheduler.local_batch_size": local,
+        "step_scheduler.local_batch_size": plan.micro_batch_size,
         "step_scheduler.global_batch_size": job.question.workload.global_batch_size,
         "packed_sequence.packed_sequence_size": job.question.workload.seq_len,
-        "distributed.strategy": "fsdp2",
-        "distributed.dp_replicate_size": plan.dp_replicate,
+        "distributed.strategy": "ddp" if replicas else "fsdp2",
         "distributed.tp_size": plan.tp,
         "distributed.cp_size": plan.cp,
-        "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
         "distributed.activation_checkpointing": plan.recompute == "full",
         "optimizer._target_": _optimizer(job, title, TORCH),
         "compile.enabled": bool(runtime.compile),
     }
+    if not replicas:
+        settings |= {
+            "distributed.dp_replicate_size": plan.dp_replicate,
+            "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
+        }
+    if plan.dp_shard > 1:
+        settings |= {"distributed.reshard_after_forward": plan.reshard_after_forward is not False}
+    if plan.offload == "parameters":
+        settings |= {"distributed.offload_policy._target_": "torch.distributed.fsdp.CPUOffloadPolicy"}
     if adapter:
         settings |= {
             "peft._target_": "nemo_automodel.components._peft.lora.PeftConfig",
             "peft.target_modules": sorted(trained_modules(adapter, title)),
             "peft.dim": adapter.rank,
             "peft.dropout": adapter.dropout,
+            "peft.dropout_position": "pre",  # of what adapters read, as it is costed; else of what they give
             "peft.use_dora": adapter.kind == DORA,
         }
         settings |= {"quantization.load_in_4bit": True} if _packed(adapter) else {}
-    return _draft(job, settings, left_out, ["automodel", "automodel.yaml"], "dataset of the tool's own example")
+    ranks = f"--nproc-per-node={min(plan.gpus, job.question.cluster.gpus_per_node)}"
+    return _draft(job, settings, left_out, ["automodel", "automodel.yaml", ranks], "dataset of the tool's own example")
 
 
 def _target(name: str, version: str, title: str, file: str, write: Callable[[ExportJob], Draft]) -> Target:
@@ -291,7 +319,7 @@ def _target(name: str, version: str, title: str, file: str, write: Callable[[Exp
 
 TUNING: tuple[Target, ...] = (
     _target("torchtune", "0.6", "torchtune", "torchtune.yaml", write_torchtune),
-    _target("axolotl", "0.12", "axolotl", "axolotl.yaml", write_axolotl),
+    _target("axolotl", "0.18", "axolotl", "axolotl.yaml", write_axolotl),
     _target("llama-factory", "0.9", "LLaMA-Factory", "llama_factory.yaml", write_factory),
     _target("automodel", "2025", "NeMo AutoModel", "automodel.yaml", write_automodel),
 )

@@ -69,6 +69,9 @@ def nested(settings: JsonObject) -> JsonObject:
     """Return dotted keys as sections of a document."""
     document: JsonObject = {}
     for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[name] = value
+        *sections, name = key.split(".")
+        inside = document
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
     return document

@@ -19,6 +19,7 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
+from simulator.runtimes.called import called
 from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
 from topology.codec import JsonObject
@@ -57,6 +58,7 @@ def find_target(text: str, wanted: str | None = None) -> Target:
     name, _, stated = text.partition("@")
     bare = name.strip().lower()
     bare = ALIASES.get(bare, bare)
+    bare = bare if any(target.name == bare for target in ALL_TARGETS) else called(bare)[0]
     tuned = any(target.name == bare for target in TUNING)
     if not tuned and is_described(bare) and runtime_spec(bare).tools.export != ToolsSpec().export:
         bare = runtime_spec(bare).tools.export

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.plan_space.candidates import PIPELINE_FIELDS
 from planner.search.plan_space.collected import ListedTies, Threshold, tie_groups
 from planner.search.plan_space.screened import (
     PLANS_AT_ONCE,
@@ -45,9 +46,9 @@ from topology.errors import Unproved
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
-# How much above the limit of plans to list bounds are walked, relative, once plans of the list were rejected: the next
-# rejections raise it.
-AHEAD = 0.03
+# How much above the limit of plans to list bounds are walked, relative, once plans of the list were rejected, and how
+# many at once: the next rejections raise it.
+AHEAD, PLANS_AHEAD = 0.03, 256
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
 # stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
 NEAR_LIST = 0.07
@@ -101,7 +102,8 @@ class BestFirst:
 
     `objective` is time, memory or pareto (the plans that no other beats in both). With `one_per_grid` the `keep` best
     have different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come
-    near the list are returned as well, among them those that need up to that many times the memory there is.
+    near the list are returned as well, among them those that need up to that many times the memory there is; bounds of
+    the `nearest` of them are close, of all where that is None.
 
     Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `step` is
     the step of a plan that was costed, infinite before, and where the plan does not fit.
@@ -119,9 +121,11 @@ class BestFirst:
         deadline: float | None = None,
         progress: Progress | None = None,
         nearly: float = 1.0,
+        nearest: int | None = None,
     ) -> None:
         bounds = screened.bounds
-        self.screening, self.screened, self.bounds, self.nearly = screening, screened, bounds, nearly
+        self.screening, self.screened, self.bounds = screening, screened, bounds
+        self.nearly, self.nearest = nearly, nearest
         self.variants, self.grid = bounds.variants, bounds.grid
         self.objective, self.report = objective, progress or ignore
         self.deadline, self.expired = deadline, expiry(deadline)
@@ -178,8 +182,9 @@ class BestFirst:
                 break
             limits = self.threshold.of(self.grid[rows])
             if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
-                most_s = float(limits.max()) * (1 + AHEAD * again)
-                self.bounds.walk(self._ahead() if again else rows, most_s)
+                self.bounds.walk(
+                    np.union1d(rows, self._ahead()) if again else rows, float(limits.max()) * (1 + AHEAD * again)
+                )
                 self.left = self._in_order(self.left)
             else:
                 self._cost_by_table(self._leading(rows[:size]))
@@ -212,8 +217,9 @@ class BestFirst:
         return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
 
     def _ahead(self) -> Rows:
-        """Return the plans that may be listed now or when some of those before them are rejected."""
-        return self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + AHEAD)]
+        """Return the next plans that may be listed now or when some of those before them are rejected."""
+        ahead = self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + AHEAD)]
+        return ahead[:PLANS_AHEAD]
 
     def _leading(self, rows: Rows) -> Rows:
         """Return of promising plans, lowest bound first, those through the table of the first of their grid, where one
@@ -276,9 +282,16 @@ class BestFirst:
                 break
 
     def _cost(self, rows: Rows) -> None:
-        self.bounds.account(rows)
+        self.bounds.account(rows, self._alike(rows))
         self.costed[rows] = True
         self._add(rows)
+
+    def _alike(self, rows: Rows) -> Rows:
+        """Return the next plans that may be listed, or may be soon, and go through the same schedule tables as some."""
+        if self.objective != "time":
+            return rows[:0]
+        near = self._ahead()
+        return near[np.isin(self.schedule_table[near], self.schedule_table[rows])]
 
     def _add(self, rows: Rows) -> None:
         """Take note of plans that were costed."""
@@ -298,17 +311,29 @@ class BestFirst:
     def _near_pipelines(self, near_misses: tuple[PlanColumns, Floats]) -> tuple[PlanColumns, Floats]:
         """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
-        # Bounds that do not depend on what was costed together, as pipelines are tried in their order.
-        bounds = self.bounds
-        fitting = self.within[(self.variants.pp[self.within] > 1) & (bounds.summed[self.within] <= limit_s)]
-        fitting_s = bounds.summed[fitting]
-        if np.isfinite(limit_s) and not self.expired() and len(fitting):
-            fitting_s = bounds.by_schedule(fitting, limit_s)
-            fitting, fitting_s = fitting[fitting_s <= limit_s], fitting_s[fitting_s <= limit_s]
-        columns, bound_s = near_misses
-        missing = np.nonzero(bound_s <= limit_s)[0]
+        fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
+        columns, missing_s = near_misses
+        missing = np.nonzero(missing_s <= limit_s)[0]
         near = concatenate([self.variants.take(fitting), columns.take(missing)])
-        return near, np.concatenate([fitting_s, bound_s[missing]])
+        near_s = np.concatenate([self.step_bound[fitting], missing_s[missing]])
+        if np.isfinite(limit_s) and not self.expired():
+            same = distinct(*(getattr(near, name) for name in (*PIPELINE_FIELDS, "recompute")))[1]
+            while len(rough := self._rough(near_s, same, fitting)):
+                self.bounds.walk(fitting[rough], limit_s)
+                near_s[rough] = self.step_bound[fitting[rough]]
+            near, near_s = near.take(np.nonzero(near_s <= limit_s)[0]), near_s[near_s <= limit_s]
+        return near, near_s
+
+    def _rough(self, near_s: Floats, same: Rows, fitting: Rows) -> Rows:
+        """Return which of the `fitting` rows may be among the nearest pipelines, `same` ones being one, and have bounds
+        that are not close yet.
+        """
+        order = np.argsort(near_s, kind="stable")
+        firsts = np.sort(np.unique(same[order], return_index=True)[1])
+        some = order[: firsts[self.nearest]] if self.nearest is not None and self.nearest < len(firsts) else order
+        some = some[some < len(fitting)]
+        rough: Rows = some[~self.bounds.walked[fitting[some]]]
+        return rough
 
     def _undominated(self, rows: Rows) -> Rows:
         """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""

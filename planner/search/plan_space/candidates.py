@@ -34,6 +34,8 @@ from topology.time_limit import check_time
 
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
+# The fields of a pipeline, without those that its stages may differ in.
+PIPELINE_FIELDS = (*NODE_FIELDS, "cp_method", "reshard_after_forward")
 # Fields whose values a search tries unless they are stated.
 SEARCHED = (
     *(*MESH_AXES, "ep", "etp", "virtual_stages", "micro_batch_size"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import nextafter
 from time import monotonic
 
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
@@ -30,20 +31,22 @@ def explore(
 ) -> Explored:
     """Return every plan that could be among those to list, all of which have been judged.
 
-    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn: of
-    plans that may fit by time, one rank shows most of what they cost, and all ranks are replayed of those alone that
-    would still be listed.
+    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn: by
+    time, one rank shows most of what plans cost, and all ranks are replayed of those alone that would still be listed.
     `tell` receives what there is before each turn.
     When the time is over, those are returned that have been judged by then. Where none has, the first are, until one
     fits; Unproved is raised where none does for GRACE_S.
     """
     end = None if search.deadline is None else search.deadline + GRACE_S
     bounds, cluster = search.bounds, search.screening.scenario.cluster
-    costs_first = search.objective == "time" and not search.screening.sure
+    costs_first, sure = search.objective == "time", search.screening.sure
     while True:
         found = search.run()
         if tell is not None:
             tell(found)
+        if _ruled_out(search, found, replays):
+            search.judged()
+            continue
         rows, late = [int(found.rows[row]) for row in listed(found)], search.expired()
         judged = bounds.judged[found.rows]
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
@@ -53,16 +56,28 @@ def explore(
             raise ended()
         plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
         with suppress(Unproved):
-            replays.look_ahead(plans)
+            replays.look_ahead(plans, sure)
         # A replay that the end of the time cuts short shows nothing: what was judged before is the answer.
         with suppress(Unproved), until(end):
             for row, plan in zip(unknown, plans, strict=True):
                 if row != unknown[0] and search.expired():
                     break
                 memory = replays[plan]
-                if late or not (costs_first and bounds.costs_more(row, memory)):
-                    bounds.judge(row, memory, search.screening.sure)
+                if late or not (costs_first and bounds.costs_more(row, memory, sure)):
+                    bounds.judge(row, memory, sure)
         search.judged()
+
+
+def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
+    """Return whether plans that were less sure to fit than was asked before are less than is asked now, too: they stand
+    for no others.
+    """
+    bounds, cluster, sure = search.bounds, search.screening.scenario.cluster, search.screening.sure
+    out = False
+    for row in found.rows[bounds.doubted(found.rows)] if sure and not search.expired() else ():
+        if not replays[plan_of_row(bounds.variants, int(row), cluster)].may_be(sure):
+            bounds.fit_probability[row], out = nextafter(sure, 0.0), True
+    return out
 
 
 def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
 from planner.search.plan_space.collected import Collected
+from simulator.analytical.account import walked_together
 from simulator.bounds.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct, words
 from simulator.columns.plan_table import Floats
@@ -88,7 +89,6 @@ class StepBounds:
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, screened.nodes.columns))
-        self.summed = self.step_bound.copy()  # those that follow no clock
         self._parts, self._any_bounded = list(batches_of(len(variants))), False
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
@@ -97,6 +97,10 @@ class StepBounds:
     def may_fit(self, screening: Screening) -> NDArray[np.bool_]:
         """Return which variants fit by all that is known of them."""
         return (least_bytes(screening, self.held) <= screening.limit_bytes) & (self.fit_probability >= screening.sure)
+
+    def doubted(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which of some variants were found to be less sure to fit than was asked, and not judged since."""
+        return np.asarray((self.fit_probability[rows] < 1.0) & ~self.judged[rows])
 
     def judge(self, row: int, memory: PlanMemory, sure: float) -> None:
         """Take note of what a variant's replay shows; where that is less than `sure` to fit, of nothing else."""
@@ -109,35 +113,36 @@ class StepBounds:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
             self.flush_s[row] = memory.flush_s
 
-    def costs_more(self, row: int, memory: PlanMemory) -> bool:
-        """Take note of what flushes cost a variant at least that may fit, by the ranks that have been replayed; return
-        whether that is more than was known.
+    def costs_more(self, row: int, memory: PlanMemory, sure: float) -> bool:
+        """Take note of what flushes cost a variant at least that may be `sure` to fit, by the ranks that have been
+        replayed; return whether that is more than was known.
         """
+        if sure and not memory.may_be(sure):
+            return False
         known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_flush_s)
         return bool(self.flush_s[row] > known)
 
-    def account(self, rows: Rows) -> None:
-        """Account for those of some variants that have not been."""
+    def account(self, rows: Rows, alike: Rows) -> None:
+        """Account for those of some variants that have not been, and for those `alike` that are walked with them."""
         rows = rows[~self.accounted[rows]]
-        if len(rows):
-            some = self.screening.plans(self.table.take(rows), self.shared, rows)
-            self.step_s[rows] = some.step_s()
-            self.accounted[rows] = True
+        if not len(rows):
+            return
+        both = np.union1d(rows, alike[~self.accounted[alike]])
+        some = self.screening.plans(self.table.take(both), self.shared, both)
+        if len(both) > len(rows):
+            asked, together = np.isin(both, rows), walked_together(some.table, some.context)
+            both = both[np.sort(np.concatenate([group for group in together if asked[group].any()]))]
+            some = self.screening.plans(self.table.take(both), self.shared, both)
+        self.step_s[both] = some.step_s()
+        self.accounted[both] = True
 
     def walk(self, rows: Rows, limit_s: float) -> None:
         """Raise the bounds of some variants to what their schedules' tables show; above a limit roughly."""
         rows = rows[~self.walked[rows]]
-        if not len(rows):
-            return
-        self.step_bound[rows] = np.maximum(self.by_schedule(rows, limit_s), self.step_bound[rows])
-        self.walked[rows] = True
-
-    def by_schedule(self, rows: Rows, limit_s: float) -> Floats:
-        """Return the bounds that schedules' tables show of some variants together, above a limit roughly: what they
-        are depends on the variants that are asked for with them.
-        """
-        some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        return np.asarray(np.maximum(some.at_least_by_schedule_s(limit_s), self.summed[rows]))
+        if len(rows):
+            some = self.screening.plans(self.table.take(rows), self.shared, rows)
+            self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(limit_s), self.step_bound[rows])
+            self.walked[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
         """Bound what has not been bounded yet, until the time is over; of none bounded the first part all the same."""
@@ -145,7 +150,6 @@ class StepBounds:
             part = self._parts.pop(0)
             some = self.screening.plans(self.table.take(part), self.shared, part)
             self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
-            self.summed[part] = self.step_bound[part]
             self._any_bounded = True
             report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.branch_and_bound import Explored
-from planner.search.plan_space.candidates import NODE_FIELDS, Nodes
+from planner.search.plan_space.candidates import PIPELINE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import cost_blocks
@@ -30,11 +30,6 @@ from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
 from topology.errors import Unproved
 
-PIPELINE_FIELDS = (
-    *NODE_FIELDS,
-    "cp_method",
-    "reshard_after_forward",
-)  # the fields of a pipeline, without those that its stages may differ in
 MAX_SOLVED = 8  # pipelines whose stages are assigned
 MAX_TRIED = 24  # pipelines examined; those with no assignment that fits do not count as assigned
 MAX_ROOM_TRIES = 4  # assignments of a pipeline that are replayed, until one of them fits

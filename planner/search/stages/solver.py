@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from planner.search.stages.options import CostedPlans, Ints, Pipeline, RankOptions, build_pipeline, stage_freedom
 from simulator.analytical.account import account_assignments
-from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
@@ -90,7 +89,6 @@ def solve_stages(
         return StageSolution(
             plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), accounted=accounted, has_room=has_room
         )
-    step_s = float(estimate_plans(screening.scenario, [best]).step_s[0])
     return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s), accounted=accounted)
 
 

@@ -126,6 +126,12 @@ class Jobs:
             kept = [Artifact(name=one.name, sha256=one.sha256, bytes=one.bytes) for one in wrote]
         return {**row, "artifacts": kept}
 
+    def states(self, jobs: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return the state and the progress of some jobs."""
+        asked = select(JOBS.c.id, JOBS.c.state, JOBS.c.progress).where(JOBS.c.id.in_(jobs))
+        with self._reading.connect() as connection:
+            return {job: (state, progress) for job, state, progress in connection.execute(asked)}
+
     def is_cancelled(self, job: str) -> bool:
         """Return whether a job was cancelled."""
         with self._reading.connect() as connection:

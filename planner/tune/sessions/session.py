@@ -19,6 +19,7 @@ from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
 from simulator.legality.frameworks import framework_named
+from simulator.legality.networks import torchtitan_family
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
 from topology.health.diagnose import Health, diagnose
@@ -200,8 +201,10 @@ def cut_short(state: State) -> list[Trial]:
 
 
 def require_device(request: TuningRequest) -> None:
-    """Raise PlannerError where a state's trials cannot be made on this machine at all."""
+    """Raise PlannerError where a state's trials cannot be made on this machine at all, whatever the plan."""
     trainer = framework_named(request.framework).tools.trainer
+    if trainer == "torchtitan":
+        torchtitan_family(request.model)
     if trainer not in {"", "own"} and importlib.util.find_spec(trainer) is None:
         raise PlannerError(
             f"{trainer} is not installed, so its plans cannot be run",

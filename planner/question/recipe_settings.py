@@ -1,0 +1,58 @@
+"""What the recipes of a runtime set where a run does not say: keys of its `runtime` and `plan`, listed as assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.question.case_fields import unsaid
+from simulator.config.model import Model
+from simulator.config.workload import Workload
+from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.parts import RecipeSpec
+from topology.cluster import Cluster
+from topology.codec import JsonObject
+
+
+def recipe_settings(
+    runtime: Mapping[str, Any], plan: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload
+) -> tuple[JsonObject, JsonObject, list[str]]:
+    """Return a runtime and a plan with what the runtime's recipes for such a run set, and what was assumed.
+
+    The first recipe that sets a key does; what goes with it, such as parts that graphs replay, is set with it.
+    """
+    spec = runtime_spec(str(runtime["name"]))
+    chosen, planned, assumed = dict(runtime), dict(plan), []
+    for recipe in spec.recipes:
+        if not _is_of(recipe, runtime, model, cluster, workload):
+            continue
+        if _leaves_open(chosen, recipe.runtime):
+            chosen |= recipe.runtime
+            assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.runtime.items()]
+        if _leaves_open(planned, recipe.plan) and ("ep_overlap" not in recipe.plan or _can_overlap(planned)):
+            planned |= recipe.plan
+            assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
+    return chosen, planned, assumed
+
+
+def _is_of(recipe: RecipeSpec, runtime: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload) -> bool:
+    return (
+        (model.moe is not None or not recipe.experts)
+        and (not recipe.gpus or cluster.slowest_kind.name in recipe.gpus)
+        and (not recipe.low_precision or runtime.get("low_precision_recipe") in recipe.low_precision)
+        and (workload.routing == "balanced" or not recipe.balanced)
+    )
+
+
+def _leaves_open(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    return bool(settings) and all(unsaid(stated.get(key)) for key in settings)
+
+
+def _can_overlap(plan: Mapping[str, Any]) -> bool:
+    """Return whether a plan has two micro batches side by side, and exchanges tokens in both."""
+    staged = (plan.get("pp") or 1) == 1 or (plan.get("virtual_stages") or 1) > 1
+    return staged and (plan.get("ep") or 1) > 1 and plan.get("recompute") != "full"
+
+
+def _shown(value: Any) -> str:
+    return "+".join(value) if isinstance(value, list) else str(value).lower()
