@@ -316,17 +316,15 @@ def test_one_shape_however_often_it_ran_moves_factors_as_far_as_it_tells_of_othe
     one = tuple(sample for sample in every if sample.workload["seq_len"] in (256, 8192))
     again = tuple(dataclasses.replace(s, runtime=s.runtime | {"reduce_dtype": "bfloat16"}) for s in one)
 
-    factors = []
-    for samples in (one, one + again, every):
-        costs = fit_runtimes(profile(layers=samples), cluster(), whole)[TITAN]
-        factors.append(costs.kernel_factor * costs.layer_factor)
+    fits = [fit_runtimes(profile(layers=some), cluster(), whole)[TITAN] for some in (one, one + again, every)]
+    factors = [costs.kernel_factor * costs.layer_factor for costs in fits]
 
     deep = dataclasses.replace(WIDE, vocab=128256, layers=16)
     truth, known, silent = (
         dataclasses.replace(whole, runtimes={("torchtitan", False): found})
         for found in (
             RuntimeCosts(layer_factor=1.2, host=HOST, runs=1),
-            dataclasses.replace(fit_runtimes(profile(layers=one), cluster(), whole)[TITAN], host=HOST),
+            dataclasses.replace(fits[0], host=HOST),
             RuntimeCosts(host=HOST, runs=1),
         )
     )
