@@ -127,7 +127,7 @@ def _ways_to_experts(request: Request) -> list[Request]:
 
 def _with_graph(request: Request, graph: CapturedGraph) -> Request:
     """Return the request of another graph; what it leaves open are the tensors that are there."""
-    there = {one.name for one in (*graph.inputs, *graph.nodes)}
+    there = {one.name for one in graph.inputs} | {one.name for one in graph.nodes}
     left = tuple(name for name in request.constraints.choose if name in there)
     return replace_fields(request, graph=graph, constraints=replace(request.constraints, choose=left))
 
