@@ -40,7 +40,7 @@ def sentence(row: Mapping[str, Any]) -> str:
     parts += [f"memory {_off(error['memory'], 'high', 'low')}"] if error["memory"] is not None else []
     billions = about["parameters"] / 1e9
     size = f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"
-    by = "" if about["framework"] == "any" else f" with {about['framework']}"
+    by = "" if about["framework"] in {"any", source} else f" with {about['framework']}"
     what = f"{size} B parameters on {about['gpus']:,} x {about['gpu']}{by}"
     return f"{what} ({source}): {', '.join(parts)}"
 

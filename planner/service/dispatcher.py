@@ -67,7 +67,7 @@ class Dispatcher:
         self._turned_at = time.monotonic()
         self._cancelled: set[str] = set()  # jobs whose scheduler has been asked to cancel
         self._cancelling = threading.Lock()
-        self.on_news: Callable[[str], None] = lambda _: None  # told of every job of which there is something to tell
+        self.on_news: Callable[[str], None] = lambda _: None  # called with every job of which there is news
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:

@@ -15,7 +15,9 @@ from functools import lru_cache
 from itertools import islice
 
 MAX_CHARACTERS = 4 * 2**20
-MAX_LINES = 50_000
+MAX_LINES = 20_000
+MAX_HEADER_LINES = 32  # into which a terminal breaks one
+MAX_HEADER_CHARACTERS = 16_384  # of 256 names
 MAX_ROWS = 1024  # without a header, of several tables
 MAX_COLUMNS = 256  # GPUs and network ports of one host; sixteen GPUs are the most that were built
 
@@ -99,6 +101,7 @@ class _TableBuilder:
     header: str
     devices: list[str]
     extras: list[tuple[str, int]]
+    header_lines: int = 1
     rows: list[tuple[str, str, bool]] = field(default_factory=list)  # name, rest of the line, joined from several
     problems: list[str] = field(default_factory=list)
 
@@ -121,10 +124,13 @@ class _TableBuilder:
 
     def _extend_header(self, line: str) -> bool:
         """A terminal breaks a header between columns, between the words of one, or in the middle of a word."""
+        if self.header_lines == MAX_HEADER_LINES:
+            return False
         candidates = [self.header + " " + line.strip(), self.header + line.strip()]
         read = [(whole, header) for whole in candidates if (header := _read_header(whole, first=True)) is not None]
         if not read:
             return False
+        self.header_lines += 1
         # The right way to join has the most devices and, among equals, the fewest unknown columns.
         self.header, (self.devices, extras) = max(read, key=lambda item: (len(item[1][0]), -len(item[1][1])))
         self.extras = [(column, -1) for column, _ in extras]
@@ -212,6 +218,8 @@ def _read_header(line: str, *, first: bool) -> tuple[list[str], list[tuple[str, 
 
     `first` asks for a header that opens a table: its first word is a GPU. Later lines may continue a wrapped one.
     """
+    if len(line) > MAX_HEADER_CHARACTERS:
+        return None
     body = line.expandtabs(8)
     extras = [
         (_CANONICAL[" ".join(match.group().lower().split())], match.start()) for match in _KNOWN_COLUMN.finditer(body)

@@ -76,7 +76,12 @@ def picked() -> alt.Parameter:
 def finished(chart: Figure, dark: bool, *, height: int | alt.Step) -> Figure:
     """Return the chart, `height` pixels high, with axes and text in the colours of the theme, and no frame."""
     p = paper(dark)
-    text = {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "titleColor": p.quiet}
+    text: dict[str, Any] = {
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+        "titleColor": p.quiet,
+    }
     # Set in place: altair's `properties`, and each `configure_`, would copy all layers.
     chart.height = height
     chart.config = alt.Config(

@@ -34,7 +34,7 @@ def test_a_run_is_followed_step_by_step_and_stands_with_the_others(page, address
     settled(page)
     page.get_by_label("In groups by").click()
     page.get_by_role("option", name="machine").click()
-    page.locator(".st-key-groups").wait_for()
+    page.locator("canvas td").filter(has_text="2 x cpu").first.wait_for(state="attached")
     page.get_by_label("Model").last.click()
     page.get_by_role("option", name="tiny-llama").last.click()
     settled(page)

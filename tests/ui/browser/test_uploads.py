@@ -27,7 +27,7 @@ FILES = [
     ("model.json", b'{"model_type": "llama", "num_hidden_layers":', "is not valid JSON"),
     ("model.json", json.dumps(MODEL | {"num_hidden_layers": -3}).encode(), "it must lie between 1 and"),
     ("machine.txt", b"", "holds no table"),
-    ("machine.txt", b"GPU0\tx y z\n" * 100_000, "holds no table"),
+    ("machine.txt", b"GPU0\tx y z\n" * 100_000, "shows no GPU"),
     ("machine.bin", BINARY, "is not text"),
     ("machine.bin", HUGE, "or smaller"),
 ]
