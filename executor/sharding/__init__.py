@@ -8,6 +8,7 @@ function.py     the same of a function of DTensors
 run_program.py  a program on the streams of one rank, forward and backward
 saved_tensors.py  what autograd saves of a kernel, and buffers that are made again
 operations.py   what an operator of the program computes on a rank's own pieces
+by_rows.py      operators of rows, in the order in which they lie in memory
 merged.py       operators that exchange statistics: softmax, norms, attention over a sharded axis
 exchanges.py    what a collective of the program, or a kernel that exchanges while it multiplies, does to a rank's piece
 places.py       where a rank is in the mesh, which elements its piece has, layouts as placements of DTensors

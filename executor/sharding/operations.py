@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from executor.model import moe, rotary
 from executor.sharding import merged, routes
+from executor.sharding.by_rows import OF_ROWS, by_rows, norm, softmax_of, weight_and_bias
 from executor.sharding.places import DTYPES, Context
 from simulator.sharded.program import Kernel, is_of_patches
 from topology.errors import BadInput
@@ -35,7 +36,7 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
         return _PLACED[kernel.op](context, *args)
     if kernel.op in _CONVOLUTIONS and not kernel.kwargs and is_of_patches(kernel, args[0].shape, args[1].shape):
         return _patches(*args[:3])
-    function = _by_rows(_aten(kernel.op)) if kernel.op in _OF_ROWS else _aten(kernel.op)
+    function = by_rows(_aten(kernel.op)) if kernel.op in OF_ROWS else _aten(kernel.op)
     found = function(*args, **{name: _given(value, values) for name, value in kernel.kwargs.items()})
     return found if kernel.index is None else found[kernel.index]
 
@@ -81,43 +82,6 @@ def _only_computes(overload: Any) -> bool:
     takes = any("Tensor" in str(one.type) for one in schema.arguments)
     gives = all(str(one.type) in {"Tensor", "List[Tensor]"} for one in schema.returns)
     return takes and gives and not (schema.is_mutable or draws) and (core or not name.startswith("_"))
-
-
-_OF_ROWS = frozenset(("aten.linear.default", "aten.matmul.default"))
-
-
-def _by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of the rows of its first operand that takes them in the order in which they lie in memory,
-    where torch would copy them first; with other operands of rows, as it is.
-    """
-
-    def of_rows(x: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        order = (
-            _order_of_rows(x, 1) if not others or not isinstance(others[0], torch.Tensor) or others[0].ndim <= 2 else []
-        )
-        return (
-            function(x.permute(order), *others, **more).permute(_inverse(order))
-            if order
-            else function(x, *others, **more)
-        )
-
-    return of_rows
-
-
-def _order_of_rows(x: torch.Tensor, over: int) -> list[int]:
-    """Return the dims as they lie in memory, rows of the last `over` dims innermost; none where that is their order, or
-    where they do not lie so.
-    """
-    if x.ndim < 3 or x.is_contiguous():
-        return []
-    strides = x.stride()
-    outer = sorted(range(x.ndim - over), key=lambda dim: -strides[dim])
-    order = [*outer, *range(x.ndim - over, x.ndim)]
-    return order if x.permute(order).is_contiguous() else []
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
 
 
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
@@ -258,38 +222,10 @@ def _reduce(how: str) -> Callable[..., torch.Tensor]:
     return reduce
 
 
-def _norm(how: str) -> Callable[..., torch.Tensor]:
-    def norm(tensors: list[torch.Tensor], over: int, eps: float | None) -> torch.Tensor:
-        x, *affine = tensors
-        shape = list(x.shape[x.ndim - over :])
-        weight, bias = _weight_and_bias(affine)
-        order = _order_of_rows(x, over)
-        x = x.permute(order) if order else x
-        if how != "layernorm":
-            made = F.rms_norm(x, shape, weight, eps=eps)
-        else:
-            made = F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
-        return made.permute(_inverse(order)) if order else made
-
-    return norm
-
-
-def _softmax_of(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def of_rows(x: torch.Tensor, dim: int, *more: Any) -> torch.Tensor:
-        return (_by_rows(function) if dim % x.ndim == x.ndim - 1 else function)(x, dim, *more)
-
-    return of_rows
-
-
 def _group_norm(tensors: list[torch.Tensor], width: int, eps: float) -> torch.Tensor:
     x, *affine = tensors
-    weight, bias = _weight_and_bias(affine)
+    weight, bias = weight_and_bias(affine)
     return torch.group_norm(x, x.shape[1] // width, weight, bias, eps)
-
-
-def _weight_and_bias(affine: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    padded = [*affine, None, None]
-    return padded[0], padded[1]
 
 
 def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:
@@ -445,10 +381,10 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "take_chunk": _take_chunk,
     "join_chunks": _join_chunks,
     "bias": _bias,
-    "softmax": _softmax_of(torch.softmax),
-    "log_softmax": _softmax_of(torch.log_softmax),
-    "rmsnorm": _norm("rmsnorm"),
-    "layernorm": _norm("layernorm"),
+    "softmax": softmax_of(torch.softmax),
+    "log_softmax": softmax_of(torch.log_softmax),
+    "rmsnorm": norm("rmsnorm"),
+    "layernorm": norm("layernorm"),
     "groupnorm": _group_norm,
     "cross_entropy": _cross_entropy,
     "topk": _topk,

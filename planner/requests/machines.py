@@ -130,8 +130,8 @@ class Calibrate(Request):
 
     With --model, it finds the plans that could win, and measures first what narrows the choice between them most per
     second. What the profile already has is not measured again, so the same command continues a run that was cut short.
-    The host is timed first, on the CPU alone: what a layer and DTensor's dispatch of it cost. The exit code is 1 if
-    there is no GPU to measure.
+    With 90 s or more the host is timed first, on the CPU alone: what a layer and DTensor's dispatch of it cost. The
+    exit code is 1 if there is no GPU to measure.
     """
 
     cluster: str = option("local", "--cluster", help="What this machine is: local, a catalogue name or a cluster file.")

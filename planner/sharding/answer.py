@@ -32,6 +32,7 @@ from planner.sharding.plans.plan import ShardingPlan, plan_sharding
 from planner.sharding.plans.report import Limits, Planned, on_machine, plan_row, planned_case, rejection
 from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.calibration.calibration import Calibration
+from simulator.sharded.graph import CapturedGraph
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster
 from topology.codec import JsonObject
@@ -113,7 +114,7 @@ def _ways_to_experts(request: Request) -> list[Request]:
     if request.stages is None and request.routes != ALL_GATHER:
         routed = with_routes(request.graph, request.constraints.placements, send=request.routes == ALL_TO_ALL)
     if request.routes != ALL_TO_ALL:
-        return [request] if routed is request.graph else [request, replace_fields(request, graph=routed)]
+        return [request] if routed is request.graph else [request, _with_graph(request, routed)]
     if routed is request.graph:
         raise BadInput(
             "the graph has no experts to which tokens can be sent by all-to-all",
@@ -121,7 +122,14 @@ def _ways_to_experts(request: Request) -> list[Request]:
             "operators that compute rows by themselves, without pipeline stages and placements inside",
             remedy='experts by torch.nn.functional.grouped_mm, or leave "routes" out',
         )
-    return [replace_fields(request, graph=routed)]
+    return [_with_graph(request, routed)]
+
+
+def _with_graph(request: Request, graph: CapturedGraph) -> Request:
+    """Return the request of another graph; what it leaves open are the tensors that are there."""
+    there = {one.name for one in graph.inputs} | {one.name for one in graph.nodes}
+    left = tuple(name for name in request.constraints.choose if name in there)
+    return replace_fields(request, graph=graph, constraints=replace(request.constraints, choose=left))
 
 
 def _answered(

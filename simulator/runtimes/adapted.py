@@ -164,6 +164,7 @@ def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[Operat
         replace(
             base,
             name=f"{base.name}_widen",
+            units={"cast": (given,)},
             reads=(given,),
             writes=(wide,),
             backward_reads=(wide,),
@@ -174,7 +175,10 @@ def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[Operat
         dropped = replace(base, name=f"{base.name}_dropout", reads=(wide,), writes=(wide, mask), saves=(mask,))
         found.append(replace(dropped, backward_reads=(wide, mask), backward_writes=(wide,)))
     narrow = replace(base, name=f"{base.name}_narrow", reads=(wide,), writes=(given,), saves=(given,))
-    return [*found, replace(narrow, backward_reads=(given,), backward_writes=(wide,))]
+    return [
+        *found,
+        replace(narrow, backward_units={"cast": (given,)}, backward_reads=(given,), backward_writes=(wide,)),
+    ]
 
 
 def _vectors(

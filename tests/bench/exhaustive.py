@@ -45,9 +45,9 @@ from simulator.legality.frameworks import framework_named
 from tests.planner.every_plan import enumerate_candidates
 
 QUESTIONS = (
-    ("llama3-8b", "dgx-h100", 8, 64, "torchtitan", Bounds()),
-    ("gpt3-175b", "dgx-a100", 4096, 3072, "megatron-lm", Bounds(stated={"tp": exactly(8), "pp": exactly(8)})),
-    ("mixtral-8x7b", "dgx-h100", 64, 512, "megatron-lm", Bounds(stated={"tp": exactly(4), "pp": exactly(1)})),
+    ("llama3-8b", "dgx-h100", 8, 64, 4096, "torchtitan", Bounds()),
+    ("gpt3-175b", "dgx-a100", 4096, 3072, 2048, "megatron-lm", Bounds(stated={"tp": exactly(8), "pp": exactly(8)})),
+    ("mixtral-8x7b", "dgx-h100", 64, 512, 4096, "megatron-lm", Bounds(stated={"tp": exactly(4), "pp": exactly(1)})),
 )
 CHUNK = 2048
 # (model, cluster, GPUs, global batch, framework, plan): pipelines whose stages are filled.
@@ -83,11 +83,11 @@ def main(out: Path) -> None:
         "| question | legal plans | search, s | least of all that surely fit, s | replayed | search, CPU s | all, CPU s |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for name, machine, gpus, batch, which, bounds in QUESTIONS:
+    for name, machine, gpus, batch, seq_len, which, bounds in QUESTIONS:
         question = question_of(
             load_model(name),
             read_cluster(machine, gpus),
-            Workload(seq_len=4096, global_batch_size=batch),
+            Workload(seq_len=seq_len, global_batch_size=batch),
             framework=framework_named(which),
             gpus=gpus,
         )

@@ -182,9 +182,9 @@ class BestFirst:
                 break
             limits = self.threshold.of(self.grid[rows])
             if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
-                self.bounds.walk(
-                    np.union1d(rows, self._ahead()) if again else rows, float(limits.max()) * (1 + AHEAD * again)
-                )
+                further = NEAR_LIST * again
+                mine = np.union1d(rows, self._same_tables(rows, further))
+                self.bounds.walk(mine, float(limits.max()) * (1 + further))
                 self.left = self._in_order(self.left)
             else:
                 self._cost_by_table(self._leading(rows[:size]))
@@ -218,8 +218,18 @@ class BestFirst:
 
     def _ahead(self) -> Rows:
         """Return the next plans that may be listed now or when some of those before them are rejected."""
-        ahead = self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + AHEAD)]
-        return ahead[:PLANS_AHEAD]
+        return self._below(AHEAD)[:PLANS_AHEAD]
+
+    def _below(self, further: float) -> Rows:
+        """Return the plans whose bound is no more than the limit of the list and so much, relative, lowest first."""
+        return self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + further)]
+
+    def _same_tables(self, rows: Rows, further: float) -> Rows:
+        """Return those within the limit and so much that go through the schedule tables of some, or, further on, of the
+        next ones: bounds of all plans of a table take little more time than that of one.
+        """
+        near, some = self._below(further), [rows, *([self._ahead()] if further else [])]
+        return near[np.isin(self.schedule_table[near], self.schedule_table[np.concatenate(some)])]
 
     def _leading(self, rows: Rows) -> Rows:
         """Return of promising plans, lowest bound first, those through the table of the first of their grid, where one

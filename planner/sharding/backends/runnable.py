@@ -311,15 +311,15 @@ def fastest_program(
 def in_memory_order(made: Written, problem: ShardingProblem, stated: Mapping[str, Order] | None = None) -> Written:
     """Return a program whose pieces lie in memory so that fewest bytes are copied (`memory_order.py`).
 
-    `stated` has orders by tensor. Raises BadInput for a tensor that no exchange makes and that is not given.
+    `stated` has orders by tensor. Raises BadInput for a tensor that no exchange makes and that is no argument.
     """
     program, stated = made.program, stated or {}
     exchanged = {program.buffers[name].tensor for name, do in program.work.items() if isinstance(do, Exchange)}
     for name in stated:
-        if name not in program.inputs and name not in exchanged:
+        if (name not in program.inputs and name not in exchanged) or name in problem.graph.parameters:
             raise BadInput(
                 f"{name[:60]!r} is allocated",
-                why="what a kernel makes lies as its operands do",
+                why="parameters lie in the order of their dims, and what a kernel makes lies as its operands do",
                 remedy="the allocation of an argument, or of what is gathered or scattered",
             )
     given = {program.inputs[name]: order for name, order in stated.items() if name in program.inputs}

@@ -2,7 +2,8 @@
 split by columns, then by rows, as in Megatron-LM, and sequences of attention in pieces, as in context parallelism.
 
 A product with a matrix splits its columns where its operand is whole, and its rows where the operand is already split
-by an earlier product, after which the sum over ranks is whole again (Shoeybi et al., arXiv 1909.08053, section 3). All
+by an earlier product, after which the sum over ranks is whole again (Shoeybi et al., arXiv 1909.08053, section 3). Of
+matrices side by side, as those of queries, keys and values in one, the columns of each are split. All
 other parameters are whole. A choice adds up times, and a program overlaps them: so the programs of these placements are
 among those that are compared, and no answer is predicted to be slower than them.
 """
@@ -56,7 +57,7 @@ def _split(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
     """Return the layouts of matrices, and of what is added to their columns, that are split over a mesh axis."""
     found: dict[str, Layout] = {}
     parts = set[str]()  # of which ranks have some columns each
-    columns: dict[str, int] = {}  # by product whose matrix is split by columns, the dim that they are
+    columns: dict[str, tuple[int, int]] = {}  # by product split by columns: their dim, and how many are side by side
     for operator in problem.operators:
         names = [name for name, _ in operator.operands]
         matrix = next((name for name in names if name in problem.graph.parameters), "")
@@ -65,30 +66,49 @@ def _split(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
             if arrives:
                 parts.add(operator.result.name)
                 for name in columns.keys() & set(names):
-                    found |= _added(operator, problem, operator.dims[columns[name]], axis)
+                    at, blocks = columns[name]
+                    found |= _added(operator, problem, operator.dims[at], axis, blocks)
             continue
         dims = dict(operator.operands)[matrix]
         wanted = {a for dim in operator.dims for a in dim} if not arrives else operator.reduced
         possible = (d for d in reversed(range(len(dims))) if dims[d] and set(dims[d]) <= wanted)
         at = next((d for d in possible if arrives or dims[d] in operator.dims), -1)
-        if at < 0 or not divides_evenly(problem.tensors[matrix].shape[at], (axis,), problem.mesh):
+        if at < 0:
             continue
-        found[matrix] = _along(len(dims), at, axis)
+        blocks = 1 if arrives else _side_by_side(problem, operator.result.name, operator.dims.index(dims[at]))
+        if not divides_evenly(problem.tensors[matrix].shape[at], (blocks, axis), problem.mesh):
+            continue
+        found[matrix] = _along(len(dims), at, axis, blocks)
         if not arrives:
             parts.add(operator.result.name)
-            columns[operator.result.name] = operator.dims.index(dims[at])
-            found = {**_added(operator, problem, dims[at], axis), **found}
+            columns[operator.result.name] = operator.dims.index(dims[at]), blocks
+            found = {**_added(operator, problem, dims[at], axis, blocks), **found}
     return found
 
 
-def _added(operator: Operator, problem: ShardingProblem, columns: Dim, axis: str) -> dict[str, Layout]:
+def _side_by_side(problem: ShardingProblem, name: str, dim: int) -> int:
+    """Return into how many parts a dim of a product's result is cut by what takes one of them."""
+    for operator in problem.operators:
+        dims = dict(operator.operands).get(name)
+        if dims is None:
+            continue
+        outer, *inner = dims[dim] or ("",)
+        if inner and outer not in {axis for one in operator.dims for axis in one}:
+            return operator.sizes[outer]
+        if dims == operator.dims:  # what is added to it
+            return _side_by_side(problem, operator.result.name, dim)
+    return 1
+
+
+def _added(operator: Operator, problem: ShardingProblem, columns: Dim, axis: str, blocks: int) -> dict[str, Layout]:
     """Return the layouts of the parameters of an operator that have the columns of a product, as biases do."""
     return {
-        name: _along(len(dims), dims.index(columns), axis)
+        name: _along(len(dims), dims.index(columns), axis, blocks)
         for name, dims in operator.operands
         if name in problem.graph.parameters and columns in dims
     }
 
 
-def _along(rank: int, at: int, axis: str) -> Layout:
-    return Layout(tuple((axis,) if d == at else () for d in range(rank)))
+def _along(rank: int, at: int, axis: str, blocks: int = 1) -> Layout:
+    spec = (axis,) if blocks == 1 else (blocks, axis)
+    return Layout(tuple(spec if d == at else () for d in range(rank)))

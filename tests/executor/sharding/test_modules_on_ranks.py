@@ -310,6 +310,7 @@ def test_tokens_reach_experts_as_the_cheaper_way_or_as_stated() -> None:
     assert "route.send" in kinds()
     assert "all_gather" not in kinds(routes="all_to_all")
     assert "route.send" not in kinds(routes="all_gather")
+    assert "route.send" in kinds(routes="all_to_all", choose=["*"])  # operators inside are open as well
 
 
 def test_attention_over_a_sharded_sequence_goes_by_heads_where_that_sends_fewer_bytes() -> None:

@@ -112,6 +112,7 @@ def test_the_order_that_is_stated_is_kept_by_an_exchange() -> None:
     ("domains", "why"),
     [
         ({"gelu_0": "allocate(1, 0, 2)"}, "gelu_0' is allocated"),
+        ({"up": "allocate(1, 0)"}, "up' is allocated"),
         ({"x": "allocate(1, 0)"}, "no order of 3 dims"),
         ({"x": "allocate(1, 1, 2)"}, "no order of 3 dims"),
     ],
