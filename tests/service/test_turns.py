@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
@@ -12,20 +14,40 @@ from tests.service import needs  # noqa: F401 - skips where a package is missing
 from tests.waiting import wait_until
 
 from planner.jobs import processes  # isort: skip
+from planner.jobs.fork_server import Worker  # isort: skip
 from planner.remote.settings import Settings  # isort: skip
 from planner.service.queue import Queue  # isort: skip
 
 WORKERS = 2
 
 
+class NeverAnswers:
+    """In the place of `ForkServer`: its workers hold the other end of their pipe and do nothing else."""
+
+    def __init__(self, _module):
+        self.processes = {}
+
+    def fork(self):
+        here, there = Pipe()
+        with there:
+            process = subprocess.Popen(["sleep", "1000"], pass_fds=[there.fileno()])
+        self.processes[process.pid] = process
+        return Worker(self, process.pid, here)
+
+    def exit_code(self, pid):
+        return self.processes[pid].poll()
+
+    def ended(self):
+        return False
+
+    def close(self):
+        pass
+
+
 @pytest.fixture
 def turns(database, tmp_path, monkeypatch):
     """A queue whose processes never answer and whose jobs all count as long; `take` turns until nothing starts."""
-
-    def never(_module):
-        return subprocess.Popen(["sleep", "1000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    monkeypatch.setattr(processes, "_start", never)
+    monkeypatch.setattr(processes, "ForkServer", NeverAnswers)
     monkeypatch.setattr(processes, "LONG_S", 0.0)
     queue = Queue(Settings(folder=str(tmp_path), database=database, workers=WORKERS))
     dispatcher = queue.dispatcher
@@ -98,7 +120,7 @@ def test_what_others_end_costs_a_question_no_start(turns, command, by, state):
             break
         started = running[job].job
         wait_until(lambda one=started: one._process is not None)
-        started._process.send_signal(by)
+        os.kill(started._process.pid, by)
         assert started.done.wait(20)
         turns.queue.dispatcher._follow(running[job])
 
