@@ -14,7 +14,8 @@ _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
 def graph_scopes_noted(note: str) -> tuple[str, ...]:
     """Return the parts of a layer of which a note says that CUDA graphs replay them."""
     found = _SCOPES.search(note)
-    return tuple(re.findall(r"[a-z_ ]+[a-z]", found.group(1).lower())) if found else ()
+    parts = re.split(r"[^a-z_ ]", found.group(1).lower()) if found else []
+    return tuple(part.strip("_ ") for part in parts if part.strip("_ "))
 
 
 def bf16_moments_noted(note: str) -> bool:

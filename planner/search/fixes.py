@@ -9,6 +9,7 @@ one by one and together. A change is shown where nothing that is part of it does
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -28,7 +29,7 @@ from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
 from simulator.legality.rules import legal_ones
 from simulator.memory.plan_memory import PlanMemory
-from topology.errors import UserError
+from topology.errors import Unproved, UserError
 from topology.rates.scaling import with_gpus
 from topology.units import GIB
 
@@ -89,7 +90,7 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     # Cheapest first, each judged by its replay, until there are enough that surely fit: what costs more is not counted.
     chosen: list[_Costed] = []
     for paid, tried in _by_price(question, plan, half):
-        if _enough(chosen, paid):
+        if _enough(chosen, paid) or over(half):
             continue
         costed: list[_Costed] = []
         for variants in tried:
@@ -247,7 +248,9 @@ def _best_plan(question: Question, deadline: float | None) -> Plan | None:
     from planner.search.infeasible import ConstrainedQuestion  # noqa: PLC0415
     from planner.search.plan_space.candidates import Bounds  # noqa: PLC0415
 
-    return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
+    with suppress(Unproved):  # the time was over before there was one
+        return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
+    return None
 
 
 def _more_gpus(question: Question, plan: Plan) -> list[int]:

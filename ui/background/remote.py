@@ -102,7 +102,8 @@ def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchRes
         workload=codec.convert(about["workload"], Workload, where="workload"),
         runtime=codec.convert(about["runtime"], Runtime, where="runtime"),
     )
-    plans = [{key: value for key, value in one.items() if key != "traffic"} for one in document["plans"]]
+    besides = {"traffic", "above_published"}
+    plans = [{key: value for key, value in one.items() if key not in besides} for one in document["plans"]]
     return SearchResult(
         question=question,
         search=codec.convert(document["search"], SearchStats, where="search"),

@@ -49,7 +49,7 @@ _PARALLELIZE = re.compile(
     rf"(?:parallelize\(\s*{_AXIS}\s*,|axis\(\s*{_AXIS}\s*\)\s*\.\s*parallelize\()\s*{_DEVICE}\s*\)", flags=re.ASCII
 )
 _SWIZZLE = re.compile(rf"swizzle1d\(\s*{_AXIS}\s*,\s*{_DEVICE}\s*\)", flags=re.ASCII)
-_ALLOCATE = re.compile(r"allocate\(\s*(\d{1,3}(?:\s*,\s*\d{1,3})*)\s*,?\s*\)", flags=re.ASCII)
+_ALLOCATE = re.compile(r"allocate\(\s*(\d{1,3}(?:\s*,\s*\d{1,3})*)\s*(?:,\s*)?\)", flags=re.ASCII)
 _MERGE = re.compile(rf"merge\(\s*{_AXIS}\s*\)", flags=re.ASCII)
 STREAM = "Stream"
 _DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names of its parallel types
