@@ -42,12 +42,14 @@ class Worker:
     def __init__(self, server: ForkServer, pid: int, pipe: Connection) -> None:
         self._server, self.pid, self.pipe = server, pid, pipe
         self._exit_code: int | None = None
+        self._asking = threading.Lock()  # the server says an exit code once, and threads stop and wait alike
 
     def poll(self) -> int | None:
         """Return the exit code, minus the signal where one ended it; None while it runs."""
-        if self._exit_code is None:
-            self._exit_code = self._server.exit_code(self.pid)
-        return self._exit_code
+        with self._asking:
+            if self._exit_code is None:
+                self._exit_code = self._server.exit_code(self.pid)
+            return self._exit_code
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the exit code once there is one; None after `timeout_s`."""
