@@ -20,7 +20,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 
 from executor.launch.guard import PR_SET_PDEATHSIG
 
@@ -31,26 +30,39 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the ranks; return 0 when all ended well, 1 when one did not, 128 and the signal where one ended this."""
+    """Run the ranks; return 0 when all ended well, 1 when one did not. A signal ends them, and then this process."""
     count, folder, module, arguments = int(argv[0]), Path(argv[1]), argv[2], list(argv[3:])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # which asks the driver without a context, which no fork could use
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
-    import_module(module if module.startswith("executor.") else "torch.distributed")
-    from torch.distributed import TCPStore  # noqa: PLC0415 - as late as the ranks' imports
+    # Asks the driver without a context, which no fork could use; threads as torchrun sets them.
+    os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - torch reads its environment
 
-    told: list[int] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        told.append(number)
-
+    if module.startswith("executor."):
+        import_module(module)
+    signals: list[int] = []
     for number in PASSED_ON:
-        signal.signal(number, pass_on)
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+        signal.signal(number, lambda number, _: signals.append(number))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        running = _fork_ranks(count, folder, module, arguments, listening)
+        _store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    failed = _wait(running, signals)
+    if signals:
+        signal.signal(signals[0], signal.SIG_DFL)
+        os.kill(os.getpid(), signals[0])
+    if failed:
+        print(_summary(failed), file=sys.stderr, flush=True)
+    return int(bool(failed))
+
+
+def _fork_ranks(
+    count: int, folder: Path, module: str, arguments: Sequence[str], listening: socket.socket
+) -> dict[int, int]:
+    """Start the ranks, which will meet where this process is `listening`; return {process id: rank}."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
     running, parent = {}, os.getpid()
     for rank in range(count):
         error = folder / str(rank) / "error.json"
@@ -62,12 +74,7 @@ def main(argv: Sequence[str]) -> int:
             listening.close()
             _be_rank(module, arguments, variables, parent)
         running[pid] = rank
-    fd = listening.detach()
-    _store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-    failed = _wait(running, told)
-    if failed:
-        print(_summary(failed), file=sys.stderr, flush=True)
-    return 128 + told[0] if told else int(bool(failed))
+    return running
 
 
 def _be_rank(module: str, arguments: Sequence[str], variables: dict[str, str], parent: int) -> None:
@@ -97,22 +104,22 @@ def _be_rank(module: str, arguments: Sequence[str], variables: dict[str, str], p
         os._exit(code)
 
 
-def _wait(running: dict[int, int], told: Sequence[int]) -> list[tuple[datetime, int, int, int]]:
+def _wait(running: dict[int, int], signals: Sequence[int]) -> list[tuple[datetime, int, int, int]]:
     """Wait for all ranks; return (time, rank, exit code, pid) of those that failed, the first first.
 
-    Once one has failed, or this process was told to end, the others are ended.
+    Once one has failed, or this process was signalled, the others are ended.
     """
     failed: list[tuple[datetime, int, int, int]] = []
     end_at, kill_at = None, None
     while running:
         while running and (found := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = found
-            if (code := os.waitstatus_to_exitcode(status)) and not (kill_at and told):
+            if (code := os.waitstatus_to_exitcode(status)) and not signals:
                 failed.append((datetime.now(UTC), running[pid], code, pid))
             del running[pid]
         now = time.monotonic()
-        if end_at is None and (failed or told):
-            end_at = now + (0.0 if told else TOGETHER_S)
+        if end_at is None and (failed or signals):
+            end_at = now + (0.0 if signals else TOGETHER_S)
         if end_at is not None and kill_at is None and now >= end_at:
             kill_at = now + GRACE_S
             _signal(running, signal.SIGTERM)
