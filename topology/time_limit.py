@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
 from pathlib import Path
+from types import FrameType
 
 from topology.errors import Unproved
 
@@ -74,19 +75,31 @@ def until(deadline: float | None) -> Iterator[None]:
 
 
 @contextmanager
-def with_alarm() -> Iterator[None]:
-    """Let the end of the time raise wherever the main thread of this process is, once for each limit."""
+def with_alarm(seconds: float | None = None) -> Iterator[None]:
+    """Let the end of the time raise wherever the main thread of this process is, once for each limit. Until there is
+    one, the process ends `seconds` after the command began.
+    """
     if not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
         return
     token = _alarm.set(True)
-    signal.signal(signal.SIGALRM, lambda *_: check_time())
+    signal.signal(signal.SIGALRM, _ring)
+    if seconds is not None:
+        began, _ = _began.get() or (time.monotonic(), 0.0)
+        signal.setitimer(signal.ITIMER_REAL, max(began + seconds - time.monotonic(), LATE_S))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         _alarm.reset(token)
+
+
+def _ring(_number: int, _frame: FrameType | None) -> None:
+    if _deadline.get() is None:  # nothing has been loaded that could say what was found
+        os.write(2, f"error: {ended()}\n".encode())
+        os._exit(Unproved.exit_code)
+    check_time()
 
 
 def set_alarm() -> None:
