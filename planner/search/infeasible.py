@@ -88,7 +88,7 @@ class ConstrainedQuestion:
         best = self.best_plan(deadline, replays)
         if best is None:
             return 0.0
-        step_s = float(question.estimate([best]).step_s[0]) + replays[best].flush_s
+        step_s = float(question.estimate([best]).step_s[0]) + replays[best].full_s
         return question.workload.tokens_per_step / question.count / step_s
 
     @property
@@ -335,7 +335,7 @@ def min_gpus_for_state(screening: Screening) -> int:
     master = 4.0 if spec.state.master_weights and param < 4 else 0.0
     optimizer = OPTIMIZERS.get(runtime.optimizer)
     least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
-    moments = least.state_bytes(4.0 if master else param) if least is not None else 0.0
+    moments = least.state_bytes(4.0 if master else param) - least.paged if least is not None else 0.0
     return max(
         1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from planner.configs.formats.adapters import AXOLOTL
 from planner.configs.formats.savers import AXOLOTL as SAVERS
+from planner.configs.formats.transformers_fields import named_optimizer
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -69,8 +70,7 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
 
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
-    word = str(settings.get("optimizer", "adamw_torch_fused"))
-    return {"optimizer": "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word}
+    return {"optimizer": named_optimizer(str(settings.get("optimizer", "adamw_torch_fused")))}
 
 
 def _read_offload(settings: Settings, _: Facts) -> Facts:

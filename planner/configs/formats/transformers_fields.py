@@ -7,6 +7,8 @@ LLaMA-Factory).
 
 from __future__ import annotations
 
+import re
+
 from planner.configs.formats.adapters import TRAINER
 from planner.configs.formats.savers import TRAINER as SAVERS
 from planner.export.mapping import Entry, Facts, Settings, Table, truth, whole
@@ -90,8 +92,15 @@ def _read_recompute(settings: Settings, _: Facts) -> Facts:
 
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
-    word = str(settings.get("optim", "adamw_torch_fused"))
-    return {"optimizer": "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word}
+    return {"optimizer": named_optimizer(str(settings.get("optim", "adamw_torch_fused")))}
+
+
+def named_optimizer(word: str) -> str:
+    """Return the optimizer that one of transformers' words means: torchao's in few bits are named after torch's."""
+    narrow = re.fullmatch(r"adamw_torch_(\d+bit)", word)
+    if narrow:
+        return f"adamw{narrow[1]}"
+    return "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word
 
 
 PROGRAM: Table = (
