@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from planner.question.question import Question, question_of
+from planner.search.infeasible import ConstrainedQuestion, relaxations
+from planner.search.plan_space.candidates import Bounds
 from simulator.analytical.estimates import memory_of_plans
 from simulator.config.adapter import Adapter
 from simulator.config.estimate import Estimate
@@ -26,11 +28,13 @@ PLAN = Plan(recompute="full")
 MODEL = load_model("llama3.2-1b")
 
 
-def asked(optimizer: str, cluster: Cluster, *, model=MODEL, name: str = "torchtune", **runtime) -> Question:
+def asked(
+    optimizer: str, cluster: Cluster, *, model=MODEL, name: str = "torchtune", sequences: int = 0, **runtime
+) -> Question:
     stated = Runtime(
         name=name, param_dtype="bfloat16", reduce_dtype="bfloat16", optimizer=optimizer, **runtime
     ).with_savers(("optimizer_in_backward",) if name == "torchtune" else ())
-    workload = Workload(seq_len=2048, global_batch_size=cluster.gpu_count)
+    workload = Workload(seq_len=2048, global_batch_size=sequences or cluster.gpu_count)
     return question_of(model, cluster, workload, framework=name, runtime=stated)
 
 
@@ -120,6 +124,15 @@ def test_the_bound_of_memory_is_below_the_replay() -> None:
         for plan in (Plan(dp_shard=2, recompute="full"), Plan(dp_replicate=2, recompute="full")):
             bound = memory_of_plans(question, [plan]).reserved_bytes.max()
             assert bound <= estimate(question, plan).memory.reserved_bytes * 1.0001
+
+
+def test_paging_is_a_way_out_and_so_is_a_loss_in_pieces_next_to_an_optimizer_in_backward() -> None:
+    """Which forbids micro batches of fewer sequences than a step has: those that are legal are tried."""
+    gpu = with_memory(load_cluster("1xRTX4090"), 11)
+    for optimizer, way in (("adamw8bit", "--optimizer pagedadamw8bit"), ("adamw", "chunked_loss")):
+        question = asked(optimizer, gpu, sequences=2)
+        found = relaxations(ConstrainedQuestion(question=question, bounds=Bounds()), None)
+        assert any(way in one for one in found), (optimizer, found)
 
 
 @pytest.mark.parametrize(
