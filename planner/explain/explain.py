@@ -117,7 +117,7 @@ def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> M
         capacity_bytes=memory.capacity_bytes,
         observed_bytes=observed_bytes,
         host_bytes=memory.host_bytes,
-        paged=memory if memory.paged_bytes else None,
+        paged=memory if memory.paging_s else None,
     )
 
 

@@ -88,7 +88,7 @@ def memory_line(estimate: Estimate) -> str:
     host = f"; {gib_text(memory.host_bytes)} of host memory for each GPU" if memory.host_bytes else ""
     if host and memory.host_capacity_bytes is not None:
         host += f", which has {gib_text(memory.host_capacity_bytes)}"
-    if memory.paged_bytes:
+    if memory.paged_bytes >= 0.05 * GIB:
         host = f"; {paged_text(memory)}{host}"
     return (
         f"memory    {gib_text(memory.reserved_bytes)} GiB ({low} to {high}) reserved on rank {memory.worst_rank}, "
@@ -169,6 +169,7 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     plain = title.rstrip("0123456789.")
     trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
     trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
+    trained += "; re-entrant checkpoints" if runtime.reentrant else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "

@@ -112,13 +112,14 @@ class PlanTensors:
         weights, bytes_of = self.passes(unit).weights, self.context.dtype_bytes
         used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
         packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
+        own = bytes_of("trained") / param
         wide = self._wide_bytes() / param  # of a frozen weight that is not packed, in numbers of the stored type
 
         def held(weight: Weight) -> Held:
             n = weight.elements
             if weight.packed:
                 return Held(n * packed / compute, n * packed / param, 0)
-            return Held(n, n if weight.trained else n * wide, n if weight.trained else 0)
+            return Held(n, n * own, n) if weight.trained else Held(n, n * wide, 0)
 
         each = [held(weight) for weight in weights]
         total = sum(one.used for one in each)

@@ -55,6 +55,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    chosen["reentrant"] = stated.get("reentrant")
     chosen["adapter"], of_adapter = resolve_adapter(
         stated.get("adapter") or {}, usual=spec.defaults.adapter_targets, whose=spec.names[0]
     )

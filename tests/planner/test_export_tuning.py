@@ -137,6 +137,39 @@ def test_what_axolotl_refuses_is_not_written(plan, runtime, named) -> None:
         export(asked(plan, **runtime), find_target("axolotl"))
 
 
+AXOLOTL = "base_model: NousResearch/Meta-Llama-3-8B\nsequence_len: 2048\nmicro_batch_size: 2\n"
+FACTORY = (
+    "model_name_or_path: NousResearch/Meta-Llama-3-8B\nstage: sft\ncutoff_len: 2048\nfinetuning_type: lora\n"
+    "lora_target: all\nper_device_train_batch_size: 1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute", "reentrant"),
+    [
+        (AXOLOTL, "none", None),
+        (AXOLOTL + "gradient_checkpointing: true\n", "full", True),
+        (
+            AXOLOTL + "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n",
+            "full",
+            None,
+        ),
+        (AXOLOTL + "gradient_checkpointing: true\nunfrozen_parameters: [lm_head]\n", "full", None),
+        (FACTORY, "full", True),
+        (FACTORY + "use_reentrant_gc: false\n", "full", None),
+        (FACTORY + "disable_gradient_checkpointing: true\n", "none", None),
+        (FACTORY + "fsdp: full_shard\nfsdp_config: {version: 2}\n", "full", None),
+    ],
+)
+def test_checkpoints_of_files_that_say_little_are_the_tools_own(text, recompute, reentrant) -> None:
+    """Of axolotl: utils/config/__init__.py; of LLaMA-Factory: hparams/model_args.py, model_utils/checkpointing.py."""
+    found = read_configuration(text, "run.yaml", CheckFlags())
+    facts = {"gpus": 1, "gpus_per_node": 1, "layers": 32, "moe": False, "max_positions": 0, **TYPES}
+    back = read(found.table, found.settings, facts)
+
+    assert (back["recompute"], back["reentrant"]) == (recompute, reentrant)
+
+
 @pytest.mark.parametrize("tool", ["axolotl", "automodel"])
 def test_replicas_beside_tensor_parallelism_are_refused(tool) -> None:
     """Accelerate's and AutoModel's meshes of several axes shard over the data-parallel one."""
