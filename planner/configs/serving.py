@@ -68,6 +68,7 @@ _READ = {
     "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_running_requests",
     "chunked_prefill_size", "mem_fraction_static", "quantization", "kv_cache_dtype", "max_model_len",
     "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
+    "enable_two_batch_overlap", "enable_dbo", "scheduler_recv_interval",
 }  # fmt: skip
 _OF_THE_SERVER = {
     "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path",
@@ -292,6 +293,10 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
         found["eager"] = True
     if settings.get("disable_custom_all_reduce") is True:
         found["no_custom_all_reduce"] = True
+    if settings.get("enable_two_batch_overlap") is True or settings.get("enable_dbo") is True:
+        found["two_batch_overlap"] = True
+    if every := _number(settings.get("scheduler_recv_interval")):
+        found["receive_every"] = int(min(every, 1 << 16))
     return found
 
 

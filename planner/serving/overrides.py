@@ -60,6 +60,8 @@ def with_serving_flags(
         custom_all_reduce=content.question.custom_all_reduce
         if flags.no_custom_all_reduce is None
         else not flags.no_custom_all_reduce,
+        two_batches=content.question.two_batches if flags.two_batch_overlap is None else flags.two_batch_overlap,
+        receive_every=flags.receive_every or content.question.receive_every,
         speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, content.question.model)
         or content.question.speculation,
         ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,

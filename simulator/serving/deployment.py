@@ -86,8 +86,10 @@ class Deployment:
     0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums
     over ranks are NCCL's. With `two_batches` one half of a step's requests computes while tokens of the other are on
     their way to experts and back (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked
-    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). `measured`
-    is what a profile says of the engine on these GPUs.
+    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). With
+    `balance_every`, ranks with requests of their own read prompts together: where each has one, or after so many steps
+    (TensorRT-LLM's attention_dp_config, enable_balance and timeout_iters); 0 is at once. `measured` is what a profile
+    says of the engine on these GPUs.
     """
 
     engine: str = "vllm"
@@ -103,6 +105,7 @@ class Deployment:
     custom_all_reduce: bool = True
     two_batches: bool = False
     receive_every: int = 1
+    balance_every: int = 0
     speculation: Speculation | None = None
     measured: MeasuredServing | None = None
 

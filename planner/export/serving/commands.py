@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.engine import engine_of
+from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from topology.errors import Infeasible
 
 PORT = 8000
@@ -50,6 +50,7 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
     words += ["--gpu-memory-utilization", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--enforce-eager"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    words += [OVERLAPS_BATCHES["vllm"]] if deployment.two_batches else []
     if deployment.speculation is not None:
         said = {"method": "mtp", "num_speculative_tokens": deployment.speculation.draft}
         words += ["--speculative-config", json.dumps(said)]
@@ -72,6 +73,8 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--disable-cuda-graph"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    words += [OVERLAPS_BATCHES["sglang"]] if deployment.two_batches else []
+    words += [RECEIVES["sglang"], str(deployment.receive_every)] if deployment.receive_every > 1 else []
     if deployment.speculation is not None:
         drafted = deployment.speculation.draft
         words += ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]

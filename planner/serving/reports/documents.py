@@ -188,6 +188,8 @@ def plan_document(deployment: Deployment) -> JsonObject:
         "decode": None if deployment.prefill is None else _pool(pool),
         "weights": deployment.weights,
         "kv_cache": deployment.kv_cache,
+        **({"two_batch_overlap": True} if deployment.two_batches else {}),
+        **({"receive_every": deployment.receive_every} if deployment.receive_every > 1 else {}),
         **({"speculation": codec.to_builtins(deployment.speculation)} if deployment.speculation else {}),
     }
 
