@@ -22,7 +22,7 @@ from planner.export.schema import schema
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.question.from_flags import ServingFlags, serving_question
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, made_even
 from topology.errors import BadInput, PlannerError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ DEGREE = st.sampled_from([1, 2, 4, 8])
 POOLS = st.one_of(
     st.builds(Pool, tp=DEGREE, pp=st.sampled_from([1, 2])),
     st.builds(lambda tp, pp: Pool(tp=tp, pp=pp, ep=tp), DEGREE, st.sampled_from([1, 2])),
-    st.builds(lambda dp: Pool(dp_attention=dp, ep=dp), DEGREE),
+    st.builds(lambda dp: made_even(Pool(dp_attention=dp, ep=dp), 128), st.sampled_from([1, 2, 3, 8])),
 )
 
 

@@ -44,6 +44,8 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
         words += ["--data-parallel-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--enable-expert-parallel"]
+    if pool.redundant_experts:
+        words += ["--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": pool.redundant_experts})]
     words += ["--max-model-len", str(longest)]
     words += ["--max-num-seqs", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--max-num-batched-tokens", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
@@ -67,6 +69,8 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
         words += ["--attn-dp-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--ep-size", str(pool.ep)]
+    if pool.redundant_experts:
+        words += ["--ep-num-redundant-experts", str(pool.redundant_experts)]
     words += ["--context-length", str(longest)]
     words += ["--max-running-requests", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--chunked-prefill-size", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]

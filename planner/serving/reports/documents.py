@@ -195,7 +195,8 @@ def plan_document(deployment: Deployment) -> JsonObject:
 
 
 def _degrees(pool: Pool) -> dict[str, int]:
-    return {"tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention}
+    twice = {"redundant_experts": pool.redundant_experts} if pool.redundant_experts else {}
+    return {"tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention, **twice}
 
 
 def _pool(pool: Pool) -> dict[str, int]:
