@@ -169,8 +169,8 @@ def test_parts_add_up_to_the_step() -> None:
 def test_wide_expert_parallel_as_published(
     machine: str, gpus: int, formats: tuple[str, str], answers: int, both: Any, published: float
 ) -> None:
-    """DeepSeek-R1 writing answers with SGLang, prompts of 2,000 tokens, 32 experts held twice, output tokens a second and
-    GPU: LMSYS, 2025-09-25 (GB200, 12 nodes) and 2025-05-05 (H100, nine nodes); answers a GPU by their commands.
+    """DeepSeek-R1 writing answers with SGLang after prompts of 2,000 tokens, 32 experts held twice: output tokens a
+    second and GPU by LMSYS, 2025-09-25 (GB200, 12 nodes) and 2025-05-05 (H100, nine), answers a GPU by their commands.
     """
     pool = made_even(Pool(dp_attention=gpus, ep=gpus), 256)
     assert pool.redundant_experts == 32
