@@ -104,8 +104,7 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
     others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
     if paged := paged_instead(question.runtime):
-        changed = (f"optimizer {paged.optimizer}",), frozenset({"optimizer"})
-        yield list(_variants(replace(question, runtime=paged), plan, *changed, degrees=False))
+        others.append((f"optimizer {paged.optimizer}", "optimizer", replace(question, runtime=paged)))
     for words in more_savers(question.runtime):
         if len(words) == 1:
             saving = replace(question, runtime=question.runtime.with_savers(words))
@@ -232,6 +231,9 @@ def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+    if paged := paged_instead(question.runtime):
+        changed = (f"optimizer {paged.optimizer}",), frozenset({"optimizer"})
+        yield list(_variants(replace(question, runtime=paged), plan, *changed, degrees=False))
     for words in more_savers(question.runtime):
         saving = replace(question, runtime=question.runtime.with_savers(words))
         named, kinds = tuple(TITLES[word] for word in words), frozenset(words)
