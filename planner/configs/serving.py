@@ -276,14 +276,14 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
             inside, dp = dp, 1
         if ranks % inside:
             raise BadInput(f"attention over {inside} groups does not divide --tp-size {ranks}")
-        twice = _whole(settings, "ep_num_redundant_experts", 0) if settings.get("ep_num_redundant_experts") else 0
+        copies = _whole(settings, "ep_num_redundant_experts", 0) if settings.get("ep_num_redundant_experts") else 0
         pool = Pool(
             engines=dp,
             tp=ranks // inside,
             pp=pp,
             dp_attention=inside,
             ep=_whole(settings, "ep_size"),
-            redundant_experts=twice,
+            redundant_experts=copies,
         )
     require_pool(pool, "the command")
     return pool

@@ -96,6 +96,29 @@ def test_an_8_bit_update_takes_its_arithmetic(model: str, seconds: float) -> Non
     assert found == pytest.approx(seconds, rel=0.12)
 
 
+def test_adapters_in_float32_have_gradients_and_moments_in_it() -> None:
+    """Those of peft (autocast_adapter_dtype), over weights in 16 bits: 4 and 8 bytes of each number."""
+    model, rank = load_model("llama3.2-1b"), 32
+    numbers = model.layers * rank * (model.hidden + model.heads * model.head_dim) * 2  # of queries and outputs
+    found = {}
+    for name in ("transformers", "pytorch"):
+        adapter = Adapter(rank=rank, target_modules=("q_proj", "o_proj"))
+        runtime = Runtime(name=name, param_dtype="bfloat16", reduce_dtype="bfloat16", adapter=adapter)
+        asked = question_of(
+            model,
+            cluster("dgx-h100", gpus=1),
+            Workload(seq_len=1024, global_batch_size=1),
+            framework="pytorch",
+            runtime=runtime,
+        )
+        found[name] = asked.estimate([Plan()]).memory.categories
+    for kind, wide in (("gradients", 4), ("optimizer", 8)):
+        assert found["transformers"][kind][0, 0] == pytest.approx(numbers * wide, rel=1e-3)
+        assert found["pytorch"][kind][0, 0] == pytest.approx(numbers * wide / 2, rel=1e-3)
+    more = found["transformers"]["parameters"][0, 0] - found["pytorch"]["parameters"][0, 0]
+    assert more == pytest.approx(2 * numbers, rel=1e-3)
+
+
 def test_lora_that_runs_layers_again_keeps_no_copies_of_frozen_weights() -> None:
     """8B, 2 x 4,096 tokens: 39.97 GiB allocated at most on an H200 (examples/validation/savers.md)."""
     asked = question_of(
