@@ -211,8 +211,8 @@ class ForwardPass:
         return {name: value for name, value in found.items() if value}
 
     def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
-        """Return seconds of what grows with tokens. A prompt is on one rank of attention with requests of its own: all but
-        the experts, over whose ranks tokens are spread, wait for the rank with the most.
+        """Return seconds of what grows with tokens. A prompt is on one rank of attention with requests of its own: all
+        but the experts, over whose ranks tokens are spread, wait for the rank with the most.
         """
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
