@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.question.question import question_of
@@ -12,6 +14,7 @@ from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer, why_no_
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.memory.estimate import with_replay
 from topology.catalog.clusters import cluster
 
 
@@ -117,6 +120,31 @@ def test_adapters_in_float32_have_gradients_and_moments_in_it() -> None:
         assert found["pytorch"][kind][0, 0] == pytest.approx(numbers * wide / 2, rel=1e-3)
     more = found["transformers"]["parameters"][0, 0] - found["pytorch"]["parameters"][0, 0]
     assert more == pytest.approx(2 * numbers, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "plan", "seq_len", "allocated"),
+    [
+        ("llama3.2-1b", None, Plan(micro_batch_size=2), 4096, 34471484416),
+        ("llama3.2-1b", Adapter(rank=64, dropout=0.1), Plan(micro_batch_size=2), 4096, 33849677824),
+        ("llama3-8b", Adapter(rank=16), Plan(micro_batch_size=4, recompute="full"), 2048, 31522121728),
+        ("llama3-8b", Adapter(rank=16, dropout=0.05), Plan(), 2048, 36643432448),
+    ],
+)
+def test_memory_of_transformers_and_peft(name, adapter, plan, seq_len, allocated) -> None:
+    """What torch had allocated at most on an H200 (tests/bench/peft_steps.py): the logits' gradient in 16 bits is there
+    when only the one in float32 is left.
+    """
+    adapter = adapter and replace(adapter, target_modules=("all-linear",))
+    asked = question_of(
+        load_model(name),
+        cluster("h200x4", gpus=1),
+        Workload(seq_len=seq_len, global_batch_size=plan.micro_batch_size),
+        framework="transformers",
+        runtime=Runtime(name="transformers", param_dtype="bfloat16", reduce_dtype="bfloat16", adapter=adapter),
+    )
+    found = with_replay(asked, plan, asked.estimate([plan]).estimate(0)).memory
+    assert found.peak_bytes.value == pytest.approx(allocated, rel=0.01)
 
 
 def test_lora_that_runs_layers_again_keeps_no_copies_of_frozen_weights() -> None:
