@@ -21,6 +21,7 @@ from planner.serving.question.from_flags import ServingFlags
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
+from topology.time_limit import limited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +101,16 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
     refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
     if asked.time_limit is not None and not asked.search:
         raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
-    checked = check_text(
-        text,
-        where,
-        flags,
-        measured=measurements(asked.profile, strict=asked.strict),
-        stated_rate=rate,
-        search=asked.search,
-        time_limit_s=asked.time_limit,
-        progress=progress,
-    )
+    measured = measurements(asked.profile, strict=asked.strict)
+    with limited(asked.time_limit or None):  # none at all leaves the prediction of what is configured
+        checked = check_text(
+            text,
+            where,
+            flags,
+            measured=measured,
+            stated_rate=rate,
+            search=asked.search,
+            time_limit_s=asked.time_limit,
+            progress=progress,
+        )
     return CheckedFile(file=where, checked=checked)

@@ -12,15 +12,18 @@ from planner.explain.traffic import traffic_of
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
+from planner.search.deadline import deadline_of, left_s, over
 from planner.search.fixes import Fix, find_fixes
 from planner.search.mixed import is_mixed, parts_text, price_of
 from simulator.calibration.published_mfu import exceeded
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Estimate, Fit
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
 from topology.codec import JsonObject
+
+FIXES_LEFT_OUT = "half of the time limit was over before all changes were tried that might make the plan fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,8 @@ class PlanAnswer:
 
 
 def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None = None) -> PlanAnswer:
-    """Return the problems and the estimate of a case's plan, with the fixes that were tried until `deadline`.
+    """Return the problems and the estimate of a case's plan, with the fixes that were tried in the first half of what
+    is left until `deadline`.
 
     Raises BadCluster where the GPU's rates are not known.
     """
@@ -47,7 +51,11 @@ def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None =
     if is_mixed(question.cluster):
         said = (price_of(question, plan, found.estimate), parts_text(question.cluster))
         case = replace(case, assumed=(*case.assumed, *said))
-    fixes = find_fixes(question, plan, found.estimate, deadline) if with_fixes else ()
+    left = left_s(deadline)
+    half = None if left is None else deadline_of(left / 2)
+    fixes = find_fixes(question, plan, found.estimate, half) if with_fixes else ()
+    if with_fixes and found.estimate.memory.fit is not Fit.YES and over(half):
+        case = replace(case, assumed=(*case.assumed, FIXES_LEFT_OUT))
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
 

@@ -39,6 +39,7 @@ MAX_GPUS = 1 << 16
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, of which the one that needs least is found
+CUT_SHORT = " (the time limit ended before more was tried)"
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
 
 
@@ -139,9 +140,9 @@ def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...
     return sorted(leanest, key=lambda one: one[0])[:MOST_REPLAYED]
 
 
-def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
+def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadline: float | None = None) -> Infeasible:
     """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
-    which there is a plan.
+    which there is a plan, of which all were tried but where the `deadline` has passed.
     """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
@@ -162,10 +163,13 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infe
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"combinations of degrees rejected, by rule: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
-        remedy="; or ".join(ways)
-        if ways
-        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number"
-        " of GPUs by itself that was tried gives a plan",
+        remedy=(
+            "; or ".join(ways)
+            if ways
+            else "another model, cluster or framework: no change of the batch, the sequence, the precision or the"
+            " number of GPUs by itself that was tried gives a plan"
+        )
+        + (CUT_SHORT if over(deadline) else ""),
     )
 
 
@@ -200,13 +204,7 @@ def no_fitting_plan(
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
-        + (
-            " (the time limit ended before more was tried)"
-            if late
-            else ""
-            if relaxations_found
-            else ": nothing else tried is enough"
-        ),
+        + (CUT_SHORT if late else "" if relaxations_found else ": nothing else tried is enough"),
     )
 
 

@@ -366,7 +366,7 @@ class ForwardPass:
         if moe is None:
             return np.zeros_like(tokens)
         h, f = model.hidden, moe.ffn / pool.expert_tp
-        here = moe.experts / pool.ep
+        here = pool.experts_here(moe.experts)
         visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)

@@ -124,10 +124,12 @@ class UnitMaker:
         # A mode for a share of the layers wraps every so many of them, the last of each run.
         wrapped = period > 0 and index % period == period - 1
         block = "moe" if self.model.layer_kinds[index].sparse else "dense"
-        key = (block, word, wrapped)
+        kind, key = (block, word, wrapped), (index, word)
+        if kind not in self._made:
+            self._made[kind] = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
         if key not in self._made:
-            self._made[key] = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
-        return replace(self._made[key], name=f"layer {index}")
+            self._made[key] = replace(self._made[kind], name=f"layer {index}")
+        return self._made[key]
 
     def _new_layer(self, block: str, of: NDArray[np.str_], *, wrapped: bool) -> Unit:
         again = np.zeros(self._rows, dtype=bool)

@@ -87,6 +87,7 @@ def best_by_hand(cluster, workload, gpus):
     return degrees(found[min(rows, key=lambda i: table.step_s[i])])
 
 
+@pytest.mark.nightly  # flips of simulated plans are in test_flips.py
 def test_the_answer_is_another_past_a_flip_and_the_same_before():
     """On either side of the network rate that is named, all legal plans are costed one by one."""
     workload = Workload(seq_len=4096, global_batch_size=64)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from simulator.config.hf_config import load_model
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, made_even
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kernels import Kernels, visited_share
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
@@ -154,6 +156,36 @@ def test_parts_add_up_to_the_step() -> None:
         passes = costs(model, cluster("dgx-h200", 8), pool=pool, weights="float8")
         for step in steps:
             assert sum(passes.parts(**step).values()) == pytest.approx(passes.seconds(**step))
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "formats", "answers", "both", "published"),
+    [
+        ("gb200-nvl72", 48, ("float4", "float8"), 1408, False, 13_386),
+        ("gb200-nvl72", 48, ("float8", "bfloat16"), 768, False, 9087),
+        ("dgx-h100", 72, ("float8", "bfloat16"), 256, True, 22_282 / 8),
+    ],
+)
+def test_wide_expert_parallel_as_published(
+    machine: str, gpus: int, formats: tuple[str, str], answers: int, both: Any, published: float
+) -> None:
+    """DeepSeek-R1 writing answers with SGLang after prompts of 2,000 tokens, 32 experts held twice: output tokens a
+    second and GPU by LMSYS, 2025-09-25 (GB200, 12 nodes) and 2025-05-05 (H100, nine), answers a GPU by their commands.
+    """
+    pool = made_even(Pool(dp_attention=gpus, ep=gpus), 256)
+    assert pool.redundant_experts == 32
+    weights, cache = formats
+    passes = costs(
+        "deepseek-v3",
+        cluster(machine, gpus),
+        engine="sglang",
+        pool=pool,
+        weights=weights,
+        kv_cache=cache,
+        two_batches=both,
+        max_num_seqs=answers,
+    )
+    assert answers / token_s(passes, answers * gpus, 2050) == pytest.approx(published, rel=0.3)
 
 
 def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
