@@ -345,6 +345,16 @@ def take_files_of_link() -> None:
         failure(error)
 
 
+@st.fragment  # opening it runs nothing else
+def terminal(command: str) -> None:
+    """Offer the command line that asks the same. It is drawn once it is opened: a browser loads and runs 1.5 MB for
+    it.
+    """
+    opened = st.expander("The same question in a terminal", icon=":material/terminal:", key="terminal", on_change="rerun")
+    if opened.open:
+        opened.code(command, language="bash", wrap_lines=True)
+
+
 def share(question: state.Inputs) -> None:
     """Offer a link that holds the whole question."""
     with st.popover("Share", icon=":material/link:"):

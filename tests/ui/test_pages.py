@@ -441,9 +441,11 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
     assert f"{two_digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
     assert "CUDA_VISIBLE_DEVICES" in said(test)
-    assert "--concurrency 8" in said(test)
     assert "Users against GPUs" in said(test)
     assert "tokens/s a user" in said(test)
+    test.session_state["terminal"] = True
+    test.run()
+    assert "--concurrency 8" in said(test)
 
 
 def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer):
