@@ -46,8 +46,9 @@ PAGES_NEED = (
     "planner.search.answer",
     "topology.health.diagnose",
     "ui.data",
-    "ui.rows",
+    "ui.at_once",
 )
+WARM = threading.Event()
 
 
 def settings() -> dict[str, object]:
@@ -86,8 +87,13 @@ def _with_imports(names: Iterable[str]) -> list[str]:
     return [*found]
 
 
-async def _index(_request: Request) -> HTMLResponse:
-    return HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
+async def _index(request: Request) -> HTMLResponse:
+    page = _page()
+    if request.url.path == "/" and WARM.is_set():
+        from ui import at_once  # noqa: PLC0415 - takes seconds to import, which `_warm` does
+
+        page = page.replace("<body>", f"<body>{at_once.block(request.query_params)}", 1)
+    return HTMLResponse(page, headers={"Cache-Control": "no-cache"})
 
 
 @cache
@@ -125,6 +131,7 @@ def _warm() -> None:
     for name in PAGES_NEED:
         with contextlib.suppress(Exception):
             import_module(name)
+    WARM.set()
     gc.collect()
     gc.freeze()  # Streamlit collects after each run of a page or a part of it: 0.09 s over all that was imported
     with contextlib.suppress(Exception):
