@@ -326,7 +326,8 @@ def _choose(result: SearchResult) -> RankedPlan:
 
     def choose() -> None:
         name = st.session_state["plan"]
-        choose_plan(name, best=name == names[0])
+        if name in names:  # the browser may still have the plans of the answer before this one
+            choose_plan(name, best=name == names[0])
 
     about = "Best first; every page shows the chosen one."
     titles = {name: _title(ranked) for name, ranked in zip(names, result.plans, strict=True)}

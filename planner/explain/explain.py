@@ -27,7 +27,7 @@ from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
@@ -77,6 +77,7 @@ class MemoryAccount:
     capacity_bytes: float
     observed_bytes: float | None = None
     host_bytes: float = 0.0  # of state that is kept in host memory
+    paged: MemoryEstimate | None = None  # where an optimizer's states are paged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,7 @@ def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> M
         capacity_bytes=memory.capacity_bytes,
         observed_bytes=observed_bytes,
         host_bytes=memory.host_bytes,
+        paged=memory if memory.paging_s else None,
     )
 
 

@@ -19,7 +19,7 @@ from planner.io.plan_words import listed, plan_in_words
 from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.finalists import TIE
-from planner.search.savers import more_savers
+from planner.search.savers import more_savers, paged_instead
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
@@ -103,6 +103,8 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
     others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
+    if paged := paged_instead(question.runtime):
+        others.append((f"optimizer {paged.optimizer}", "optimizer", replace(question, runtime=paged)))
     for words in more_savers(question.runtime):
         if len(words) == 1:
             saving = replace(question, runtime=question.runtime.with_savers(words))
@@ -229,6 +231,9 @@ def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+    if paged := paged_instead(question.runtime):
+        changed = (f"optimizer {paged.optimizer}",), frozenset({"optimizer"})
+        yield list(_variants(replace(question, runtime=paged), plan, *changed, degrees=False))
     for words in more_savers(question.runtime):
         saving = replace(question, runtime=question.runtime.with_savers(words))
         named, kinds = tuple(TITLES[word] for word in words), frozenset(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -98,7 +99,20 @@ def test_a_link_to_a_file_of_another_computer_works_once_the_file_is_here(explor
     assert metrics(test)["GPUs"] == "3"
 
 
-def test_back_brings_the_last_question_back(explorer):
+@pytest.fixture
+def back(monkeypatch):
+    """Return a function that runs a page again as Back does."""
+    from ui.question import state
+
+    def pressed(test):
+        with monkeypatch.context() as while_it_runs:
+            while_it_runs.setattr(state, "_from_history", lambda: True)
+            test.run()
+
+    return pressed
+
+
+def test_back_brings_the_last_question_back(explorer, back):
     """The URL of the step before is the question again."""
     test = explorer("cluster", cluster="dgx-h100")
     test.sidebar.selectbox(key="cluster").set_value("h200x4").run()
@@ -107,10 +121,25 @@ def test_back_brings_the_last_question_back(explorer):
 
     del test.query_params["cluster"]
     test.query_params["batch"] = "8"
-    test.run()
+    back(test)
 
     assert test.sidebar.selectbox(key="cluster").value == "dgx-h100"
     assert test.sidebar.number_input(key="batch").value == 8
+
+
+def test_what_a_person_changes_wins_over_the_url_that_the_browser_still_has(explorer):
+    """A second change, and what runs by itself, may come before the browser has the URL of the first."""
+    test = explorer("cluster", cluster="dgx-h100", batch="8")
+    test.sidebar.number_input(key="batch").set_value(64).run()
+    test.query_params["batch"] = "8"
+    test.sidebar.selectbox(key="cluster").set_value("h200x4").run()
+    assert (linked(test, "batch"), linked(test, "cluster")) == ("64", "h200x4")
+
+    test.query_params["batch"] = "8"
+    del test.query_params["cluster"]
+    test.run()
+    assert (linked(test, "batch"), linked(test, "cluster")) == ("64", "h200x4")
+    assert test.sidebar.number_input(key="batch").value == 64
 
 
 def test_a_plan_that_is_not_listed_is_said(explorer):
@@ -143,7 +172,7 @@ def test_choosing_another_plan_changes_the_detail(explorer):
 
 
 def test_least_memory_says_what_it_costs_in_time(explorer):
-    test = explorer("plans", model="llama3.2-1b", objective="memory")
+    test = explorer("plans", model="llama3.2-1b", objective="memory", gpus="2")
 
     (warned,) = test.warning
     assert "Least memory costs time" in warned.value
@@ -161,12 +190,25 @@ def test_the_first_page_says_what_this_is_asks_and_answers(explorer):
     assert sum("-badge[" in str(one.value) for one in test.markdown) == len(test.metric)
 
 
-def test_two_ticked_plans_are_compared(explorer):
+def test_an_answered_question_is_in_the_page_that_a_browser_gets_first(explorer):
+    from ui import at_once
+
+    words = {"model": "llama3.2-1b", "gpus": "4", "batch": "8", "seq": "4096"}
+    page = explorer(**words)
+    (answer,) = (one.value for one in page.markdown if one.value.startswith("#### "))
+    found = at_once.block(words)
+
+    assert f"<h4>{html.escape(answer.removeprefix('#### ').replace(chr(92), ''))}</h4>" in found
+    assert at_once.block({**words, "batch": "9"}) == ""
+    assert at_once.block({**words, "model": "<script>"}) == ""
+
+
+def test_two_ticked_plans_are_compared(explorer, back):
     test = explorer(model="llama3.2-1b")
     listed = table(test, "chips")
     test.session_state["second"] = listed["plan"][2]
     test.query_params["plan"] = listed["plan"][1]
-    test.run()
+    back(test)
 
     assert "#2 compared with #3" in said(test)
     assert list(table(test, " ")) == [" ", r"\#2", r"\#3"]
@@ -413,9 +455,9 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
     assert f"{two_digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
     assert "CUDA_VISIBLE_DEVICES" in said(test)
-    assert "--concurrency 8" in said(test)
     assert "Users against GPUs" in said(test)
     assert "tokens/s a user" in said(test)
+    assert "--concurrency 8" in command(test)
 
 
 def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer):
@@ -426,7 +468,13 @@ def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer)
 
     rate = float(table(test, "deployment")["rate"][0].replace(",", ""))
     assert float(metrics(test)["A million output tokens"]) == pytest.approx(3 / 3600 / rate * 1e6, rel=0.06)
-    assert "--gpu-price 3" in said(test)
+    assert "--gpu-price 3" in command(test)
+
+
+def command(test):
+    """Open what has the command line, and return the words of the page with it."""
+    test.session_state["terminal"] = True
+    return said(test.run())
 
 
 def test_a_serving_question_without_an_answer_says_why(explorer):

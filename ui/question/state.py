@@ -7,12 +7,13 @@ appear in the URL, and values that are not among the choices are ignored. Upload
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from planner.question.flags import Flags, flags_of_search
 from planner.requests.flag import shell_line
@@ -175,6 +176,11 @@ FIELDS = {
 }
 
 
+# words of a link, and what they are of a question
+_ASKED = {key: key for key in ("cluster", "gpu", "gpus", "model", "framework", "objective", "compile")}
+_ASKED |= {"seq": "seq_len", "batch": "global_batch"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unresolved:
     """A word of a link that stands for nothing here."""
@@ -185,22 +191,41 @@ class Unresolved:
 
 
 def follow_link() -> tuple[Unresolved, ...]:
-    """Set the question to that of the URL where it was changed there: a link was opened, or Back was pressed.
+    """Set the question to that of the URL where a link was opened or Back was pressed.
 
-    Returns the words that stand for nothing here; the URL is then left as it is.
+    Else the URL is the one that the browser had when a person changed something: what this program wrote after that may
+    not have arrived there, and stays. Returns the words that stand for nothing here; the URL is then left as it is.
     """
-    words = _words()
-    if words == results().get("link"):
+    words, known = _words(), results().get("link")
+    if words == known:
+        return ()
+    if known is not None and not _from_history():
+        _show_link(known)
         return ()
     found = {key: FIELDS[key].read(word) for key, word in words.items()}
     unknown = tuple(
         Unresolved(key=key, label=FIELDS[key].label, word=words[key]) for key, value in found.items() if value is None
     )
+    results()["link"] = None if unknown else words
     if not unknown:
         for key, field in FIELDS.items():
             st.session_state[key] = found.get(key, field.default)
-        results()["link"] = words
     return unknown
+
+
+def _from_history() -> bool:
+    """Return whether Back or Forward was pressed."""
+    context = get_script_run_ctx()
+    return context is not None and context.is_history_navigation
+
+
+def _show_link(words: Mapping[str, str]) -> None:
+    """Write a link to the URL."""
+    for key in FIELDS:
+        if key in words:
+            st.query_params[key] = words[key]
+        elif key in st.query_params:
+            del st.query_params[key]
 
 
 def _words() -> dict[str, str]:
@@ -227,7 +252,7 @@ def _text(value: object) -> str:
 
 def link() -> dict[str, str]:
     """Return the question as query parameters, for links between pages."""
-    return dict(results().get("link", {}))
+    return dict(results().get("link") or {})
 
 
 def choose_plan(name: str, *, best: bool) -> None:
@@ -320,18 +345,17 @@ def ask(*, row: bool, training: bool) -> Inputs:
 def _machine_only(model: str, cluster: str, gpu: str | None, gpus: int | None) -> Inputs:
     """Return the question with what it says of training as the link has it."""
     write_link(cluster=cluster, gpu=gpu or FROM_FILE, gpus=gpus, model=model)
-    kept = {key: FIELDS[key].read(word) for key, word in link().items() if key in FIELDS}
-    return Inputs(
-        cluster=cluster,
-        gpu=None if gpu == FROM_FILE else gpu,
-        gpus=gpus,
-        model=model,
-        seq_len=kept.get("seq", _DEFAULT.seq_len),
-        global_batch=kept.get("batch"),
-        framework=kept.get("framework", _DEFAULT.framework),
-        objective=kept.get("objective", _DEFAULT.objective),
-        compile=bool(kept.get("compile")),
-    )
+    kept = of_link({key: word for key, word in link().items() if FIELDS[key].read(word) is not None}) or Inputs()
+    return replace(kept, cluster=cluster, gpu=None if gpu == FROM_FILE else gpu, gpus=gpus, model=model)
+
+
+def of_link(words: Mapping[str, str]) -> Inputs | None:
+    """Return the question of a link; None where a word stands for nothing here."""
+    found = {key: FIELDS[key].read(words[key]) if key in words else FIELDS[key].default for key in _ASKED}
+    if any(key in words and value is None for key, value in found.items()):
+        return None
+    found["gpu"] = None if found["gpu"] == FROM_FILE else found["gpu"]
+    return Inputs(**{_ASKED[key]: value for key, value in found.items()})
 
 
 def choice(label: str, options: list[str], key: str, text: str) -> str:

@@ -189,8 +189,7 @@ def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> N
         )
         panels.share(question)
     panels.assumed(result.assumed)
-    with st.expander("The same question in a terminal", icon=":material/terminal:"):
-        st.code(question.command(), language="bash", wrap_lines=True)
+    panels.terminal(question.command())
 
 
 show(data.question())

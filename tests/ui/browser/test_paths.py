@@ -129,6 +129,23 @@ def test_back_undoes_a_change(page, address):
     page.wait_for_function("() => document.body.innerText.includes('h200x4: ')")
 
 
+def test_two_changes_right_after_each_other_are_both_kept(page, address):
+    """Whatever arrives meanwhile: the URL of the first, the answer to it, or the search for the one before."""
+    page.goto(f"{address}/plans?{SMALL}")
+    page.locator("[data-testid='stMetric']").first.wait_for()
+    for change in range(1, 6):
+        asked = {"Global batch": str(8 + 8 * change), "Sequence": str(1024 * (1 + change))}
+        for label, value in asked.items():
+            field = page.get_by_label(label, exact=True)
+            field.fill(value)
+            field.press("Enter")
+        page.wait_for_url(re.compile(f"batch={asked['Global batch']}&seq={asked['Sequence']}$"))
+        page.wait_for_timeout(1000)
+        assert {label: page.get_by_label(label, exact=True).input_value() for label in asked} == asked
+    settled(page)
+    assert page.get_by_text("is not among the plans").count() == 0
+
+
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
