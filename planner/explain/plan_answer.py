@@ -6,16 +6,18 @@ in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.explain.traffic import traffic_of
+from planner.io.figures import interval_text
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
-from planner.search.fixes import Fix, find_fixes
+from planner.search.fixes import Fix, find_fixes, held_text
 from planner.search.mixed import is_mixed, parts_text, price_of
 from simulator.calibration.published_mfu import exceeded
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Estimate, Fit
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from simulator.runtimes.environment import assumed_environment
@@ -34,10 +36,17 @@ class PlanAnswer:
     fixes: tuple[Fix, ...] = ()
 
 
-def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None = None) -> PlanAnswer:
+def answer_plan(
+    case: Case,
+    *,
+    with_fixes: bool = True,
+    deadline: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PlanAnswer:
     """Return the problems and the estimate of a case's plan, with the fixes that were tried until `deadline`.
 
-    Raises BadCluster where the GPU's rates are not known.
+    `progress` gets the estimate in words before the fixes are looked for, which takes several times as long. Raises
+    BadCluster where the GPU's rates are not known.
     """
     question, plan = case.question, case.plan
     problems = question.problems(plan)
@@ -47,6 +56,9 @@ def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None =
     if is_mixed(question.cluster):
         said = (price_of(question, plan, found.estimate), parts_text(question.cluster))
         case = replace(case, assumed=(*case.assumed, *said))
+    if with_fixes and found.estimate.memory.fit is not Fit.YES:
+        known = f"{interval_text(found.estimate.step_s)} a step, {held_text(found.estimate.memory)}"
+        progress(f"{known}; looking for what would make it fit")
     fixes = find_fixes(question, plan, found.estimate, deadline) if with_fixes else ()
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
