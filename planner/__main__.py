@@ -1,17 +1,40 @@
 """The `planner` command, also as `python -m planner`."""
 
+import atexit
 import gc
+import os
 import sys
+import threading
 
 from planner.io.interrupts import end_at_once
-from topology.time_limit import command
+from topology.time_limit import command, with_alarm
+
+LIMIT, LIMITED = "--time-limit", frozenset({"suggest", "explain", "check"})
 
 
 def main() -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and end the process with its exit code."""
     end_at_once()
-    with command():  # what is imported from here on is part of its time
-        return _run()
+    with command(process=True), with_alarm(_limit(sys.argv[1:])):  # what is imported from here on is part of its time
+        code = _run()
+    if threading.active_count() == 1:
+        # Nothing is left to do but to free memory, object by object, which the system does at once.
+        atexit._run_exitfuncs()  # noqa: SLF001 - there is no other name for it
+        _flush()
+        os._exit(code)
+    return code
+
+
+def _limit(words: list[str]) -> float | None:
+    """Return the seconds that one answer may take, as far as the words say so plainly."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    said = [
+        after if word == LIMIT else word.partition("=")[2] for word, after in pairs if word.partition("=")[0] == LIMIT
+    ]
+    try:
+        return float(said[-1]) or None if said and words[0] in LIMITED else None
+    except ValueError:  # which is said later
+        return None
 
 
 def _run() -> int:
@@ -21,6 +44,14 @@ def _run() -> int:
 
     with several_cores():
         return run()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed by whoever reads it
+            continue
 
 
 if __name__ == "__main__":

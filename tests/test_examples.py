@@ -13,10 +13,13 @@ from planner.cli import main
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
+LONG = {"3_pairs_of_gpus.sh", "5_too_large.sh", "6_how_many_gpus.sh"}  # seconds of search each
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "script", [pytest.param(path, marks=[pytest.mark.nightly] * (path.name in LONG), id=path.name) for path in SCRIPTS]
+)
 def test_example_runs(script: Path, monkeypatch, capsys) -> None:
     """Its commands one by one in this process; a script has nothing else but the code that the last of them ends
     with.

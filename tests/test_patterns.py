@@ -78,7 +78,7 @@ def test_the_count_passes_what_goes_forward(text):
 
 def test_the_count_finds_the_matches_that_python_finds():
     for pattern in patterns():
-        tree = parser.parse(pattern.text)
+        tree = parsed(pattern.text)
         sample = example(tree, {})
         assert (steps(pattern, sample) is not None) == (re.match(pattern.text, sample) is not None), pattern
 
@@ -123,6 +123,11 @@ def patterns() -> tuple[Pattern, ...]:
     return tuple(found)
 
 
+@cache
+def parsed(text: str) -> Any:
+    return parser.parse(text)
+
+
 def constants(tree: ast.Module, known: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in tree.body:
@@ -150,7 +155,7 @@ def text_of(node: ast.expr, words: dict[str, str]) -> str | None:
 
 def grows(pattern: Pattern) -> bool:
     """Return whether the steps for a character of some input grow with the input."""
-    tree = parser.parse(pattern.text)
+    tree = parsed(pattern.text)
     for make in inputs(tree):
         short, long = make(SHORT), make(LONG)
         few, many = counted(pattern, short), counted(pattern, long)
@@ -164,7 +169,7 @@ def searches_grow(pattern: Pattern) -> bool:
 
     Inputs are runs, and beginnings of what matches, which promise a match again and again.
     """
-    tree = parser.parse(pattern.text)
+    tree = parsed(pattern.text)
     open_ended = [value for value in repeats(tree) if value[1] is code.MAXREPEAT]
     if not (pattern.anywhere and open_ended):
         return False
@@ -377,7 +382,7 @@ def steps(pattern: Pattern, text: str, start: int = 0, *, count: bool = False) -
         word = [0 <= i < len(text) and (text[i].isalnum() or text[i] == "_") for i in (at - 1, at)]
         return (word[0] != word[1]) == (where is code.AT_BOUNDARY)
 
-    for end in walk(list(parser.parse(pattern.text)), start):
+    for end in walk(list(parsed(pattern.text)), start):
         if not (count and pattern.whole) or end == len(text):
             return taken
     return taken if count else None

@@ -206,6 +206,7 @@ class Node:
     links: tuple[Link, ...] = ()
     pairs: dict[str, str] = field(default_factory=dict)
     closest_nics: dict[str, tuple[str, ...]] = field(default_factory=dict)  # GPU index -> NIC labels
+    host_memory_bytes: int | None = None  # of all its operating-system hosts together; not known where none is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from topology.time_limit import set_alarm
+
 # Seconds that pieces have to take together. A child of 60 to 800 MiB starts and answers in 10 to 40 ms, measured on two
 # cores that others used, too.
 WORTH_S = 0.15
@@ -95,6 +97,7 @@ def _fork(pieces: Sequence[Callable[[], Any]], queue: int) -> tuple[int, Any]:
     try:
         gc.disable()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        set_alarm()  # which a child does not inherit
         _cores.set(1)
         results = {}
         with suppress(Exception):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.configs.formats.configuration import CheckFlags
-from planner.configs.serving import serving_engine
+from planner.configs.serving_start import serving_engine
 from planner.explain.plan_answer import answer_plan
 from planner.export.job import ExportJob
 from planner.export.targets.registry import ALL_TARGETS, export

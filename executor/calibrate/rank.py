@@ -45,6 +45,7 @@ with suppress(Exception):
     import torchtitan.train  # noqa: F401
 
 PARENT_S = 1.0  # between two looks at whether the parent lives
+MEETING_POLL_S = 0.01
 GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, which are shorter
 # Errors that say that something cannot be asked; after any other the state of a process is not known.
 REFUSALS = (PlannerError, Unsupported, ImportError)
@@ -172,14 +173,14 @@ def _join(request: RankRequest) -> Instruments:
     """Join the pool's process group and run one collective on the device, which sets up what later ones use."""
     rank, gpus = request.rank, request.gpus
     cuda, world = request.device == "cuda", len(gpus)
-    local = gpus[rank]
+    local, store = gpus[rank], _meeting_point(rank, Path(request.folder) / "port")
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(request.port),
+        "MASTER_PORT": str(store.port),
     }
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -187,7 +188,7 @@ def _join(request: RankRequest) -> Instruments:
     else:
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
     dist.all_reduce(torch.ones(8, device=device))
     dist.barrier()
     synchronize(device)
@@ -195,6 +196,21 @@ def _join(request: RankRequest) -> Instruments:
     recorder.write("header", versions=versions(request.device) | titan_versions())
     indices = [request.indices[position] for position in gpus]
     return Instruments(device=device, recorder=recorder, indices=indices, text=request.text)
+
+
+def _meeting_point(rank: int, path: Path) -> Any:
+    """Return the store of a pool; the first rank holds it, at a port that the system chose and `path` then has."""
+    from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - in torch.distributed, which does not export it
+
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        part = path.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.replace(path)
+        return store
+    while not path.is_file():  # whoever started the pool ends it where this takes too long
+        time.sleep(MEETING_POLL_S)
+    return TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
 
 
 def _next_job(pipe: Connection) -> Job | None:

@@ -12,7 +12,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -61,10 +60,9 @@ class RankPool:
         self._failed_at: float | None = None
         self._ranks: list[Any] = []
         self._pipes: list[Connection] = []
-        port = _free_port()
         for rank in range(len(self.gpus)):
             here, there = context.Pipe()
-            request = RankRequest(**to_builtins(options), rank=rank, gpus=self.gpus, port=port, folder=str(folder))
+            request = RankRequest(**to_builtins(options), rank=rank, gpus=self.gpus, folder=str(folder))
             process = context.Process(target=_run_rank, args=(to_json(request), there))
             self._pipes.append(here)
             try:
@@ -156,12 +154,6 @@ def _run_rank(request: str, pipe: Connection) -> None:
     from executor.calibrate.rank import main  # noqa: PLC0415 - imports torch, which whoever starts ranks needs not
 
     main(request, pipe)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _tail(path: Path) -> str:

@@ -26,5 +26,4 @@ class RankRequest(PoolRequest):
 
     rank: int
     gpus: tuple[int, ...]
-    port: int
     folder: str

@@ -1,11 +1,12 @@
 """Start N local ranks of a module within a wall-clock budget, and end every process of the run.
 
-Ranks run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a rank that
-is alone, run as a plain `python -m module`: the agent imports torch for seconds before its ranks do. Either way: an
-argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all processes of the run, and a result
-that names the first rank that failed.
+Ranks of one machine are forked by an agent that has imported what they need (`executor.launch.forked_agent`); those of
+several nodes run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a
+rank that is alone, run as a plain `python -m module`. Either way: an argument list without a shell, a session of its
+own, SIGTERM and then SIGKILL for all processes of the run, and a result that
+names the first rank that failed.
 
-The agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
+An agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
 inherits a random tag in its environment, by which exactly these processes are found.
 
 Does not import torch, so that it works (and reports errors) where torch does not.
@@ -165,27 +166,23 @@ def command(
     *,
     ranks: int,
     elastic: bool,
-    run_id: str,
     logs: Path,
     nodes: Rendezvous | None = None,
 ) -> list[str]:
-    """Return the argument list. `--standalone` lets the agent choose a free port; loopback needs no name resolution."""
+    """Return the argument list; `logs` is where ranks write their errors."""
     if not elastic:
         return [sys.executable, "-m", module, *arguments]
-    where = ["--standalone", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1"]
-    if nodes is not None:
-        where = [
-            f"--nnodes={nodes.count}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={nodes.endpoint}",
-            f"--rdzv-id={nodes.run_id}",
-            *nodes.address_arguments,
-        ]
+    if nodes is None:
+        return [sys.executable, "-m", "executor.launch.forked_agent", str(ranks), str(logs), module, *arguments]
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        *where,
+        f"--nnodes={nodes.count}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={nodes.endpoint}",
+        f"--rdzv-id={nodes.run_id}",
+        *nodes.address_arguments,
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         f"--log-dir={logs}",
@@ -255,7 +252,6 @@ def _launch(
                     arguments,
                     ranks=ranks,
                     elastic=elastic,
-                    run_id=run_id,
                     logs=folder / "ranks",
                     nodes=nodes,
                 ),

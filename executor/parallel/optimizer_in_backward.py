@@ -51,7 +51,8 @@ class OptimizerInBackward:
         if grad is None:
             return
         here = local_tensor(grad)
-        self._norms.setdefault(cuts_of(grad), []).append(torch.linalg.vector_norm(here, dtype=torch.float64))
+        norm = torch.linalg.vector_norm(here, dtype=torch.promote_types(here.dtype, torch.float32))
+        self._norms.setdefault(cuts_of(grad), []).append(norm.double())
         if self.keeps:
             self.seen[name] = grad.clone()
         if name not in self._local:  # FSDP reallocates its shards in the first forward pass

@@ -304,7 +304,6 @@ def report(
             arguments,
             ranks=ranks,
             elastic=True,
-            run_id="RUN",  # random in each run
             logs=folder.parent / "logs" / "ranks",
         ),
         "device": request.device,

@@ -29,7 +29,7 @@ from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Explain
 from planner.search.answer import answer
-from planner.search.deadline import deadline_of, left_s
+from planner.search.deadline import NOT_EXPLAINED, deadline_of, left_s
 from planner.search.fixes import find_fixes, memory_text
 from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
@@ -75,16 +75,19 @@ def explain(asked: Explain) -> None:
                     flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
                 )
             chosen = result.plans[0].plan
-        found = reasons.explain(
-            chosen,
-            result,
-            observed_bytes=observed,
-            with_flips=asked.flips and not asked.memory,
-            grow=None
-            if asked.file is not None
-            else lambda n: read_cluster(asked.cluster or "dgx-h100", n, gpu=asked.gpu),
-            progress=output.progress,
-        )
+        with limited(asked.time_limit):
+            found = reasons.explain(
+                chosen,
+                result,
+                observed_bytes=observed,
+                with_flips=asked.flips and not asked.memory,
+                grow=None
+                if asked.file is not None
+                else lambda n: read_cluster(asked.cluster or "dgx-h100", n, gpu=asked.gpu),
+                progress=output.progress,
+            )
+        if found.traffic is None and not result.cut_short:
+            result = replace(result, assumed=(*result.assumed, NOT_EXPLAINED))
     finally:
         output.end_progress()
     warn_of_doubts(measured)

@@ -13,7 +13,7 @@ from planner.configs.formats.configuration import CheckFlags, Configuration, Lim
 from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
-from planner.explain.plan_answer import PlanAnswer, answer_plan
+from planner.explain.plan_answer import FIXES_LEFT_OUT, PlanAnswer, answer_plan
 from planner.question.prediction import predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
@@ -128,7 +128,8 @@ def check_text(
     if case is None:
         return base
     found = answer_plan(case, deadline=deadline)
-    base = replace(base, problems=found.problems, found=found)
+    late = (FIXES_LEFT_OUT,) if FIXES_LEFT_OUT in found.case.assumed else ()
+    base = replace(base, problems=found.problems, assumed=(*base.assumed, *late), found=found)
     if stated_rate is not None:
         base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)

@@ -12,14 +12,15 @@ from typing import Any
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration, did_you_mean
-from planner.configs.serving import serving_engine
+from planner.configs.serving_start import serving_engine
 from planner.io.output import SCHEMA_VERSION
 from planner.io.version import version
 from planner.search.deadline import deadline_of, left_s, over
 from simulator.config.estimate import SURE
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Grade
-from topology.errors import PlannerError, UserError
+from topology.errors import PlannerError, Unproved, UserError
+from topology.time_limit import limited
 
 KINDS = frozenset({".toml", ".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"})
 PASSED_OVER = frozenset({"node_modules", "site-packages", "__pycache__", "venv"})  # and what is hidden
@@ -111,7 +112,11 @@ def check_folder(
         if serving_engine(text):
             continue
         try:
-            found = check_text(text, where, flags, measured=measured, search=False, time_limit_s=left_s(deadline))
+            with limited(time_limit_s):
+                found = check_text(text, where, flags, measured=measured, search=False, time_limit_s=left_s(deadline))
+        except Unproved:
+            stopped = "the time is over"
+            break
         except NotAConfiguration:
             continue
         except PlannerError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
+from planner.configs.serving_start import serving_engine
 from planner.export.mapping import Settings
 from planner.export.schema import schema
 from planner.serving import (
@@ -40,11 +41,6 @@ from simulator.serving.engine import engine_of
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-# Where a command may stand on its line: prose names commands in backquotes, comments are not run.
-_STARTS = {
-    "vllm": re.compile(r"^[^#`\n]*(\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server)", re.MULTILINE),
-    "sglang": re.compile(r"^[^#`\n]*(sglang\.launch_server|\bsglang\s+serve\b)", re.MULTILINE),
-}
 # Where a text says which release it starts: an image's tag, a requirement.
 _RELEASES = {
     "vllm": re.compile(r"vllm-openai:v([0-9][\w.]*)|\bvllm==([0-9][\w.]*)"),
@@ -68,6 +64,8 @@ _READ = {
     "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_running_requests",
     "chunked_prefill_size", "mem_fraction_static", "quantization", "kv_cache_dtype", "max_model_len",
     "context_length", "enforce_eager", "disable_cuda_graph", "disable_custom_all_reduce",
+    "enable_two_batch_overlap", "enable_dbo", "enable_eplb", "eplb_config", "scheduler_recv_interval",
+    "ep_num_redundant_experts",
 }  # fmt: skip
 _OF_THE_SERVER = {
     "host", "port", "api_key", "served_model_name", "trust_remote_code", "tokenizer", "tokenizer_path",
@@ -102,11 +100,6 @@ class CheckedServing:
     @property
     def legal(self) -> bool:
         return not self.problems and self.answer is not None and self.answer.estimate is not None
-
-
-def serving_engine(text: str) -> str:
-    """Return the engine that a text starts, or nothing."""
-    return next((name for name, pattern in _STARTS.items() if pattern.search(text)), "")
 
 
 def check_serving(
@@ -254,8 +247,16 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
     if engine == "vllm":
         tp, pp, dp = (_whole(settings, f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data"))
         spread = settings.get("enable_expert_parallel") is True
+        said = settings.get("eplb_config")
+        twice = re.search(r'"num_redundant_experts": {0,9}([0-9]{1,5})', str(said)) if said else None
         pool = (
-            Pool(tp=tp, pp=pp, dp_attention=dp, ep=tp * dp if spread else 1)
+            Pool(
+                tp=tp,
+                pp=pp,
+                dp_attention=dp,
+                ep=tp * dp if spread else 1,
+                redundant_experts=int(twice[1]) if twice and spread else 0,
+            )
             if experts
             else Pool(engines=dp, tp=tp, pp=pp)
         )
@@ -266,7 +267,15 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
             inside, dp = dp, 1
         if ranks % inside:
             raise BadInput(f"attention over {inside} groups does not divide --tp-size {ranks}")
-        pool = Pool(engines=dp, tp=ranks // inside, pp=pp, dp_attention=inside, ep=_whole(settings, "ep_size"))
+        copies = _whole(settings, "ep_num_redundant_experts", 0) if settings.get("ep_num_redundant_experts") else 0
+        pool = Pool(
+            engines=dp,
+            tp=ranks // inside,
+            pp=pp,
+            dp_attention=inside,
+            ep=_whole(settings, "ep_size"),
+            redundant_experts=copies,
+        )
     require_pool(pool, "the command")
     return pool
 
@@ -292,6 +301,10 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
         found["eager"] = True
     if settings.get("disable_custom_all_reduce") is True:
         found["no_custom_all_reduce"] = True
+    if settings.get("enable_two_batch_overlap") is True or settings.get("enable_dbo") is True:
+        found["two_batch_overlap"] = True
+    if every := _number(settings.get("scheduler_recv_interval")):
+        found["receive_every"] = int(min(every, 1 << 16))
     return found
 
 

@@ -8,6 +8,7 @@ is another. Both plans are then predicted there, and what does not hold is left 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.explain.overlap_account import SiteOverlap, overlap_by_site
@@ -26,11 +27,11 @@ from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
-from topology.errors import PlannerError, UserError
+from topology.errors import PlannerError, Unproved, UserError
 from topology.rates.scaling import scale_memory, with_gpus
 
 # What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
@@ -76,6 +77,7 @@ class MemoryAccount:
     capacity_bytes: float
     observed_bytes: float | None = None
     host_bytes: float = 0.0  # of state that is kept in host memory
+    paged: MemoryEstimate | None = None  # where an optimizer's states are paged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> M
         capacity_bytes=memory.capacity_bytes,
         observed_bytes=observed_bytes,
         host_bytes=memory.host_bytes,
+        paged=memory if memory.paging_s else None,
     )
 
 
@@ -147,6 +150,12 @@ def explain(
         if other is not chosen
     )
     own_question = replace(question, gpus=first.plan.gpus)
+    overlap: tuple[SiteOverlap, ...] = ()
+    traffic: Traffic | None = None
+    with suppress(Unproved):  # where the time is over, the explanation has neither
+        if not result.cut_short:
+            overlap = overlap_by_site(plan, question.estimate)
+            traffic = traffic_of(replace(question, gpus=plan.gpus), plan, estimate)
     return Explanation(
         plan=plan,
         estimate=estimate,
@@ -157,8 +166,8 @@ def explain(
         flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
         rejected=result.rejected,
         pruned=result.search.pruned,
-        overlap=() if result.cut_short else overlap_by_site(plan, question.estimate),
-        traffic=None if result.cut_short else traffic_of(replace(question, gpus=plan.gpus), plan, estimate),
+        overlap=overlap,
+        traffic=traffic,
         fixes=first.fixes if chosen is first else find_fixes(replace(question, gpus=plan.gpus), plan, estimate),
     )
 

@@ -14,6 +14,7 @@ from planner.explain.tables import (
     cluster_line,
     flip_text,
     model_line,
+    paged_text,
     print_lines,
     runtime_line,
     workload_line,
@@ -135,7 +136,12 @@ def print_memory(account: MemoryAccount, verdict: str) -> None:
         f"state     {gib_text(account.state_bytes)} GiB of parameters, gradients and optimizer; an estimate of those "
         f"alone leaves out {omitted} GiB"
     )
-    if account.host_bytes:
+    if account.paged is not None:
+        state = (
+            f"state     {gib_text(account.state_bytes)} GiB of parameters, gradients and optimizer;"
+            f" {paged_text(account.paged)}"
+        )
+    elif account.host_bytes:
         state = (
             f"host      {gib_text(account.host_bytes)} GiB of state in host memory for each GPU; on it {omitted} GiB"
         )

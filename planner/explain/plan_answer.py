@@ -14,6 +14,7 @@ from planner.io.figures import interval_text
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
+from planner.search.deadline import deadline_of, left_s, over
 from planner.search.fixes import Fix, find_fixes, held_text
 from planner.search.mixed import is_mixed, parts_text, price_of
 from simulator.calibration.published_mfu import exceeded
@@ -23,6 +24,8 @@ from simulator.legality.rules import is_legal
 from simulator.runtimes.environment import assumed_environment
 from topology import codec
 from topology.codec import JsonObject
+
+FIXES_LEFT_OUT = "half of the time limit was over before all changes were tried that might make the plan fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,8 @@ def answer_plan(
     deadline: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanAnswer:
-    """Return the problems and the estimate of a case's plan, with the fixes that were tried until `deadline`.
+    """Return the problems and the estimate of a case's plan, with the fixes that were tried in the first half of what
+    is left until `deadline`.
 
     `progress` gets the estimate in words before the fixes are looked for, which takes several times as long. Raises
     BadCluster where the GPU's rates are not known.
@@ -56,10 +60,15 @@ def answer_plan(
     if is_mixed(question.cluster):
         said = (price_of(question, plan, found.estimate), parts_text(question.cluster))
         case = replace(case, assumed=(*case.assumed, *said))
-    if with_fixes and found.estimate.memory.fit is not Fit.YES:
+    doubtful = with_fixes and found.estimate.memory.fit is not Fit.YES
+    if doubtful:
         known = f"{interval_text(found.estimate.step_s)} a step, {held_text(found.estimate.memory)}"
         progress(f"{known}; looking for what would make it fit")
-    fixes = find_fixes(question, plan, found.estimate, deadline) if with_fixes else ()
+    left = left_s(deadline)
+    half = None if left is None else deadline_of(left / 2)
+    fixes = find_fixes(question, plan, found.estimate, half) if with_fixes else ()
+    if doubtful and over(half):
+        case = replace(case, assumed=(*case.assumed, FIXES_LEFT_OUT))
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
 

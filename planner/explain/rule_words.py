@@ -13,6 +13,7 @@ RULE_WORDS = {
     "network": "the framework lacks a part of the model",
     "types": "number type not supported",
     "optimizer": "optimizer not supported",
+    "paged": "no paged optimizer, or none on DTensors, in this framework",
     "low-precision": "low precision not supported",
     "not-modelled": "a setting of the runtime that is not modelled",
     "positions": "sequence longer than the model's positions",

@@ -15,7 +15,7 @@ from planner.question.question import Question
 from planner.search.flips import FlipPoint
 from planner.search.result import SearchResult
 from simulator.calibration.published_mfu import exceeded
-from simulator.config.estimate import SURE, Estimate
+from simulator.config.estimate import SURE, Estimate, MemoryEstimate
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
 from simulator.config.savers import TITLES
@@ -86,9 +86,24 @@ def memory_line(estimate: Estimate) -> str:
     named = ", ".join(f"{name.replace('_', ' ')} {gib_text(size)}" for name, size in parts if size >= 0.05 * GIB)
     low, high = gib_text(memory.reserved_low_bytes), gib_text(memory.reserved_high_bytes)
     host = f"; {gib_text(memory.host_bytes)} of host memory for each GPU" if memory.host_bytes else ""
+    if host and memory.host_capacity_bytes is not None:
+        host += f", which has {gib_text(memory.host_capacity_bytes)}"
+    if memory.paged_bytes >= 0.05 * GIB:
+        host = f"; {paged_text(memory)}{host}"
     return (
         f"memory    {gib_text(memory.reserved_bytes)} GiB ({low} to {high}) reserved on rank {memory.worst_rank}, "
         f"{gib_text(memory.peak_bytes.value)} of it allocated: {named}{host}"
+    )
+
+
+def paged_text(memory: MemoryEstimate) -> str:
+    """Return where the states of a paged optimizer are, and what that costs."""
+    room = gib_text(max(0.0, memory.headroom_bytes))
+    if not memory.paging_s:
+        return f"{gib_text(memory.paged_bytes)} of paged states besides, for which the GPU has room ({room})"
+    return (
+        f"{gib_text(memory.paged_bytes)} of paged states have room for {room} besides: they come from the host and go"
+        f" back in every step, {memory.paging_s:.2g} s of the optimizer's"
     )
 
 
@@ -154,6 +169,7 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     plain = title.rstrip("0123456789.")
     trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
     trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
+    trained += "; re-entrant checkpoints" if runtime.reentrant else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "

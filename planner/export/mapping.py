@@ -25,7 +25,17 @@ Settings = dict[str, Any]  # values by the keys of a tool
 PLAN_FACTS = frozenset(field.name for field in fields(Plan))
 WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})
 RUNTIME_FACTS = frozenset(
-    {"compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "adapter", "moe_dispatcher", "savers"}
+    {
+        "compile",
+        "param_dtype",
+        "compute_dtype",
+        "reduce_dtype",
+        "optimizer",
+        "adapter",
+        "moe_dispatcher",
+        "savers",
+        "reentrant",
+    }
 )
 
 

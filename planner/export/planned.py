@@ -33,6 +33,7 @@ _SAID = frozenset({"recompute", "sequence_parallel", "micro_batch_size"})
 _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _SAID} | {
     "moe_dispatcher": "",
     "savers": (),
+    "reentrant": None,
 }
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # that every framework's own words for a model give
 

@@ -38,6 +38,7 @@ RUNTIME_KEYS = (
     "moe_dispatcher",
     "expert_products",
     "savers",
+    "reentrant",
     "graph_scopes",
     "fused",
 )

@@ -47,7 +47,7 @@ from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.step.away import away_assumed
-from simulator.step.offload import offload_assumed
+from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
@@ -298,6 +298,7 @@ def all_assumed(
         *distance_text(question.cluster, question.runtime, max((plan.gpus for plan in plans), default=1)),
         *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
         *offload_assumed(plans, question.cluster),
+        *paged_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
         *away_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
     )
     return tuple(dict.fromkeys(lines))

@@ -172,6 +172,14 @@ class Engine:
         "--no-custom-all-reduce/--custom-all-reduce",
         help="Let NCCL do all-reduces, instead of the engine's own kernel.",
     )
+    two_batch_overlap: bool | None = option(
+        None,
+        "--two-batch-overlap/--one-batch",
+        help="Compute one half of a step while tokens of the other are on their way to experts.",
+    )
+    receive_every: int | None = option(
+        None, "--receive-every", least=1, most=1 << 16, help="Look for new requests after so many steps; default: 1."
+    )
     draft_tokens: int | None = option(
         None, "--draft-tokens", least=1, most=16, help="Tokens that the model's prediction layer (MTP) drafts a step."
     )

@@ -8,7 +8,7 @@ one by one and together. A change is shown where nothing that is part of it does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,9 +18,8 @@ from planner.io.figures import change_text, gib_text
 from planner.io.plan_words import listed, plan_in_words
 from planner.question.prediction import predict
 from planner.question.question import Question
-from planner.search.deadline import deadline_of, left_s, over
 from planner.search.finalists import TIE
-from planner.search.savers import more_savers
+from planner.search.savers import more_savers, paged_instead
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, MemoryEstimate, chance, sure_bytes
@@ -31,6 +30,7 @@ from simulator.legality.rules import legal_ones
 from simulator.memory.plan_memory import PlanMemory
 from topology.errors import Unproved, UserError
 from topology.rates.scaling import with_gpus
+from topology.time_limit import check_time, reading, until
 from topology.units import GIB
 
 MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
@@ -75,9 +75,8 @@ _Groups = Iterator[list[_Variant]]
 
 
 def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: float | None = None) -> tuple[Fix, ...]:
-    """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom.
-
-    Variants of other runtimes and more GPUs are tried until the first half of what is left until `deadline` is over.
+    """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom: of those
+    that were tried by `deadline`.
 
     There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than
     MOST_LAYERS.
@@ -85,29 +84,14 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
     if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()
     found: list[_Costed] = []
-    left = left_s(deadline)
-    half = None if left is None else deadline_of(left / 2)
     # Cheapest first, each judged by its replay, until there are enough that surely fit: what costs more is not counted.
     chosen: list[_Costed] = []
-    for paid, tried in _by_price(question, plan, half):
-        if _enough(chosen, paid) or over(half):
-            continue
-        costed: list[_Costed] = []
-        for variants in tried:
-            better = [one for one in variants if not any(other.variant.kinds <= one.kinds for other in chosen)]
-            costed += [] if over(half) else _costed(better, estimate)
-        found += costed
-        for one in sorted((one for one in costed if one.may), key=lambda one: one.step_s):
-            variant = one.variant
-            if _enough(chosen, paid) or over(half):
-                break
-            if any(other.variant.kinds <= variant.kinds for other in chosen):
-                continue
-            held = PlanMemory(variant.question, variant.plan)
-            if held.surely_fits:
-                chosen = [other for other in chosen if not one.replaces(other)] + [replace(one, held=held)]
-    kept = chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]
-    fixes = [(one.variant.paid, _fix(one, plan, estimate)) for one in kept if not over(half)]
+    fixes: list[tuple[int, Fix]] = []
+    with suppress(Unproved), until(reading() if deadline is None else min(deadline, reading())):
+        with suppress(Unproved):
+            _choose(chosen, found, _by_price(question, plan, deadline), estimate)
+        for one in chosen or sorted(found, key=lambda one: one.reserved_bytes)[:1]:
+            fixes.append((one.variant.paid, _fix(one, plan, estimate)))  # noqa: PERF401 - as far as there is time
     fixes = [(paid, one) for paid, one in fixes if one.reserved_bytes < estimate.memory.reserved_bytes]
     fixes = [(paid, one) for paid, one in fixes if one.fit is Fit.YES] or fixes[:1]
     return tuple(one for _, one in sorted(fixes, key=lambda pair: (pair[0], pair[1].plan.gpus, pair[1].step_s)))
@@ -119,6 +103,8 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
     others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
+    if paged := paged_instead(question.runtime):
+        others.append((f"optimizer {paged.optimizer}", "optimizer", replace(question, runtime=paged)))
     for words in more_savers(question.runtime):
         if len(words) == 1:
             saving = replace(question, runtime=question.runtime.with_savers(words))
@@ -159,6 +145,30 @@ class _Costed:
         mine, theirs = self.variant, other.variant
         paid = (mine.paid, mine.plan.gpus) <= (theirs.paid, theirs.plan.gpus)
         return mine.kinds < theirs.kinds and paid and self.step_s <= other.step_s * (1 + TIE)
+
+
+def _choose(
+    chosen: list[_Costed], found: list[_Costed], by_price: Iterable[tuple[int, _Groups]], estimate: Estimate
+) -> None:
+    """Add to `found` the variants whose memory is known, and to `chosen` those that surely fit."""
+    for paid, tried in by_price:
+        if _enough(chosen, paid):
+            continue
+        costed: list[_Costed] = []
+        for variants in tried:
+            check_time()
+            better = [one for one in variants if not any(other.variant.kinds <= one.kinds for other in chosen)]
+            costed += _costed(better, estimate)
+        found += costed
+        for one in sorted((one for one in costed if one.may), key=lambda one: one.step_s):
+            variant = one.variant
+            if _enough(chosen, paid):
+                break
+            if any(other.variant.kinds <= variant.kinds for other in chosen):
+                continue
+            held = PlanMemory(variant.question, variant.plan)
+            if held.surely_fits:
+                chosen[:] = [*(other for other in chosen if not one.replaces(other)), replace(one, held=held)]
 
 
 def _enough(chosen: Sequence[_Costed], paid: int) -> bool:
@@ -221,6 +231,9 @@ def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+    if paged := paged_instead(question.runtime):
+        changed = (f"optimizer {paged.optimizer}",), frozenset({"optimizer"})
+        yield list(_variants(replace(question, runtime=paged), plan, *changed, degrees=False))
     for words in more_savers(question.runtime):
         saving = replace(question, runtime=question.runtime.with_savers(words))
         named, kinds = tuple(TITLES[word] for word in words), frozenset(words)

@@ -20,7 +20,7 @@ from planner.search.deadline import over
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
-from planner.search.savers import more_savers
+from planner.search.savers import more_savers, paged_instead
 from simulator.bounds.screening import Screening
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
@@ -39,6 +39,7 @@ MAX_GPUS = 1 << 16
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, of which the one that needs least is found
+CUT_SHORT = " (the time limit ended before more was tried)"
 LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
 
 
@@ -88,7 +89,7 @@ class ConstrainedQuestion:
         best = self.best_plan(deadline, replays)
         if best is None:
             return 0.0
-        step_s = float(question.estimate([best]).step_s[0]) + replays[best].flush_s
+        step_s = float(question.estimate([best]).step_s[0]) + replays[best].full_s
         return question.workload.tokens_per_step / question.count / step_s
 
     @property
@@ -96,9 +97,14 @@ class ConstrainedQuestion:
         return self.bounds.words("recompute") or self.question.framework.recomputes
 
     def nodes(self) -> Nodes:
-        """Return the nodes with micro batches of one sequence, as larger ones never need less memory."""
-        bounds = self.bounds if self.bounds.spans("micro_batch_size") else replace(self.bounds, max_micro_batch=1)
-        return enumerate_nodes(self.question, bounds=bounds)
+        """Return the nodes with micro batches of one sequence, as larger ones never need less memory; where none is
+        legal, those with any.
+        """
+        if not self.bounds.spans("micro_batch_size"):
+            nodes = enumerate_nodes(self.question, bounds=replace(self.bounds, max_micro_batch=1))
+            if len(nodes):
+                return nodes
+        return enumerate_nodes(self.question, bounds=self.bounds)
 
     def ask(self, **changes: Any) -> ConstrainedQuestion:
         """Return the same with fields of the question changed."""
@@ -134,9 +140,9 @@ def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...
     return sorted(leanest, key=lambda one: one[0])[:MOST_REPLAYED]
 
 
-def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infeasible:
+def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadline: float | None = None) -> Infeasible:
     """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
-    which there is a plan.
+    which there is a plan, of which all were tried but where the `deadline` has passed.
     """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
@@ -157,10 +163,13 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str]) -> Infe
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"combinations of degrees rejected, by rule: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
-        remedy="; or ".join(ways)
-        if ways
-        else "another model, cluster or framework: no change of the batch, the sequence, the precision or the number"
-        " of GPUs by itself that was tried gives a plan",
+        remedy=(
+            "; or ".join(ways)
+            if ways
+            else "another model, cluster or framework: no change of the batch, the sequence, the precision or the"
+            " number of GPUs by itself that was tried gives a plan"
+        )
+        + (CUT_SHORT if over(deadline) else ""),
     )
 
 
@@ -195,13 +204,7 @@ def no_fitting_plan(
         + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
-        + (
-            " (the time limit ended before more was tried)"
-            if late
-            else ""
-            if relaxations_found
-            else ": nothing else tried is enough"
-        ),
+        + (CUT_SHORT if late else "" if relaxations_found else ": nothing else tried is enough"),
     )
 
 
@@ -293,6 +296,8 @@ def _relaxed(
             f"--saver {','.join((*s.runtime.savers, *savers))}",
             constrained.ask(runtime=s.runtime.with_savers(savers)),
         )
+    if paged := paged_instead(s.runtime):
+        yield f"--optimizer {paged.optimizer}", constrained.ask(runtime=paged)
     if not s.runtime.compile:
         yield "--compile", constrained.ask(runtime=replace(s.runtime, compile=True))
     if s.runtime.param_dtype == "float32":
@@ -335,7 +340,7 @@ def min_gpus_for_state(screening: Screening) -> int:
     master = 4.0 if spec.state.master_weights and param < 4 else 0.0
     optimizer = OPTIMIZERS.get(runtime.optimizer)
     least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
-    moments = least.state_bytes(4.0 if master else param) if least is not None else 0.0
+    moments = least.state_bytes(4.0 if master else param) - least.paged if least is not None else 0.0
     return max(
         1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
     )

@@ -1,7 +1,10 @@
-"""The memory savers that could be added to a run: each by itself, and all together."""
+"""What could be added to a run that saves memory: savers, each by itself and all together, and paged states."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import Runtime
 from simulator.config.savers import CHUNKED_LOSS, LINEAR_LOSS
 from simulator.runtimes.library import spec_for
@@ -14,3 +17,10 @@ def more_savers(runtime: Runtime) -> list[tuple[str, ...]]:
         more = [word for word in more if word not in {CHUNKED_LOSS, LINEAR_LOSS}]
     together = tuple(word for word in more if word != LINEAR_LOSS or CHUNKED_LOSS not in more)
     return [*((word,) for word in more), *([together] if len(together) > 1 else [])]
+
+
+def paged_instead(runtime: Runtime) -> Runtime | None:
+    """Return the runtime with the paged form of its optimizer, which updates alike; None where it has none."""
+    paged = f"paged{runtime.optimizer}"
+    alike = OPTIMIZERS[paged].states == OPTIMIZERS[runtime.optimizer].states if paged in OPTIMIZERS else False
+    return replace(runtime, optimizer=paged) if alike else None

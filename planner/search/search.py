@@ -123,7 +123,7 @@ def suggest(
         def ways() -> list[str]:
             return legal_ways(question, options.bounds, grow, deadline) if options.reasons else []
 
-        raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways())
+        raise contradiction(question, options.bounds, nodes, ways) or no_legal_plan(question, nodes, ways(), deadline)
     screening = Screening(question)
     replays = Replays(question)
     tell_first = None if early is None or over(deadline) else _once(lambda first: early(preliminary(first)))
@@ -263,7 +263,7 @@ def _explore(
         explored = explore(search, replays, listed, tell_first)
         if not stages or (len(explored) and objective in {"memory", "pareto"}):
             return explored, AssignedPipelines()
-        if len(explored) and over(deadline):
+        if over(deadline) and (len(explored) or not len(explored.near_pipelines)):
             return explored, AssignedPipelines(left_s=explored.least_near_s)
         try:
             assigned = assign_stages(

@@ -69,7 +69,7 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
         return f"tp {pool.tp} does not divide {model.heads} attention heads"
     if pool.pp > model.layers:
         return f"{pool.pp} stages for {model.layers} layers"
-    if model.moe and model.moe.experts % pool.ep:
+    if model.moe and (model.moe.experts + pool.redundant_experts) % pool.ep:
         return f"ep {pool.ep} does not divide {model.moe.experts} experts"
     if model.dense_layers and model.ffn % pool.tp:
         return f"tp {pool.tp} does not divide the feed-forward width of {model.ffn}"

@@ -16,7 +16,7 @@ from planner.serving.question.from_flags import (
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, made_even
 from simulator.serving.traffic import Lengths, Traffic
 from topology.errors import UserError
 
@@ -60,6 +60,8 @@ def with_serving_flags(
         custom_all_reduce=content.question.custom_all_reduce
         if flags.no_custom_all_reduce is None
         else not flags.no_custom_all_reduce,
+        two_batches=content.question.two_batches if flags.two_batch_overlap is None else flags.two_batch_overlap,
+        receive_every=flags.receive_every or content.question.receive_every,
         speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, content.question.model)
         or content.question.speculation,
         ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,
@@ -76,6 +78,8 @@ def with_serving_flags(
     )
     require_pool(pool, "the plan with its flags")
     prefill = before.prefill if flags.prefill is None else read_pool(flags.prefill, "--prefill")
+    if moe := question.model.moe:
+        pool, prefill = made_even(pool, moe.experts), prefill and made_even(prefill, moe.experts)
     deployment = question.deployment(pool, prefill)
     changed = [*differences(content.question, question), *differences(before, deployment)]
     return question, deployment, tuple(dict.fromkeys([*changed, *notes]))

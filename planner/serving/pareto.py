@@ -13,7 +13,7 @@ from planner.serving.candidates import deployments
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan
 from simulator.config.estimate import Interval
-from simulator.serving.engine import COMPARED, engine_of
+from simulator.serving.engine import COMPARED
 from simulator.serving.power import token_energy_j
 from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import with_clients
@@ -86,7 +86,7 @@ def pareto(
     rejected: Counter[str] = Counter()
     whole = True
     for engine in engines:
-        asked = question if engine == question.engine else _of_engine(question, engine)
+        asked = question if engine == question.engine else question.of_engine(engine)
         try:
             points.extend(_points(asked, rejected, progress, until_s))  # those before the time ended, too
         except OutOfTime:
@@ -112,12 +112,6 @@ def loads(question: ServingQuestion) -> list[int]:
     most = min(MOST_CLIENTS, MOST_A_GPU * question.cluster.gpu_count)
     powers = {4**power for power in range(6) if 4**power <= most}
     return sorted(powers | {question.traffic.concurrency})
-
-
-def _of_engine(question: ServingQuestion, engine: str) -> ServingQuestion:
-    """Return the question of another engine; what a profile says is of the one that was asked about."""
-    eager = question.eager and engine_of(engine).may_be_eager
-    return replace(question, engine=engine, release="", measured=None, eager=eager)
 
 
 def _points(

@@ -32,6 +32,7 @@ _COUNTS = ("mean", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "s
 _RANGES: dict[str, Range] = {
     **dict.fromkeys(_COUNTS, (0, 1 << 31)),
     **dict.fromkeys(("concurrency", "requests"), (0, 4 * MAX_REQUESTS)),
+    **dict.fromkeys(("receive_every", "balance_every", "redundant_experts"), (0, 1 << 16)),
     **dict.fromkeys(("low", "high", "shape"), (0, 100)),
     **dict.fromkeys(("request_rate", "gpu_price_per_hour"), (0, 1e9)),
     **dict.fromkeys(("cached_prompt", "memory_fraction"), (0, 1)),

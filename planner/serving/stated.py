@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from planner.serving.candidates import exceeds_memory, out_of_reach, refusal
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Deployment, Pool, made_even
 from topology.errors import BadPlan
 
 MOST = 1 << 20
@@ -70,7 +71,12 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
     require_pool(one, "--tp, --ep, --dp-attention")
     left = question.cluster.gpu_count - (prefill.engines * prefill.gpus if prefill else 0)
     engines = flags.replicas or max(1, left // one.gpus)
-    pool = Pool(engines=engines, tp=one.tp, pp=one.pp, ep=one.ep, dp_attention=one.dp_attention)
+    pool = replace(one, engines=engines)
+    if question.model.moe:
+        experts = question.model.moe.experts
+        pool, prefill = made_even(pool, experts), prefill and made_even(prefill, experts)
+        twice = {(each.redundant_experts, each.ep) for each in (pool, prefill) if each and each.redundant_experts}
+        assumed += [f"{count} experts of a layer are held twice, as many on each of {ep} GPUs" for count, ep in twice]
     if flags.replicas is None:
         assumed.append(f"{engines} replica{'s' if engines > 1 else ''}: as many as the GPUs hold")
     deployment = question.deployment(pool, prefill)

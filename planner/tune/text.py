@@ -71,7 +71,9 @@ def lines(view: View, *, within: float) -> list[str]:
                 " trial"
             ),
         ]
-    found.append(f"stopped   {view.reason}, after {len(view.trials)} trials")
+    spent_s = sum(trial.seconds for trial in view.trials)
+    each = f" ({60 * len(view.trials) / spent_s:.1f} a minute)" if spent_s else ""
+    found.append(f"stopped   {view.reason}, after {len(view.trials)} trials in {spent_s:.0f} s{each}")
     if view.outlook.candidate is not None and best is not None:
         value, low, high = view.beliefs.step.interval(view.outlook.candidate)
         chance = chance_text(view.outlook.probability)

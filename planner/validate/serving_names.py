@@ -59,12 +59,20 @@ def model_of(name: str) -> Model:
 def cluster_of(hardware: str, gpus: int) -> Cluster:
     """Return a cluster of so many of the named GPUs, in nodes as they are sold. Raises UserError for an unknown GPU."""
     hardware = hardware[:200]
-    words = re.sub(r"\([^)]{0,200}\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
-    words = re.sub(r"\b(\d{1,4}\s{0,4}GB( HBM\w{0,9})?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", words, flags=re.IGNORECASE)
-    kind = _gpu(" ".join(words.replace("-", " ").split()))
+    said = re.sub(r"\([^)]{0,200}\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
+    words = re.sub(r"\b(\d{1,4}\s{0,4}GB( HBM\w{0,9})?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", said, flags=re.IGNORECASE)
+    kind = _sized(said) or _gpu(" ".join(words.replace("-", " ").split()))
     rack = 72 if "NVL72" in hardware.upper() else 8
     per_node = min(gpus, rack)
     return cluster_from_case({"gpu": kind, "gpus_per_node": per_node, "nodes": -(-gpus // per_node)})[0]
+
+
+def _sized(said: str) -> str:
+    """Return the GPU of a name that is known with the memory it states, such as one of 40 GB among larger ones."""
+    try:
+        return gpu_kind(" ".join(said.split())).name
+    except UserError:
+        return ""
 
 
 def _gpu(words: str) -> str:

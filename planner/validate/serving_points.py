@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.serving import sglang_of, trtllm_of, vllm_of
+from planner.validate.makers_settings import usual_settings
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation
-from simulator.serving.engine import engine_of
+from simulator.serving.engine import OVERLAPS_BATCHES, engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
-from simulator.serving.latency import Distribution
+from simulator.serving.latency import Distribution, Latency
 from simulator.serving.traffic import Lengths, Traffic
 from topology.cluster import Cluster
 from topology.codec import JsonObject
@@ -30,11 +31,12 @@ QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_p
 # The least share of the stated lengths that requests have: where a row says so, and where it does not. Requests of
 # exactly one length would begin and end together for ever, as those of no real client do.
 STATED, UNSAID = 0.8, 0.9
+EACH = 10  # requests of a client where a row does not say how many were sent
+FULL = 0.95  # the most of a GPU's memory that a deployment which ran may have taken
 _ENGINES = {
     "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",
     "vllm": "vllm", "sglang": "sglang", "dynamo-sglang": "sglang",
 }  # fmt: skip
-_OVERLAPS_BATCHES = ("sglang", "vllm")  # --enable-two-batch-overlap, --enable-dbo
 
 
 class NotCovered(Exception):
@@ -57,7 +59,7 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
     nothing = dict.fromkeys(QUANTITIES)
     result: JsonObject = {
         "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing,
-        "held": nothing, "within_interval": None, "skipped": None, "assumed": [], "medians": [],
+        "held": nothing, "within_interval": None, "skipped": None, "assumed": [], "medians": [], "tails": {},
     }  # fmt: skip
     try:
         row = read_row(data)
@@ -67,7 +69,8 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
         estimate = estimate_serving(point.model, point.cluster, point.deployment, point.traffic)
     except (NotCovered, UserError, Infeasible) as problem:
         return result | {"skipped": str(problem).splitlines()[0]}
-    return result | _compared(estimate, found, result["medians"]) | {"assumed": list(point.assumed)}
+    compared = _compared(estimate, found, result["medians"])
+    return result | compared | {"assumed": list(point.assumed), "tails": _tails(row, estimate.latency)}
 
 
 def _group(row: ServingRow) -> str:
@@ -97,6 +100,13 @@ def _compared(estimate: ServingEstimate, found: Mapping[str, float | None], medi
         "held": held,
         "within_interval": all(known) if known else None,
     }
+
+
+def _tails(row: ServingRow, seen: Latency) -> dict[str, float]:
+    """Return errors of the percentiles that a row states, by its own names for them."""
+    times = {"ttft": seen.ttft_s, "tpot": seen.tpot_s}
+    names = [(f"{time}_{part}_ms", getattr(times[time], part)) for time in times for part in ("p95", "p99")]
+    return {name: 1e3 * found / said - 1 for name, found in names if (said := getattr(row, name))}
 
 
 def _around_median(mean: Interval, seen: Distribution) -> Interval:
@@ -134,6 +144,13 @@ def read_point(row: ServingRow) -> Point:
     model = model_of(row.model)
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
+    if not row.disagg:
+        deployment = _as_makers_set(row, model, cluster, deployment, assumed)
+    if row.kv_cache is None and deployment.kv_cache == "bfloat16":
+        assumed.append("KV cache: 16 bits")
+    if not row.disagg and not cache_capacity(model, cluster, deployment, deployment.pool).tokens:
+        deployment = replace(deployment, memory_fraction=FULL)
+        assumed.append(f"memory: {FULL:.0%} of it, since what the engine takes by default has no room for a cache")
     traffic = _traffic(
         row, Lengths(mean=round(row.isl)), Lengths(mean=round(row.osl)), model, cluster, deployment, assumed
     )
@@ -177,7 +194,7 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
         prefill, pool = None, _pool(row, model, assumed)
     engine = _engine(row, assumed)
     program = engine_of(engine).program
-    if row.two_batch_overlap and program not in _OVERLAPS_BATCHES:
+    if row.two_batch_overlap and program not in OVERLAPS_BATCHES:
         raise NotCovered(f"two-batch overlap, which {engine_of(engine).title} is not known to have")
     if row.max_num_seqs is None and row.max_num_batched_tokens is None:
         assumed.append("limits of the scheduler: the engine's own")
@@ -186,6 +203,28 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
         max_num_seqs=row.max_num_seqs or 0, max_num_batched_tokens=row.max_num_batched_tokens or 0,
         receive_every=row.scheduler_recv_interval or 1, two_batches=bool(row.two_batch_overlap),
     )  # fmt: skip
+
+
+def _as_makers_set(
+    row: ServingRow, model: Model, cluster: Cluster, deployment: Deployment, assumed: list[str]
+) -> Deployment:
+    """Return a deployment with what a row leaves open set as the engine's makers set it."""
+    kind, weights = cluster.slowest_kind.architecture, deployment.weights
+    clients = row.concurrency or row.batch_size or 1
+    usual = usual_settings(deployment.engine, model, kind, deployment.pool, clients=clients, weights=weights)
+    title = engine_of(deployment.engine).title
+    if row.scheduler_recv_interval is None and usual.receive_every > 1:
+        assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")
+        deployment = replace(deployment, receive_every=usual.receive_every)
+    if usual.balance_every:
+        assumed.append(
+            f"prompts of all ranks together, or after {usual.balance_every} steps, as {title}'s makers set it"
+        )
+        deployment = replace(deployment, balance_every=usual.balance_every)
+    if row.kv_cache is None and usual.kv_cache and deployment.kv_cache != usual.kv_cache:
+        assumed.append(f"KV cache: 8 bits next to 8-bit weights, as {title}'s makers set it")
+        deployment = replace(deployment, kv_cache=usual.kv_cache)
+    return deployment
 
 
 def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
@@ -275,7 +314,6 @@ def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, st
         return weights, row.kv_cache
     if "kv" in words or row.model.startswith("nvidia/") or weights == "float4":
         return weights, "float8"
-    assumed.append("KV cache: 16 bits")
     return weights, "bfloat16"
 
 
@@ -304,7 +342,8 @@ def _traffic(
         return replace(base, concurrency=batch, requests=batch)
     clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
     if clients:
-        return replace(base, concurrency=clients)
+        assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))
+        return replace(base, concurrency=clients, requests=EACH * clients, first=not row.disagg)
     if kind.startswith("max throughput"):
         room = cache_capacity(model, cluster, deployment, deployment.pool, length=base.usual).tokens
         room *= deployment.pool.engines

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import rounds_of, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.library import ModelOperators
+from simulator.runtimes.library import ModelOperators, RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds
@@ -149,12 +150,31 @@ def _grouped(inputs: AccountInputs) -> Account:
     return Account(parts_s=parts, clocks=inputs.clocks)
 
 
-def plan_of(table: PlanTable) -> Plan:
-    """Return a plan with the pipeline of the first row."""
+def plan_of(table: PlanTable, row: int = 0) -> Plan:
+    """Return a plan with the pipeline of a row."""
     if table.plans:
-        return table.plans[0]
-    schedule = str(table.schedule[0]) or None
-    return Plan(pp=int(table["pp"][0]), virtual_stages=int(table["virtual_stages"][0]), schedule=schedule)
+        return table.plans[row]
+    schedule = str(table.schedule[row]) or None
+    return Plan(pp=int(table["pp"][row]), virtual_stages=int(table["virtual_stages"][row]), schedule=schedule)
+
+
+def _wrapping(table: PlanTable, spec: RuntimeSpec) -> tuple[Floats, NDArray[np.int64]]:
+    """Return of every plan every how many layers it wraps one, 0 for none or all, and which passes run at once."""
+    period = np.zeros(len(table))
+    for word in words(table.recompute):
+        every = wrapping_period(spec, word)
+        period = np.where(table.recompute == word, np.where(every > 1, every, 0), period)
+    return period, np.unique(table.ep_overlap, return_inverse=True)[1]
+
+
+def wrapped_alike(table: PlanTable, spec: RuntimeSpec) -> list[NDArray[np.intp]]:
+    """Return the plans of a table in groups of which units of a stage are the same, if the stage has as many."""
+    return _groups(*_wrapping(table, spec))
+
+
+def _groups(*keys: NDArray[Any]) -> list[NDArray[np.intp]]:
+    _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
+    return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
 
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
@@ -162,10 +182,7 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
     too, but for whether parameters are freed after each pass.
     """
     m = table.micro_batches
-    period = np.zeros(len(table))
-    for word in words(table.recompute):
-        every = wrapping_period(context.spec, word)
-        period = np.where(table.recompute == word, np.where(every > 1, every, 0), period)
+    period, overlap = _wrapping(table, context.spec)
     own = np.zeros(len(table))
     stages: dict[object, int] = {}  # layers and modes that are stated stage by stage
     for row, plan in enumerate(table.plans):
@@ -179,10 +196,7 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
     steps = ((str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row]))) for row in piped[different])
     counted[piped] = np.array([walked(*step) for step in steps], dtype=np.float64)[which]
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
-    overlap = np.unique(table.ep_overlap, return_inverse=True)[1]
-    keys = (kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)
-    _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
-    return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
+    return _groups(kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)
 
 
 def unit_maker(inputs: AccountInputs) -> UnitMaker:
@@ -248,7 +262,8 @@ class PipelinePlans:
         )
         self._ranks = counter.ranks(tables[0].schedule)
         self._passes = [counter.passes(table) for table in tables]
-        hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
+        sent = message_bytes(inputs.context, inputs.scenario.model.hidden)
+        hops = HopTimes(inputs.context, sent, traffic.sms).of(np.arange(len(columns)), plan.pp)
         self.courses = [
             Course(
                 table=table,
@@ -355,12 +370,22 @@ class PipelineEnd:
         return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
 
 
-def hops_of(context: CostContext, nbytes: Floats, sms: float) -> Hops:
-    """Return what messages of `nbytes` take between neighbouring ranks of a pipeline, on one node or two."""
-    groups, ranks = context.groups, int(context.table["pp"][0])
-    near_s, far_s = (groups.time_s("send_recv", axis, nbytes) for axis in ("pp", "pp_across"))
-    near, far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
-    nodes = np.arange(ranks)[:, None] * (context.table["gpus"] / ranks) // float(groups.cluster.gpus_per_node)
-    apart = np.stack([nodes != np.roll(nodes, -way, axis=0) for way in (1, -1)])
-    host_s = np.full(len(context.table), context.spec.host.collective_s)
-    return Hops(np.where(apart, far_s, near_s), np.where(apart, far, near), host_s)
+class HopTimes:
+    """What messages of `nbytes` take between neighbouring ranks of pipelines, on one node or two."""
+
+    def __init__(self, context: CostContext, nbytes: Floats, sms: float) -> None:
+        self.context, groups = context, context.groups
+        self._near_s, self._far_s = (groups.time_s("send_recv", axis, nbytes) for axis in ("pp", "pp_across"))
+        self._near, self._far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
+
+    def of(self, rows: NDArray[np.intp], ranks: int) -> Hops:
+        """Return the messages of some of the plans, whose pipelines have so many ranks."""
+        gpus, a_node = self.context.table["gpus"][rows], float(self.context.groups.cluster.gpus_per_node)
+        nodes = np.arange(ranks)[:, None] * (gpus / ranks) // a_node
+        apart = np.stack([nodes != np.roll(nodes, -way, axis=0) for way in (1, -1)])
+        host_s = np.full(len(rows), self.context.spec.host.collective_s)
+        return Hops(
+            np.where(apart, self._far_s[rows], self._near_s[rows]),
+            np.where(apart, self._far[rows], self._near[rows]),
+            host_s,
+        )

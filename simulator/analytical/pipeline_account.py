@@ -51,11 +51,11 @@ class Counter:
         self, walks: Sequence[StepWalk], tables: Sequence[Table], new_timeline: Callable[[int], RankTimeline]
     ) -> None:
         self.walks, self.new_timeline = walks, new_timeline
-        shape_of = {id(units): _shape(units) for walk in walks for units in walk.stages}
-        number_of = {shape: number for number, shape in enumerate(dict.fromkeys(shape_of.values()))}
+        shapes = {id(units): shape_of(units) for walk in walks for units in walk.stages}
+        number_of = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
         by_stage = zip(*(walk.stages for walk in walks), strict=True)
         # The units of every stage on each walk, as a number that is equal where they are.
-        self._shapes = np.array([[number_of[shape_of[id(units)]] for units in of_walks] for of_walks in by_stage])
+        self._shapes = np.array([[number_of[shapes[id(units)]] for units in of_walks] for of_walks in by_stage])
         self._kinds: dict[int, set[Local]] = {}
         for kind in {kind for table in tables for kind in table.kinds}:
             for shape in set(self._shapes[kind.stage].tolist()):
@@ -147,7 +147,8 @@ def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:
     return PassCounts(**found)
 
 
-def _shape(units: Sequence[Unit]) -> object:
+def shape_of(units: Sequence[Unit]) -> object:
+    """Return what is equal of stages whose units are."""
     return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 

@@ -9,18 +9,20 @@ share it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.account import AccountInputs, hops_of, plan_of, stage_units, walked_together
+from simulator.analytical.account import AccountInputs, HopTimes, plan_of, unit_maker, walked_together, wrapped_alike
 from simulator.analytical.block_times import BlockTimes
 from simulator.analytical.clocks import fastest
+from simulator.analytical.pipeline_account import shape_of
 from simulator.analytical.table_walk import LONG_AGO, Clocks, Course, PassClocks, TableWalk, WalkedPasses
 from simulator.bounds.critical_path import Path, longest_paths
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
+from simulator.config.plan import Plan
 from simulator.pipeline.schedule_program import TURNS
 from simulator.pipeline.schedule_walk import Gathered, PassKind, table_of, walked
 from simulator.pipeline.schedules.table import Kind
@@ -28,7 +30,7 @@ from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
 from simulator.step.rank import Pass
 from simulator.step.traffic import has_replicas
-from simulator.step.units import Unit
+from simulator.step.units import Unit, folded
 from simulator.step.update import NORM_AXES, NORM_BYTES
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
@@ -54,12 +56,12 @@ def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floa
     if not len(piped):
         return least
     inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
-    some = inputs.take(piped, inputs.context.take(piped))
-    traffic = _traffic_of(some)
-    groups = [
-        (piped[rows], _Group(some.take(rows, some.context.take(rows)), traffic.take(rows)))
-        for rows in walked_together(some.context.table, some.context, traffic=False)
-    ]
+    groups = []
+    for alike in wrapped_alike(inputs.context.table.take(piped), inputs.context.spec):
+        rows = piped[alike]
+        some = _LeastPasses(inputs.take(rows, inputs.context.take(rows)))
+        together = walked_together(some.context.table, some.context, traffic=False)
+        groups += [(rows[mine], _Group(some, mine)) for mine in together]
     left = [group for _, group in groups]
     for _ in range(WALKED):
         left = [group for group in left if group.may_be_below(limit_s)]
@@ -98,36 +100,6 @@ class _End:
 
 
 @dataclass(frozen=True, slots=True)
-class _Traffic:
-    """Data-parallel traffic of plans: seconds of each unit by its block, what of the last reductions hides behind
-    nothing, shape (plans, kinds of ranks), so many ranks of each kind in a row, and what follows when all have met.
-    """
-
-    units_s: dict[str, UnitTraffic]
-    exposed_s: Floats
-    rank_count: NDArray[np.int64]
-    last_s: Floats
-
-    def take(self, rows: NDArray[np.intp]) -> _Traffic:
-        """Return the traffic of some of the plans."""
-        units = {block: unit.take(rows) for block, unit in self.units_s.items()}
-        return _Traffic(units, self.exposed_s[rows], self.rank_count[rows], self.last_s[rows])
-
-    def of_ranks(self) -> Floats:
-        """Return what hides behind nothing on each rank, of plans that have as many, shape (plans, ranks)."""
-        kinds = np.repeat(np.arange(len(self.rank_count[0])), self.rank_count[0])
-        return np.asarray(self.exposed_s[:, kinds])
-
-
-def _traffic_of(inputs: AccountInputs) -> _Traffic:
-    context = inputs.context
-    layout = stage_layout(inputs.scenario.model, context.table, context.spec.pipeline, merged=True)
-    least = LeastTraffic(context, layout, inputs.parameters, inputs.blocks["embedding"].forward.device_s)
-    last_s = least.last_s.max(axis=1, where=layout.exists, initial=0.0)
-    return _Traffic(least.units_s, least.backward.exposed_s, layout.rank_count, last_s)
-
-
-@dataclass(frozen=True, slots=True)
 class _LeastPass:
     """Seconds of a kind of pass: on the device, until its first reduction, and of its reductions on the stream of
     shards and on that of replicas.
@@ -138,38 +110,117 @@ class _LeastPass:
     shards_s: Floats
     replicas_s: Floats
 
+    def take(self, rows: NDArray[np.intp]) -> _LeastPass:
+        """Return the pass of some of the plans."""
+        return _LeastPass(*(getattr(self, one.name)[rows] for one in fields(_LeastPass)))
+
+
+class _LeastPasses:
+    """What plans through pipelines have in common that wrap alike: each kind of pass, counted once for all of them,
+    whichever table they go through, messages, and what comes before and after their passes.
+    """
+
+    def __init__(self, inputs: AccountInputs) -> None:
+        self.context, self.maker, spec = inputs.context, unit_maker(inputs), inputs.context.spec
+        layout = stage_layout(inputs.scenario.model, self.context.table, spec.pipeline, merged=True)
+        traffic = LeastTraffic(self.context, layout, inputs.parameters, inputs.blocks["embedding"].forward.device_s)
+        self.units_s, self.exposed_s, self.rank_count = traffic.units_s, traffic.backward.exposed_s, layout.rank_count
+        self.blocks = BlockTimes(self.context, inputs.blocks, inputs.clocks)
+        self.hops = HopTimes(self.context, message_bytes(self.context, inputs.scenario.model.hidden), 1.0)
+        self.replicated = has_replicas(self.context.table)
+        norm = (self.context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES)
+        self.norm_s = sum(norm, np.zeros(len(layout.exists)))
+        self.host_s = step_host_s(spec.host, self.context)
+        self.last_s = traffic.last_s.max(axis=1, where=layout.exists, initial=0.0)
+        self._units: dict[object, list[tuple[object, list[Unit]]]] = {}
+        self._known: dict[object, _LeastPass] = {}
+
+    def units(self, plan: Plan) -> list[tuple[object, list[Unit]]]:
+        """Return the units of every stage of a plan, equal ones as one, and what is equal of stages with such units."""
+        key = plan.pp, plan.virtual_stages, plan.layers_per_stage, plan.recompute_per_stage
+        if key not in self._units:
+            stages = [folded(units) for units in self.maker.stages(plan)]
+            self._units[key] = [(shape_of(units), units) for units in stages]
+        return self._units[key]
+
+    def pass_of(self, kind: PassKind, shape: object, units: Sequence[Unit]) -> _LeastPass:
+        """Return a pass of a stage of `units`, which have a `shape`."""
+        key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
+        if key not in self._known:
+            self._known[key] = self._new_pass(kind, units if kind.action is Kind.FORWARD else units[::-1])
+        return self._known[key]
+
+    def _new_pass(self, kind: PassKind, units: Sequence[Unit]) -> _LeastPass:
+        """Return a pass that runs `units` in this order."""
+        turns = kind.action in TURNS
+        fresh = self._fresh(kind, units)
+        nothing = np.zeros(len(self.replicated))
+        total, first, shards, replicas = nothing, nothing, nothing, nothing
+        for number, unit in enumerate(units):
+            traffic = self.units_s[unit.block]
+            compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
+            copies = np.where(fresh[number], traffic.out_s, 0.0)
+            after = self._turning_s(traffic, kind) if turns else nothing
+            # The next unit is gathered when this one has been copied.
+            own = np.where(fresh[number], np.maximum(compute + after, traffic.gather_s), compute + after)
+            following = self.units_s[units[number + 1].block].gather_s if number + 1 < len(units) else nothing
+            here = fresh[number + 1] if number + 1 < len(units) else np.zeros(len(nothing), dtype=np.bool_)
+            last = np.where(here, np.maximum(compute + after, following), compute + after)
+            total = total + unit.repeats * copies + (unit.repeats - 1) * own + last
+            if number == 0:
+                first = compute
+            if turns and kind.last:
+                shards = shards + unit.repeats * traffic.reduce_s
+                replicas = replicas + unit.repeats * traffic.replicate_s
+        return _LeastPass(total, first, shards, replicas)
+
+    def _turning_s(self, traffic: UnitTraffic, kind: PassKind) -> Floats:
+        """Return what copies of a unit's gradients take behind its backward pass."""
+        added = np.where(self.context.table.fully_sharded | (not kind.first), traffic.added_s, 0.0)
+        return np.asarray(added + (traffic.in_s if kind.last else 0.0))
+
+    def _fresh(self, kind: PassKind, units: Sequence[Unit]) -> list[NDArray[np.bool_]]:
+        """Return of which units a pass gathers the parameters, in the order in which it runs them."""
+        forward = kind.action is Kind.FORWARD
+        gathers = (kind.first and forward) if kind.gathered is Gathered.AS_LEFT else kind.gathered is not Gathered.ALL
+        some = [gathers and kind.action is not Kind.WEIGHT_GRAD] * len(units)
+        if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
+            some[-1 if forward else 0] = False
+        return [self.context.table.fully_sharded & each for each in some]
+
 
 class _Group:
-    """Plans that go through one table."""
+    """Plans that go through one table: `rows` of those whose passes are `all`."""
 
-    def __init__(self, inputs: AccountInputs, traffic: _Traffic) -> None:
+    def __init__(self, every: _LeastPasses, rows: NDArray[np.intp]) -> None:
         check_time()
-        context = inputs.context
-        self.inputs, self.context, plans = inputs, context, context.table
-        plan = plan_of(plans)
+        self._besides_s = every.host_s[rows], every.last_s[rows], every.norm_s[rows]
+        plans = every.context.table
+        plan = plan_of(plans, int(rows[0]))
         name = plan.schedule_name
-        self.lets_go = plans.fully_sharded & ~plans.keeps_gathered
-        self.most = walked(name, plan.pp, int(plans.micro_batches[0]))
-        paired = bool(plans.paired[0])
-        self.table = table_of(
-            name, plan.pp, self.most, plan.virtual_stages, lets_go=bool(self.lets_go[0]), paired=paired
-        )
-        self.traffic, self._exposed_s = traffic, traffic.of_ranks()
-        self.units = stage_units(inputs)
-        self.blocks = BlockTimes(context, inputs.blocks, inputs.clocks)
-        self._known: dict[object, _LeastPass] = {}
-        shapes = [tuple((u.block, u.wrapped, u.repeats, id(u.words)) for u in units) for units in self.units]
-        self.passes = [self._pass(kind, shapes[kind.stage]) for kind in self.table.kinds]
-        different = {id(did): (did, kind) for did, kind in zip(self.passes, self.table.kinds, strict=True)}
-        numbers = {known: number for number, known in enumerate(different)}
-        self._number = [numbers[id(did)] for did in self.passes]
-        self._different = [*different.values()]
+        self._micro_batches = plans.micro_batches[rows]
+        lets_go = bool((plans.fully_sharded & ~plans.keeps_gathered)[rows[0]])
+        self.most = walked(name, plan.pp, int(self._micro_batches[0]))
+        paired = bool(plans.paired[rows[0]])
+        self.table = table_of(name, plan.pp, self.most, plan.virtual_stages, lets_go=lets_go, paired=paired)
+        ranks = every.rank_count[rows[0]]
+        self._exposed_s = every.exposed_s[rows][:, np.repeat(np.arange(len(ranks)), ranks)]
+        units = every.units(plan)
+        known: dict[int, int] = {}
+        self._different: list[tuple[_LeastPass, PassKind]] = []
+        self._number = []
+        for kind in self.table.kinds:
+            did = every.pass_of(kind, *units[kind.stage])
+            if known.setdefault(id(did), len(known)) == len(self._different):
+                self._different.append((did.take(rows), kind))
+            self._number.append(known[id(did)])
+        self.passes = [self._different[number][0] for number in self._number]
         self._device = np.stack([did.device_s for did, _ in self._different])
         self._reduces = np.array([kind.last and kind.action in TURNS for kind in self.table.kinds])
-        self._replicated = has_replicas(plans)
-        self._hops = hops_of(context, message_bytes(context, inputs.scenario.model.hidden), 1.0)
-        self._done = np.zeros(len(plans))
-        self.walked = np.zeros(len(plans), dtype=np.bool_)
+        self._replicated = every.replicated[rows]
+        self._hops = every.hops.of(rows, plan.pp)
+        self._done = np.zeros(len(rows))
+        self.walked = np.zeros(len(rows), dtype=np.bool_)
 
     def may_be_below(self, limit_s: float) -> bool:
         """Return whether a plan that was not walked yet may take no more than a limit."""
@@ -249,13 +300,11 @@ class _Group:
 
     def step_s(self) -> Floats:
         """Return what the step takes at least."""
-        context, plans, passes, done = self.context, self.context.table, self.passes, self._done
         # A V's last micro batches turn round in another order: one more may take less than it takes a rank.
-        more = np.maximum(plans.micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
-        further = more * self._round_s(passes) if more.any() else 0.0
-        norm = sum((context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(done)))
-        host_s = step_host_s(context.spec.host, context)
-        return np.asarray(host_s + done + further + self.traffic.last_s + norm)
+        more = np.maximum(self._micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
+        further = more * self._round_s(self.passes) if more.any() else 0.0
+        host_s, last_s, norm_s = self._besides_s
+        return np.asarray(host_s + self._done + further + last_s + norm_s)
 
     def _round_s(self, passes: Sequence[_LeastPass]) -> Floats:
         """Return what one more micro batch takes at least, on whichever rank."""
@@ -265,52 +314,7 @@ class _Group:
             if before is not one.device_s:
                 least[kind.stage, kind.action] = one.device_s if before is None else np.minimum(before, one.device_s)
         schedule = self.table.schedule
-        of_rank = [np.zeros(len(self.lets_go))] * schedule.ranks
+        of_rank = [np.zeros(len(self._done))] * schedule.ranks
         for (stage, _), seconds in least.items():
             of_rank[schedule.rank_of(stage)] = of_rank[schedule.rank_of(stage)] + seconds
         return np.asarray(np.minimum.reduce(of_rank))
-
-    def _pass(self, kind: PassKind, shape: object) -> _LeastPass:
-        """Return a pass of a stage whose units have a `shape`."""
-        key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
-        if key not in self._known:
-            self._known[key] = self._new_pass(kind)
-        return self._known[key]
-
-    def _new_pass(self, kind: PassKind) -> _LeastPass:
-        forward, turns = kind.action is Kind.FORWARD, kind.action in TURNS
-        units = self.units[kind.stage] if forward else self.units[kind.stage][::-1]
-        fresh = self._fresh(kind, units)
-        nothing = np.zeros(len(self.lets_go))
-        total, first, shards, replicas = nothing, nothing, nothing, nothing
-        for number, unit in enumerate(units):
-            traffic = self.traffic.units_s[unit.block]
-            compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
-            copies = np.where(fresh[number], traffic.out_s, 0.0)
-            after = self._turning_s(traffic, kind) if turns else nothing
-            # The next unit is gathered when this one has been copied.
-            own = np.where(fresh[number], np.maximum(compute + after, traffic.gather_s), compute + after)
-            following = self.traffic.units_s[units[number + 1].block].gather_s if number + 1 < len(units) else nothing
-            here = fresh[number + 1] if number + 1 < len(units) else np.zeros(len(nothing), dtype=np.bool_)
-            last = np.where(here, np.maximum(compute + after, following), compute + after)
-            total = total + unit.repeats * copies + (unit.repeats - 1) * own + last
-            if number == 0:
-                first = compute
-            if turns and kind.last:
-                shards = shards + unit.repeats * traffic.reduce_s
-                replicas = replicas + unit.repeats * traffic.replicate_s
-        return _LeastPass(total, first, shards, replicas)
-
-    def _turning_s(self, traffic: UnitTraffic, kind: PassKind) -> Floats:
-        """Return what copies of a unit's gradients take behind its backward pass."""
-        added = np.where(self.context.table.fully_sharded | (not kind.first), traffic.added_s, 0.0)
-        return np.asarray(added + (traffic.in_s if kind.last else 0.0))
-
-    def _fresh(self, kind: PassKind, units: Sequence[Unit]) -> list[NDArray[np.bool_]]:
-        """Return of which units a pass gathers the parameters, in the order in which it runs them."""
-        forward = kind.action is Kind.FORWARD
-        gathers = (kind.first and forward) if kind.gathered is Gathered.AS_LEFT else kind.gathered is not Gathered.ALL
-        some = [gathers and kind.action is not Kind.WEIGHT_GRAD] * len(units)
-        if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
-            some[-1 if forward else 0] = False
-        return [self.context.table.fully_sharded & each for each in some]

@@ -70,7 +70,9 @@ class MemoryEstimate:
     talk, so what the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times:
     such a plan may run, but never surely fits. `headroom_bytes` are left alongside both, negative where bytes are
     missing. `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the
-    host memory that offloaded state of a rank takes, at most.
+    host memory that offloaded state of a rank takes, at most, of `host_capacity_bytes` that the node has for each of
+    its GPUs, where that is known. `paged_bytes` of an optimizer's states are where there is room; they take `paging_s`
+    of a step to come and go.
     """
 
     peak_bytes: Interval
@@ -81,6 +83,9 @@ class MemoryEstimate:
     fits: bool
     by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline rank
     host_bytes: float = 0.0
+    host_capacity_bytes: float | None = None
+    paged_bytes: float = 0.0
+    paging_s: float = 0.0
     reserved_by_stage: tuple[float, ...] = ()  # what the allocator holds, one entry per pipeline rank
     communicator_bytes: float = 0.0
     retries_per_step: int = 0
@@ -99,6 +104,8 @@ class MemoryEstimate:
         fit = (
             (Fit.YES if likely >= SURE else Fit.LIKELY) if self.fits else Fit.UNLIKELY if likely > 1 - SURE else Fit.NO
         )
+        if self.fills_host:
+            fit = Fit.NO
         derived = {"reserved_low_bytes": low, "reserved_high_bytes": high, "headroom_bytes": left - reserved}
         for name, value in {**derived, "fit": fit}.items():
             object.__setattr__(self, name, value)
@@ -106,15 +113,22 @@ class MemoryEstimate:
     @property
     def fit_probability(self) -> float:
         """The probability that the plan fits, without retries."""
+        if self.fills_host:
+            return 0.0
         left = self.capacity_bytes - self.communicator_bytes
         return fit_probability(self.reserved_bytes, self.reserved_low_bytes, self.reserved_high_bytes, left)
+
+    @property
+    def fills_host(self) -> bool:
+        """Whether the host lacks memory."""
+        return self.host_capacity_bytes is not None and self.host_bytes > self.host_capacity_bytes
 
     @property
     def verdict(self) -> str:
         if self.fit is Fit.YES:
             return "fits"
         if self.fit is Fit.NO:
-            return "does not fit"
+            return "does not fit in host memory" if self.fills_host else "does not fit"
         often = "once" if self.retries_per_step == 1 else f"{self.retries_per_step} times"
         retries = f", allocations retried {often} a step" if self.retries_per_step else ""
         return f"{chance(self.fit_probability)} likely to fit{retries}"

@@ -64,7 +64,8 @@ class Runtime:
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
     `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
     `adapter` says what is trained where that is not everything. `savers` take less memory (`simulator.config.savers`):
-    those that were asked for; `all_savers` are all.
+    those that were asked for; `all_savers` are all. `reentrant` are torch's checkpoints where that is not the
+    description's own.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -82,6 +83,7 @@ class Runtime:
     expert_products: str = ""
     fused: tuple[str, ...] = ()
     savers: tuple[str, ...] = ()
+    reentrant: bool | None = None
 
     @property
     def low(self) -> bool:

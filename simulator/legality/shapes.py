@@ -11,9 +11,27 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.model import Model
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.legality.frameworks import KvHeads
 from simulator.legality.networks import features
 from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, divisors, rule, with_nearest
+from simulator.runtimes.library import spec_for
+
+
+def _pages(q: RuleFacts) -> bool:
+    return q.runtime is not None and q.runtime.optimizer in OPTIMIZERS and OPTIMIZERS[q.runtime.optimizer].paged > 0
+
+
+def _updates_flat(q: RuleFacts) -> bool:
+    """Whether any of torch's optimizers updates plain tensors, shards among them (FSDP1, ZeRO)."""
+    spec = spec_for(q.runtime) if q.runtime is not None else None
+    return spec is not None and (spec.fsdp.flat_parameters or spec.zero is not None)
+
+
+def _updates_dtensors(q: RuleFacts) -> bool:
+    """Whether any of torch's optimizers may be given, and cut parameters are DTensors."""
+    spec = spec_for(q.runtime) if q.runtime is not None else None
+    return spec is not None and not spec.state.master_weights and "torchtitan" not in spec.names
 
 
 def _axis_rules() -> Iterator[Rule]:
@@ -126,6 +144,17 @@ SHAPE_RULES: list[Rule] = [
             f"{', '.join(q.framework.optimizers)}"
         ),
         applies=lambda q: bool(q.framework.optimizers),
+    ),
+    rule(  # bitsandbytes, issue 1633: its kernels take no DTensors; torchtitan: components/optimizer.py
+        "paged",
+        lambda c, q: (c.tp > 1) | (c.dp_shard * c.cp > 1) if _updates_dtensors(q) else np.full(len(c), True),
+        lambda p, q: (
+            f"paged optimizers are bitsandbytes', which do not run on the DTensors of {q.framework.title}: dp_replicate"
+            " in the place of dp_shard, cp and tp, or adamw8bit (torchao's)"
+            if _updates_dtensors(q)
+            else f"{q.framework.title} has optimizers of its own, none of them paged"
+        ),
+        applies=lambda q: _pages(q) and not _updates_flat(q),
     ),
     rule(
         "low-precision",

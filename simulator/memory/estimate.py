@@ -1,4 +1,6 @@
-"""An estimate with the memory that the allocator holds in place of its bound, and with what its retries cost."""
+"""An estimate with the memory that the allocator holds in place of its bound, and with what a full GPU costs: retries
+of allocations, and states of a paged optimizer that come and go.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate, held: PlanMe
     replayed.
     """
     held = held or PlanMemory(scenario, plan)
+    factors = replayed_memory_factors()
     memory = replace(
-        _memory(estimate.memory, held.ranks, held.worst, replayed_memory_factors()),
+        _memory(estimate.memory, held.ranks, held.worst, factors),
         fits=held.fits,
         retries_per_step=held.retries_per_step,
         communicator_bytes=held.communicator_bytes,
         worst_rank=held.worst * (plan.gpus // plan.pp),
+        host_bytes=held.host_bytes if estimate.memory.host_bytes or held.paged_bytes else 0.0,
+        host_capacity_bytes=held.host_left_bytes,
+        paged_bytes=held.paged_bytes,
+        paging_s=held.paging_s(),
     )
-    return _with_allocator(replace(estimate, memory=memory), held.flush_s)
+    found = _with_allocator(replace(estimate, memory=memory), held.flush_s)
+    return _with_paging(
+        found, estimate.memory.paging_s, [held.paging_s(factor) for factor in (factors[0], 1, factors[1])]
+    )
 
 
 def _memory(
@@ -55,6 +65,20 @@ def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
         return {name: nbytes * whole / total for name, nbytes in categories.items()} if total else dict(categories)
     factor = (whole - fixed) / (total - fixed)
     return {name: known.get(name, nbytes * factor) for name, nbytes in categories.items()}
+
+
+def _with_paging(estimate: Estimate, before_s: float, paging_s: Sequence[float]) -> Estimate:
+    """Return the estimate with the seconds in which paged states come and go, at the low end of what may be reserved,
+    as predicted, and at the high end; `before_s` are those that it had.
+    """
+    step = estimate.step_s.at(estimate.step_s.value - before_s)
+    low, middle, high = paging_s
+    optimizer = estimate.breakdown_s.get("optimizer", 0.0) - before_s + middle
+    return replace(
+        estimate,
+        step_s=replace(step, value=step.value + middle, low=step.low + low, high=step.high + high),
+        breakdown_s={**estimate.breakdown_s, "optimizer": optimizer},
+    )
 
 
 def _with_allocator(estimate: Estimate, expected: float) -> Estimate:

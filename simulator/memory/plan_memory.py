@@ -20,6 +20,7 @@ from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_prob
 from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
 from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import forks, on_cores
+from topology.rates.host import HostRates, host_rates
 
 PASS_S = 1.5e-4  # that replaying a pass of a unit takes of one core
 
@@ -127,7 +128,23 @@ class PlanMemory:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether no rank runs out of memory, though some may have to give back what they hold and ask again."""
+        """Whether no rank runs out of memory, though some may have to give back what they hold and ask again, and the
+        host has the memory for what it keeps of theirs, where it is known how much that has.
+        """
+        return self._fits_gpus and (self.host_left_bytes is None or self.host_bytes <= self.host_left_bytes)
+
+    @property
+    def host_left_bytes(self) -> float | None:
+        """A GPU's share of the host's memory, where it is known."""
+        known = self._scenario.cluster.groups[0].node.host_memory_bytes
+        return None if known is None else self._host.memory_bytes
+
+    @cached_property
+    def _host(self) -> HostRates:
+        return host_rates(self._scenario.cluster, self.plan.gpus)
+
+    @cached_property
+    def _fits_gpus(self) -> bool:
         replay_ahead(self._to_replay(self._order, inf))
         # A rank that allocates more than there is has run out of it.
         return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in self._order) and not any(
@@ -216,6 +233,44 @@ class PlanMemory:
             self._within(next(self._order), self._sure_bytes(RATHER_SURE))
         held = (float(rank.reserved_bytes) for rank in self._held.values())
         return self._flush_s(max([*held, *self._beyond.values()]), 1)
+
+    @cached_property
+    def _paged(self) -> list[float]:
+        """Bytes of an optimizer's state that are paged, on every pipeline rank."""
+        return [self._replay.paged_bytes(rank) for rank in range(self.plan.pp)]
+
+    @property
+    def paged_bytes(self) -> float:
+        """Those of the rank that has most."""
+        return max(self._paged)
+
+    def paging_s(self, factor: float = 1.0) -> float:
+        """Return the seconds of a step in which paged states come in and go out, the slowest rank's, were `factor`
+        times as much reserved.
+        """
+        return 2 * self._leaving(factor) / self._host.copy_bytes_per_s
+
+    def _leaving(self, factor: float = 1.0) -> float:
+        """Return the most bytes of paged states that have no room on a rank's GPU."""
+        if not self.paged_bytes:
+            return 0.0
+        reserved = (rank.reserved_bytes for rank in self.ranks)
+        return max(n if factor * r + n > self.left_bytes else 0.0 for n, r in zip(self._paged, reserved, strict=True))
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory that a rank needs at most: of state and activations kept there, and of paged states."""
+        return float(self._bound.host_bytes.max()) + self._leaving()
+
+    @property
+    def full_s(self) -> float:
+        """Seconds of a step that a full GPU costs: of retries and of paged states."""
+        return self.flush_s + self.paging_s()
+
+    @property
+    def least_full_s(self) -> float:
+        """The same of a plan that fits, at least."""
+        return self.least_flush_s + (self.paging_s() if self.paged_bytes else 0.0)
 
     def _flush_s(self, reserved_bytes: float, retries: int) -> float:
         """Return what flushes cost where the fullest rank holds so much: no less where it holds more."""

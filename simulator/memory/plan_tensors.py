@@ -21,6 +21,7 @@ from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import State, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
+from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
 from simulator.step.zero import zero_buffers
@@ -111,13 +112,14 @@ class PlanTensors:
         weights, bytes_of = self.passes(unit).weights, self.context.dtype_bytes
         used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
         packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
+        own = bytes_of("trained") / param
         wide = self._wide_bytes() / param  # of a frozen weight that is not packed, in numbers of the stored type
 
         def held(weight: Weight) -> Held:
             n = weight.elements
             if weight.packed:
                 return Held(n * packed / compute, n * packed / param, 0)
-            return Held(n, n if weight.trained else n * wide, n if weight.trained else 0)
+            return Held(n, n * own, n) if weight.trained else Held(n, n * wide, 0)
 
         each = [held(weight) for weight in weights]
         total = sum(one.used for one in each)
@@ -157,10 +159,24 @@ class PlanTensors:
         """
         chosen, width = OPTIMIZERS[self.context.runtime.optimizer], self.state["optimizer"]
         found = [one.trained for one in self.elements(unit)]
+        if paged := self._paged_width():
+            share = self.share(unit, "optimizer")
+            return [(n, chosen, width + paged * (n * share < PAGED_ELEMENTS)) for n in found]
         if chosen.matrices is None or unit.orthogonal is None:
             return [(elements, chosen, width) for elements in found]
         less = matrix_state_bytes(self.context) * (width > 0)
         return [*((elements, chosen.matrices, less) for elements in found[:-1]), (found[-1], chosen, width)]
+
+    def paged_bytes(self, units: Sequence[Unit]) -> float:
+        """Return the bytes of a rank's states that are paged."""
+        if not self._paged_width():
+            return 0.0
+        owned = (one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit))
+        return sum(paged_bytes(self.context.runtime, n) for n in owned)
+
+    def _paged_width(self) -> float:
+        """Return the bytes of a number's states that are paged, none where the CPU updates."""
+        return 0.0 if self.traffic.updates_on_host else paged_width(self.context.runtime)
 
     def _made_beside_matrices(self, units: Sequence[Unit]) -> list[float]:
         """Return what AdamW makes of all that is no hidden matrix, or the largest of these, whichever is more."""

@@ -121,6 +121,12 @@ class MemoryReplay:
             out_of_memory=full,
         )
 
+    def paged_bytes(self, rank: int) -> float:
+        """Return the bytes of an optimizer's state that are paged on pipeline rank `rank`."""
+        return self.tensors.paged_bytes(
+            [unit for stage in self.schedule.stages_of(rank) for unit in self.tensors.stages[stage]]
+        )
+
     def over_passes(self, rank: int) -> list[int]:
         """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at
         its end.

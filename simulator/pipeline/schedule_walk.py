@@ -40,6 +40,7 @@ class Gathered(IntEnum):
     ALL = 3
 
 
+GATHERED = tuple(Gathered)
 # What a pass leaves where parameters are freed after use. Between the halves of a backward all are kept.
 LEAVES = {
     Kind.FORWARD: Gathered.LAST,
@@ -97,10 +98,8 @@ def table_of(
     together = passes.together & paired
     key = ((((stage * len(KINDS) + kind) * 2 + first) * 2 + last) * len(Gathered) + gathered) * 2 + together
     _, some, which = np.unique(key, return_index=True, return_inverse=True)
-    kinds = tuple(
-        PassKind(int(stage[n]), KINDS[kind[n]], bool(first[n]), bool(last[n]), Gathered(gathered[n]), bool(together[n]))
-        for n in some.tolist()
-    )
+    columns = (each[some].tolist() for each in (stage, kind, first, last, gathered, together))
+    kinds = tuple(PassKind(of, KINDS[k], a, z, GATHERED[g], t) for of, k, a, z, g, t in zip(*columns, strict=True))
     return Table(schedule, waves, kinds, which)
 
 

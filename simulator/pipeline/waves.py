@@ -16,7 +16,7 @@ Ints = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 FORWARD, WEIGHT_GRAD = KINDS.index(Kind.FORWARD), KINDS.index(Kind.WEIGHT_GRAD)
-_NUMBER = {kind.value: number for number, kind in enumerate(KINDS)}
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 NOT_YET = np.iinfo(np.intp).max
 
 
@@ -83,7 +83,7 @@ def passes_of(schedule: Schedule) -> Passes:
         rank=np.repeat(rank, count),
         action=np.repeat(np.arange(len(actions)), count),
         stage=np.array([leaf.stage for leaf in leaves], dtype=np.intp),
-        kind=np.array([_NUMBER[leaf.kind.value] for leaf in leaves], dtype=np.intp),
+        kind=np.array([_NUMBER[leaf.kind] for leaf in leaves], dtype=np.intp),
         micro_batch=np.array([leaf.micro_batch for leaf in leaves], dtype=np.intp),
         together=np.repeat(count > 1, count),
     )

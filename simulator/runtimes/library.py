@@ -145,17 +145,21 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
     """
     spec = runtime_spec(runtime.name)
     generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
-    return _read(spec.names[0], generation, runtime.savers) if generation or runtime.savers else spec
+    if not generation and not runtime.savers and runtime.reentrant is None:
+        return spec
+    return _read(spec.names[0], generation, runtime.savers, runtime.reentrant)
 
 
 @cache
-def _read(file: str, generation: str = "", savers: tuple[str, ...] = ()) -> RuntimeSpec:
+def _read(file: str, generation: str = "", savers: tuple[str, ...] = (), reentrant: bool | None = None) -> RuntimeSpec:
     document = _document(file)
     if generation:
         document = _replaced(document, document[generation]["overrides"])
     for saver in savers:
         document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
+    if reentrant is not None and spec.recompute_stops != "never":
+        spec = replace(spec, recompute_stops="reentrant" if reentrant else "always")
     return replace(spec, recompute=RecomputeModes(spec.recompute, spec.recompute_modules))
 
 
@@ -278,12 +282,20 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def _wide_adapters(spec: RuntimeSpec, runtime: Runtime) -> bool:
-    """Whether adapters cast what they read: they are kept in float32 next to narrow weights, by no kernel of others."""
-    own = "adapters" in runtime.fused or (
-        "packed_adapters" in runtime.fused and runtime.adapter is not None and runtime.adapter.packed
-    )
-    return spec.wide_adapters and not own and not runtime.compile and DTYPE_BYTES[runtime.activation_dtype] < 4
+def trained_dtype(runtime: Runtime) -> str:
+    """Return the type of what is trained: adapters may be kept in float32 next to narrow weights, by no kernel of
+    others.
+    """
+    if runtime.adapter is None or not runtime.adapter.freezes_all or not spec_for(runtime).wide_adapters:
+        return runtime.param_dtype
+    own = "adapters" in runtime.fused or ("packed_adapters" in runtime.fused and runtime.adapter.packed)
+    return runtime.param_dtype if own else "float32"
+
+
+def _cast_adapters(runtime: Runtime) -> bool:
+    """Whether adapters cast what they read, by kernels of their own."""
+    narrow = DTYPE_BYTES[runtime.activation_dtype] < 4
+    return narrow and not runtime.compile and spec_for(runtime).wide_adapters and trained_dtype(runtime) == "float32"
 
 
 def is_mixed_precision(runtime: Runtime) -> bool:
@@ -365,7 +377,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
-            wide = _wide_adapters(spec, runtime)
+            wide = _cast_adapters(runtime)
             return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)

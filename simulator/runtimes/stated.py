@@ -39,8 +39,6 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
             value = canonical_optimizer(str(value))
-            if value in OPTIMIZERS and OPTIMIZERS[value].paged:
-                assumed.append("states of the paged optimizer stay on the GPU")
             if value in OPTIMIZERS and OPTIMIZERS[value].matrices is not None:
                 assumed.append(
                     f"{value}: AdamW updates embeddings, head, norms and biases; of momentum that is cut over ranks"
@@ -57,6 +55,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         chosen["low_precision_recipe"] = recipe
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    chosen["reentrant"] = stated.get("reentrant")
     chosen["adapter"], of_adapter = resolve_adapter(
         stated.get("adapter") or {}, usual=spec.defaults.adapter_targets, whose=spec.names[0]
     )

@@ -65,6 +65,7 @@ class Batch:
     max_tokens: int
     reads_only: bool = False  # answers go elsewhere after their first token
     receive_every: int = 1  # steps without a prompt after which new requests are seen
+    balanced_ranks: int = 0  # that read prompts together, or each `receive_every` steps
     waiting: deque[Answer] = field(default_factory=deque)
     reading: list[Answer] = field(default_factory=list)
     writing: int = 0  # answers that go on
@@ -81,13 +82,28 @@ class Batch:
     def add(self, answer: Answer) -> None:
         later = self.receive_every > 1 and not self.idle
         (self.arrived if later else self.waiting).append(answer)
+        if later and self._all_ranks_read():
+            self._see()
 
     def _receive(self) -> None:
         """See what has arrived, where it is time to look or there is nothing else to do."""
         if self.unseen_steps >= self.receive_every or not (self.waiting or self.reading or self.writing):
-            self.waiting.extend(self.arrived)
-            self.arrived.clear()
-            self.unseen_steps = 0
+            self._see()
+
+    def _see(self) -> None:
+        self.waiting.extend(self.arrived)
+        self.arrived.clear()
+        self.unseen_steps = 0
+
+    def _all_ranks_read(self) -> bool:
+        """Return whether ranks need not wait for one another's prompts: each has one, or not all have answers.
+
+        A request goes to the rank that one has left, so all have one after as many as a collector buys for a set.
+        """
+        if not self.balanced_ranks:
+            return False
+        set_of_all = sum(self.balanced_ranks / missing for missing in range(1, self.balanced_ranks + 1))
+        return len(self.arrived) >= set_of_all or self.writing < self.balanced_ranks
 
     @property
     def idle(self) -> bool:
@@ -150,7 +166,7 @@ class Batch:
 
     def finish_step(self, step: Step, now_s: float) -> list[Answer]:
         """Carry a step out that ended at `now_s`; return answers that left."""
-        self.unseen_steps += self.receive_every if step.prompt_tokens else 1
+        self.unseen_steps += self.receive_every if step.prompt_tokens and not self.balanced_ranks else 1
         left: list[Answer] = []
         if step.sequences:
             self._write(1, now_s, left)

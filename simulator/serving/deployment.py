@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulator.serving.measured import MeasuredServing
 
@@ -34,6 +34,7 @@ class Pool:
 
     `dp_attention` ranks each hold whole attention weights and their own requests, while experts are spread over all of
     `tp * dp_attention`; `ep` of these hold different experts, the rest cut each expert. `pp` stages follow each other.
+    Of each layer's experts, `redundant_experts` are held twice, so that all ranks hold as many.
     """
 
     engines: int = 1
@@ -41,6 +42,7 @@ class Pool:
     pp: int = 1
     ep: int = 1
     dp_attention: int = 1
+    redundant_experts: int = 0
 
     @property
     def ranks(self) -> int:
@@ -52,10 +54,22 @@ class Pool:
         """GPUs of one engine."""
         return self.ranks * self.pp
 
+    def experts_here(self, experts: int) -> int:
+        """Return how many of a layer's experts a rank holds."""
+        return (experts + self.redundant_experts) // self.ep
+
     @property
     def expert_tp(self) -> int:
         """Over how many ranks each expert is cut."""
         return self.ranks // self.ep
+
+
+def made_even(pool: Pool, experts: int) -> Pool:
+    """Return a pool whose ranks hold as many of a layer's experts each, where attention has requests of its own on all
+    of them: the fewest experts are held twice.
+    """
+    wide = pool.ep == pool.dp_attention and pool.ep <= experts
+    return replace(pool, redundant_experts=-experts % pool.ep) if wide else pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +100,10 @@ class Deployment:
     0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums
     over ranks are NCCL's. With `two_batches` one half of a step's requests computes while tokens of the other are on
     their way to experts and back (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked
-    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). `measured`
-    is what a profile says of the engine on these GPUs.
+    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). With
+    `balance_every`, ranks with requests of their own read prompts together: where each has one, or after so many steps
+    (TensorRT-LLM's attention_dp_config, enable_balance and timeout_iters); 0 is at once. `measured` is what a profile
+    says of the engine on these GPUs.
     """
 
     engine: str = "vllm"
@@ -103,6 +119,7 @@ class Deployment:
     custom_all_reduce: bool = True
     two_batches: bool = False
     receive_every: int = 1
+    balance_every: int = 0
     speculation: Speculation | None = None
     measured: MeasuredServing | None = None
 

@@ -40,6 +40,8 @@ class Engine:
     host_exposed_s: float
     host_exposed_sequence_s: float
     host_request_s: float
+    first_burst_s: float
+    first_burst_always: bool
     host_launch_s: float
     host_eager_launch_s: float
     spread_ttft: float
@@ -61,6 +63,10 @@ class Engine:
         """Return the tokens of one step on a GPU of so much memory."""
         return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
 
+    def first_wait_s(self, *, latent: bool) -> float:
+        """Return what the first requests to a server wait for it, of a network with latent attention or not."""
+        return self.first_burst_s if latent or self.first_burst_always else 0.0
+
     def step_s(self, device_s: float, sequences: float) -> float:
         """Return seconds of a step whose kernels take `device_s` and in which so many answers go on."""
         host = self.host_step_s + self.host_sequence_s * sequences
@@ -72,6 +78,8 @@ class Engine:
 LARGE_BYTES = 160 * GIB
 # Engines that are described apart for older releases.
 COMPARED = ("vllm", "sglang", "trtllm")  # engines that a question is asked of where several are compared
+OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # two batches of a step
+RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
 RELEASES = {"vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 

@@ -150,7 +150,10 @@ class ForwardPass:
         tokens = prompt_tokens + sequences
         written = sequences + (readers if prompt_tokens else 0)
         # The grid begins with every count, which most steps have.
-        time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
+        if prompt_tokens and self.pool.dp_attention > 1:
+            time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
+        else:
+            time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
         single = 0 < written <= min(SINGLE, len(self._heads_s))
         time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
@@ -172,8 +175,7 @@ class ForwardPass:
         """
         share = 1 / self._gained if prompt_tokens else 1.0
         ranks = self.pool.dp_attention
-        tokens = prompt_tokens + sequences * self._checked * share
-        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
         written = sequences * self._checked * share + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
@@ -193,8 +195,7 @@ class ForwardPass:
             device = sum(found.values())
             found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
             return {name: value / self._gained for name, value in found.items() if value}
-        tokens = prompt_tokens + sequences
-        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        found = self._of_tokens(prompt_tokens, sequences, readers)
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
@@ -208,6 +209,19 @@ class ForwardPass:
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, sequences / ranks) - device
         return {name: value for name, value in found.items() if value}
+
+    def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
+        """Return seconds of what grows with tokens. A prompt is on one rank of attention with requests of its own: all but
+        the experts, over whose ranks tokens are spread, wait for the rank with the most.
+        """
+        tokens = prompt_tokens + sequences
+        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
+        ranks = self.pool.dp_attention
+        if prompt_tokens and ranks > 1:
+            fullest = -(-readers // ranks) / max(1, readers)  # the share of the prompts of the rank with the most
+            tokens = prompt_tokens * fullest * ranks + sequences
+            found |= {name: self._at(tokens, self._parts[name]) for name in found if name != "experts"}
+        return found
 
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; one prompt longer than a full step goes in proportion."""
@@ -366,7 +380,7 @@ class ForwardPass:
         if moe is None:
             return np.zeros_like(tokens)
         h, f = model.hidden, moe.ffn / pool.expert_tp
-        here = moe.experts / pool.ep
+        here = pool.experts_here(moe.experts)
         visited = here * visited_share(moe, tokens)
         rows = tokens * moe.experts_per_token / pool.ep
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)

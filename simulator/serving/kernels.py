@@ -161,7 +161,9 @@ class Kernels:
         time = known.fixed_s + known.expert_s * here + known.passed * rows * hidden / self.gpu.memory_bytes_per_s
         read = np.minimum(visited, rows) * elements * WEIGHT_BYTES[self.weights]
         time = time + read / (known.read * self.gpu.memory_bytes_per_s)
-        time = time + 2 * rows * elements / (known.rate * self.gpu.peak_flops[self.multiplied_in])
+        format_ = self.multiplied_in
+        peak = self.gpu.peak_flops.get(format_) or low_peak_flops(self.gpu, format_)
+        time = time + 2 * rows * elements / (known.rate * peak)
         return np.asarray(np.where(rows > 0, time, 0.0))
 
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:

@@ -56,7 +56,8 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     dense = model.dense_layers * model.mlp_matmul_parameters(model.ffn) * stored / pool.tp
     sparse = 0.0
     if model.moe:
-        experts = model.expert_parameters * routed / pool.ranks
+        held = pool.experts_here(model.moe.experts) * pool.ep / model.moe.experts
+        experts = model.expert_parameters * routed * held / pool.ranks
         shared = model.mlp_matmul_parameters(model.moe.shared_ffn) * stored / pool.tp if model.moe.shared_ffn else 0.0
         sparse = model.moe_layers * (experts + shared + model.hidden * model.moe.experts * wide)
     norms = model.layers * model.block_norm_parameters * wide

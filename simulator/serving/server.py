@@ -169,12 +169,12 @@ def serve(
     done: list[Answer] = []
     left = iter(requests[traffic.concurrency :] if traffic.concurrency and not traffic.trace else ())
 
-    def begin(prompt: int, output: int) -> None:
+    def begin(prompt: int, output: int, later_s: float = 0.0) -> None:
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
         if time.monotonic() > until_s:
             return  # of many thousands that begin at once; the loop below says so
-        _after(env, engine.host_request_s, lambda: first.add(answer))
+        _after(env, engine.host_request_s + later_s, lambda: first.add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
         for answer in answers:
@@ -192,8 +192,9 @@ def serve(
     every = list({id(scheduler): scheduler for scheduler in (*first.schedulers, *last.schedulers)}.values())
     _refuse_what_never_fits(requests, every)
     if traffic.concurrency and not traffic.trace:
+        wait_s = engine.first_wait_s(latent=model.latent is not None) if traffic.first else 0.0
         for request in requests[: traffic.concurrency]:
-            begin(request.prompt, request.output)
+            begin(request.prompt, request.output, wait_s)
     else:
         env.process(_arrive(env, requests, begin))
     while len(done) < len(requests):
@@ -232,6 +233,7 @@ def _engines(
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool, length=length)
     lanes = pool.pp
+    balanced = deployment.balance_every > 1 and pool.dp_attention > 1
     found = EnginePool()
     for _ in range(min(_batches(pool), most)):
         batch = Batch(
@@ -240,7 +242,8 @@ def _engines(
             max_sequences=max(1, costs.max_sequences * pool.dp_attention // lanes),
             max_tokens=costs.max_batched_tokens * pool.dp_attention,
             reads_only=reads_only,
-            receive_every=deployment.receive_every,
+            receive_every=deployment.balance_every if balanced else deployment.receive_every,
+            balanced_ranks=pool.dp_attention if balanced else 0,
         )
         found.start(env, costs, batch, deliver)
     return found

@@ -56,7 +56,8 @@ class Traffic:
 
     `shape` is the coefficient of variation of the time between arrivals of an open loop: 1 Poisson, 0 constant, above
     1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
-    prompt that the cache of prefixes already holds.
+    prompt that the cache of prefixes already holds. Where they are `first`, a server has answered nothing before the
+    requests of a closed loop, or nothing of their kind.
     """
 
     prompt: Lengths
@@ -67,6 +68,7 @@ class Traffic:
     requests: int = 0  # 0: as many as give steady figures
     cached_prompt: float = 0.0
     trace: tuple[Request, ...] = ()
+    first: bool = False
     seed: int = 0
 
     @property

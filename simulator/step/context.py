@@ -18,7 +18,7 @@ from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.site_costs import SiteRates
-from simulator.runtimes.library import RuntimeSpec
+from simulator.runtimes.library import RuntimeSpec, trained_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,14 @@ class CostContext:
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`),
         all copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`); of frozen weights as
-        they are kept (`packed`).
+        they are kept (`packed`), and parameters that are trained (`trained`).
         """
         if name in {"low", "low_copies", "gathered"}:
             return self._low_bytes(name)
         named = {
             "compute": self.runtime.activation_dtype,
             "param": self.runtime.param_dtype,
+            "trained": trained_dtype(self.runtime),
             "reduce": self.runtime.reduce_dtype,
         }
         if name == "packed":

@@ -44,7 +44,7 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
         "head": nothing,
     }
     still = _frozen_elsewhere(model, adapter, whole)
-    packed, param, compute = (context.dtype_bytes(kind) for kind in ("packed", "param", "compute"))
+    packed, param, compute, own_type = (context.dtype_bytes(kind) for kind in ("packed", "param", "compute", "trained"))
     wide = param if adapter.packed or not adapter.base_weights else BASE_BYTES[adapter.base_weights]
     used: dict[str, Floats] = {}
     stored: dict[str, Floats] = {}
@@ -54,7 +54,7 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
         frozen = total if adapter.freezes_all else here.frozen + still[part]
         trained[part] = total - frozen + here.adapters
         used[part] = total - here.packed + here.packed * packed / compute + here.adapters
-        stored[part] = ((frozen - here.packed) * wide + here.packed * packed) / param + trained[part]
+        stored[part] = ((frozen - here.packed) * wide + here.packed * packed) / param + trained[part] * own_type / param
     found, kept, own = (Parameters(**each) for each in (used, stored, trained))  # type: ignore[arg-type]  # its parts
     return replace(found, stored=kept, trained=own)
 

@@ -116,10 +116,10 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 
     An optimizer keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
     """
-    state, param = context.spec.state, context.dtype_bytes("param")
-    master = 4.0 if state.master_weights and param < 4 else 0.0
-    moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else param)
-    gradients = context.dtype_bytes(state.gradient_dtype)
+    state, param, trained = context.spec.state, context.dtype_bytes("param"), context.dtype_bytes("trained")
+    master = 4.0 if state.master_weights and trained < 4 else 0.0
+    moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else trained)
+    gradients = trained if state.gradient_dtype == "param" else context.dtype_bytes(state.gradient_dtype)
     return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
 
 

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.step.context import CostContext
 from simulator.step.held import State, state_bytes
+from simulator.step.paged import paged_width
 from topology.cluster import Cluster
 from topology.rates.host import HostRates, host_rates
 
@@ -39,10 +41,13 @@ def offloaded(context: CostContext, kind: State) -> NDArray[np.bool_]:
 
 
 def held_bytes(context: CostContext, kind: State) -> Floats:
-    """Return bytes of GPU memory per parameter of a kind of state, before sharding, one value a plan."""
+    """Return bytes of GPU memory per parameter of a kind of state, before sharding, one value a plan: of states that
+    are paged, what is there in any case.
+    """
     # With an optimizer in backward, gradients go as soon as their parameter has been updated.
     gone = kind == "gradients" and OPTIMIZER_IN_BACKWARD in context.runtime.savers
-    return np.where(offloaded(context, kind) | gone, 0.0, state_bytes(context)[kind])
+    paged = paged_width(context.runtime) if kind == "optimizer" else 0.0
+    return np.where(offloaded(context, kind) | gone, 0.0, state_bytes(context)[kind] - paged)
 
 
 def host_bytes(context: CostContext, kind: State) -> Floats:
@@ -67,9 +72,23 @@ def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
         return ()
     rates = host_rates(cluster, gpus)
     memory = rates.source.removeprefix("assumed: ")
+    has = "" if rates.memory_bytes is not None else " the host has the memory;"
     text = (
-        f"the CPU updates at {HOST_SHARE:.0%} of the host's memory bandwidth ({memory}); the host has the memory;"
+        f"the CPU updates at {HOST_SHARE:.0%} of the host's memory bandwidth ({memory});{has}"
         f" copies to and from it at {rates.copy_bytes_per_s / 1e9:.0f} GB/s a GPU"
+    )
+    return (text,)
+
+
+def paged_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, ...]:
+    """Return what the estimates of a runtime assume of a paged optimizer, in words; nothing of others."""
+    if not paged_width(runtime):
+        return ()
+    rates = host_rates(cluster, gpus)
+    has = "" if rates.memory_bytes is not None else "; the host has the memory"
+    text = (
+        "states of the paged optimizer that have no room on the GPU together all come from the host and go back in"
+        f" every step, at {rates.copy_bytes_per_s / 1e9:.0f} GB/s a GPU{has}"
     )
     return (text,)
 

@@ -62,7 +62,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
         chosen = OPTIMIZERS[context.runtime.optimizer]
         # torch's own; bitsandbytes updates in one kernel, and what Muon makes is there for a matrix at a time
         foreach = chosen.states == (None, None) and not chosen.paged and chosen.matrices is None
-        made = owned * param * (context.spec.state.update_copies if foreach else 0.0)
+        made = owned * context.dtype_bytes("trained") * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
             standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
         )

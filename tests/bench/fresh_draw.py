@@ -61,16 +61,27 @@ class Drawn:
 
 
 def draw(
-    seed: str, cluster: Cluster, count: int, runtimes: Sequence[str] = tuple(FAMILIES), overlapped: int = 0
+    seed: str,
+    cluster: Cluster,
+    count: int,
+    runtimes: Sequence[str] = tuple(FAMILIES),
+    overlapped: int = 0,
+    cut: int = 0,
+    least: float = 0.0,
 ) -> list[tuple[Drawn, Estimate]]:
     """Return `count` runs of `runtimes` with their predictions from datasheets. The same arguments draw the same runs.
 
-    The first `overlapped` of them overlap tensor parallelism, which few of all runs do. Raises RuntimeError where
-    the machine can run next to nothing of what is drawn.
+    The first `overlapped` of them overlap tensor parallelism, which few of all runs do, and the next `cut` have tensor
+    parallelism, stages or experts; models have `least` parameters or more. Raises RuntimeError where the machine can
+    run next to nothing of what is drawn.
     """
     random, found = Random(seed), []
     for _ in range(TRIES):
         drawn = _one(random, cluster.gpu_count, runtimes)
+        if drawn is not None and drawn.model.parameters < least:
+            continue
+        if drawn is not None and overlapped <= len(found) < overlapped + cut and not _is_cut(drawn):
+            continue
         if drawn is not None and len(found) < overlapped and drawn.plan.tp_overlap == "none":
             continue
         estimate = predicted_if_runnable(drawn, cluster) if drawn is not None else None
@@ -79,6 +90,10 @@ def draw(
         if len(found) == count:
             return found
     raise RuntimeError(f"{len(found)} of {count} runs found in {TRIES} tries on {cluster.name}")
+
+
+def _is_cut(drawn: Drawn) -> bool:
+    return drawn.plan.tp > 1 or drawn.plan.pp > 1 or drawn.model.moe is not None
 
 
 def predicted_if_runnable(drawn: Drawn, cluster: Cluster) -> Estimate | None:

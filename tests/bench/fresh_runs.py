@@ -182,7 +182,7 @@ def drawn_document(
     if profile is not None:
         profiles["calibrated"] = Calibrations(profile)
     rows = []
-    runs = [drawn for drawn, _ in draw(seed, cluster, options.count, runtimes_of(options), options.overlapped)]
+    runs = [drawn for drawn, _ in draw(*_drawing(options, cluster))]
     processes = min(len(runs) // 4, (os.cpu_count() or 1) // 2)
     for index, (drawn, predicted) in enumerate(
         zip(runs, all_predictions(runs, cluster, profiles, processes), strict=True)
@@ -213,6 +213,11 @@ def drawn_document(
         "command": shlex.join(["fresh_runs.py", *_without_folders(sys.argv[1:])]),
         "runs": rows,
     }
+
+
+def _drawing(options: argparse.Namespace, cluster: Cluster) -> tuple[Any, ...]:
+    seed = f"{options.date}.{options.number}"
+    return seed, cluster, options.count, runtimes_of(options), options.overlapped, options.cut, options.least
 
 
 def runtimes_of(options: argparse.Namespace) -> Sequence[str]:
@@ -380,9 +385,7 @@ def shrink_all(document: dict[str, Any]) -> None:
 def show(options: argparse.Namespace) -> None:
     """Print what would be drawn for a machine."""
     cluster = take_gpus(load_cluster(options.cluster), options.gpus)
-    for drawn, estimate in draw(
-        f"{options.date}.{options.number}", cluster, options.count, runtimes_of(options), options.overlapped
-    ):
+    for drawn, estimate in draw(*_drawing(options, cluster)):
         print(f"{drawn.runtime.name:10s} {words(drawn)}: {estimate.step_s.value:.3f} s, {estimate.memory.reserved_bytes / 2**30:.1f} GiB")  # fmt: skip
 
 
@@ -395,6 +398,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=48, help="runs to draw; time decides how many are run")
     parser.add_argument("--runtime", action="append", choices=RUNTIMES, help="draw from these alone; may be repeated")
     parser.add_argument("--overlapped", type=int, default=0, help="of the runs, how many overlap tensor parallelism")
+    parser.add_argument("--cut", type=int, default=0, help="and then with tensor parallelism, stages or experts")
+    parser.add_argument("--least", type=float, default=0.0, help="parameters of a model")
     parser.add_argument("--budget", type=float, default=450.0, help="seconds for everything")
     parser.add_argument("--calibrate", type=float, default=120.0, help="seconds of it; 0: none")
     parser.add_argument("--profile", default="", help="a shipped profile, to predict from as well")

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from planner.validate.serving_points import QUANTITIES, engine_named, validate_point
@@ -29,7 +30,9 @@ LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view**
 times of hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` by hand to time per token of three groups
 (Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM 1.0 on H100, DeepSeek-R1 with SGLang on B200), what passes before the
 first token to two (`host_request_s` of TensorRT-LLM 1.0 to Llama 3.1 8B on H100, of 1.2 to gpt-oss-120b on B200 with four
-clients), and TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b. SGLang's and
+clients), TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b, and
+`first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang, TensorRT-LLM 1.1 and 1.3; 1.2 between
+them). SGLang's and
 eager vLLM's `host_launch_s`, and hosts of TensorRT-LLM from 1.2 on, are as their makers and others measured them by themselves. Kernels
 are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test of the rest of
 the model, not a prediction made before the fact. GLM-5 was first predicted after its attention had been described; only launches of
@@ -39,29 +42,32 @@ SGLang changed afterwards.
 
 The largest term of what is off, by group:
 
-- **The first burst**, which is a tenth of the requests of InferenceX, and cold kernels and connections in it: DeepSeek-R1 with
-  SGLang 0.5.9 on H200, four clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median,
-  the first burst's requests wait so much longer than the median: on H200 with four and eight clients and prompts of 1,024 tokens
-  0.9 to 1.0 s with SGLang 0.5.9, 0.7 to 0.8 s with 0.5.12, 1.2 to 1.9 s with TensorRT-LLM 1.1, which the simulation gives 0.1 s; with
-  64 clients and 8,192 tokens 15.6 s, given 9.6. On B300 with SGLang 0.5.12 nothing with up to 16 clients, 4.5 s with 128. The
-  accuracy sample's times are means of such runs (29 of its points are points of InferenceX). Points that state medians alone
-  are compared with predicted medians.
-- **A constant, whatever the load and the length of prompts**: up to 16 clients, first tokens take longer than predicted by 46 ms
-  (Kimi K2.5 with vLLM on H200), 25 ms (on B300), 54 to 78 and 73 to 167 ms (DeepSeek-R1 in nvfp4 and 8 bits with TensorRT-LLM 1.2 on
-  B200), 30 ms (Qwen3 235B with 1.0 on H100), but 8 ms (gpt-oss-120b with vLLM on B200) and 7 to 13 ms (Llama 3.1 70B on H100). It is
-  there with 1,024 and with 8,192 tokens, so neither launches nor kernels explain it. These are means alone: half a second to a
-  second in the first burst would do, which no row shows. Nothing is added for it.
-- **Settings of the scheduler that no row states**, read from the scripts of InferenceX: `--scheduler-recv-interval` of SGLang on B200
-  and B300, 10 below 16 clients and 30 from there on (a request is seen at each thirtieth step, fifteen steps late: Qwen3.5 in 16 bits
-  on B300 takes 159, 174, 318 and 418 ms with 4, 8, 16 and 32 clients, predicted 83 to 137), the balance of attention data-parallel in
-  TensorRT-LLM, which waits up to 60 steps (0.9 to 1.9 s from 64 clients on, whatever the lengths), `batch_wait_timeout_iters
-  40` of TensorRT-LLM (from 64 clients on), chunks of 32,768 tokens, a limit of 128 requests, an 8-bit cache next to 8-bit
-  weights (queues with 256 clients). Engines' defaults are assumed, and listed as assumed; rows that state them
-  (`scheduler_recv_interval`, `max_num_batched_tokens`, `max_num_seqs`, `kv_cache`) are predicted with them. As an experiment,
-  241 points of that source drawn by chance were given what its scripts set: first tokens were off by 45 % in the median, 44 %
-  in the mean, instead of 62 and 57. With SGLang on B200 DeepSeek-R1 went from 64 to 27 % (nvfp4) and 59 to 39 % (8 bits),
-  Qwen3.5 from 63 to 41 % (16 bits) and 80 to 59 % (8 bits), on B300 from 51 and 54 to 21 and 27 %; with TensorRT-LLM nothing
-  changed.
+- **The first burst**, which is a tenth of the requests where a client sends ten: DeepSeek-R1 with SGLang 0.5.9 on H200, four
+  clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median, the first burst's
+  requests wait so much longer than the median: on H200 with four and eight clients and prompts of 1,024 tokens 0.9 to 1.0 s with
+  SGLang 0.5.9, 0.7 to 0.8 s with 0.5.12, 1.2 to 1.9 s with TensorRT-LLM 1.1, 0.4 s with 1.3, of which their prompts take 0.1 s; with
+  64 clients and 8,192 tokens 15.6 s, given 9.6. On B300 with SGLang 0.5.12 nothing with up to 16 clients, 4.5 s with 128. What
+  they wait for is not known: the benchmark warms up with as many requests of one length. The accuracy sample's times are means of
+  such runs (29 of its points are points of InferenceX), so rows of closed loops are predicted with that wait
+  (`first_burst_s`), which is listed as assumed. It was read from DeepSeek-R1 on H200; of groups that it was not read from,
+  first tokens went from 50 to 38 % (Qwen3.5, B200), 39 to 29 % (DeepSeek-R1, SGLang, B200), 32 to 17 % (GLM-5, H200), 29 to 17 %
+  (Qwen3.5, B300) and 47 to 23 % (DeepSeek-R1, TensorRT-LLM, B200); then clients were given ten requests each. TensorRT-LLM shows
+  it with latent attention alone: gpt-oss-120b, Qwen3 235B and Llama 3.1 8B do not wait so. The 99th percentiles,
+  which no part of it was read from, agree on H200 (20 % with SGLang, 37 % with TensorRT-LLM, below). Estimates of a person's own
+  question leave it out. Points that state medians alone are compared with predicted medians.
+- **The same with vLLM**, which no row shows apart: up to 16 clients, means take longer than predicted by 46 ms (Kimi K2.5 on
+  H200) and 25 ms (on B300), but 8 ms (gpt-oss-120b on B200) and 7 to 13 ms (Llama 3.1 70B on H100), with 1,024 and with 8,192
+  tokens: 0.1 to 0.5 s in the first burst. Nothing is added for it. First tokens of Qwen3 235B with TensorRT-LLM 1.0 take 30 to 60
+  ms longer whatever the load.
+- **Settings of the scheduler that no row states** are taken as the engine's makers publish them for such a deployment
+  (`planner/validate/makers_settings.py`), and listed as assumed: SGLang on Blackwell looks for requests at each tenth step, from 16
+  clients on at each thirtieth (its cookbook for DeepSeek-R1 on B200; for Qwen3.5 the cookbook leaves it open, which is a step
+  beyond it, and the points agree); TensorRT-LLM's ranks of attention data-parallel read prompts together, or after 60 steps,
+  and its cache is in 8 bits next to 8-bit weights (NVIDIA's configurations). Without that, first tokens were off by 73 % (Qwen3.5,
+  B200), 69 % (DeepSeek-R1, SGLang, B200), 78 and 60 % (DeepSeek-R1 and gpt-oss-120b, attention data-parallel), with it and
+  nothing else by 50, 39, 53 and 25 %. Rows that state them (`scheduler_recv_interval`, `max_num_batched_tokens`,
+  `max_num_seqs`, `kv_cache`) are predicted with what they state. Left as by default: chunks of 32,768 tokens, a limit of
+  128 or 256 requests (DeepSeek-R1 with 512 clients queues for 68 s), `batch_wait_timeout_iters`.
 - **Prompts in graphs**: SGLang of today replays prompts of up to a chunk piece by piece (sgl-project/sglang pull request 16331), which is
   not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 and 77 ms on B300 with 0.5.12, predicted 67 by launches. Of 8,192
   tokens in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
@@ -69,8 +75,11 @@ The largest term of what is off, by group:
   from 0.5.10 on the second is taken. Qwen3.5 with 0.5.10 would agree with the first, next to the interval above.
 - **Kernels compiled while requests wait**: DeepSeek-R1 in nvfp4 with SGLang of an unstated release on B200 lists first tokens of
   7 to 9 s whatever the load, SGLang 0.5.10 on B300 tokens of 12 to 180 ms.
-- **Speculative decoding that is not stated**: TensorRT-LLM 1.2.0rc6.post3 on B200 is listed with half the time a token of
-  1.2.0rc6.post2, and part of 1.1.0rc2.post2. Where it is stated (InferenceX) points are skipped.
+- **Speculative decoding that is not stated** is the largest term of what is left with SGLang and TensorRT-LLM on B200: TensorRT-LLM
+  1.2.0rc6.post3 is listed with half the time a token of 1.2.0rc6.post2, and part of 1.1.0rc2.post2; Qwen3.5 in 8 bits on four
+  GPUs has sooner tokens than on eight. A step then brings two or three tokens, and what waits for steps waits so much longer:
+  first tokens of Qwen3.5 come 45 times a token late where 15 steps are waited for, and with attention data-parallel 70 to 100
+  times where it is 30. Where it is stated (InferenceX) points are skipped.
 - **Clients that ask in step**: Llama 3.1 8B with TensorRT-LLM 1.0 on H100 waits, with up to 32 clients and whatever the degree,
   as long as an answer takes over the number of clients, as if one place fewer than clients were served: that, a prompt's own time and 50
   ms are off by 8 % in the median and 12 % in the mean of 108 points, the simulation by 44 %. A request that fills CUDA graphs up
@@ -87,14 +96,19 @@ The largest term of what is off, by group:
   B200 is 34 % too high.
 - **Offline throughput of small networks**: gpt-oss-20b on B200 writes 53,800 tokens a second, one each 19 us, where the host alone is
   counted with 20 to 38 us a sequence: what answers cost a server that sends them is not what they cost a run that keeps them.
-- **Hybrid networks in SGLang**: chunks of linear attention are priced from kernels by themselves, too. First tokens of Qwen3.5 still take
-  three to four times as long as predicted with 0.5.9 and nightly builds, twice with 0.5.10, of which the interval above is the largest
-  part. With four GPUs in 8 bits 0.5.9 lists tokens sooner than with eight: speculative decoding, probably, which is not stated.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
 - **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
   7 s where 0.1 to 0.3 s are predicted. Attention with requests of its own on each rank and its host decide their tokens.
-- **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later.
+- **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 10,333 and 8,171,
+  with two batches 11,220 and 8,626; on 72 H100 it writes 2,785 with two batches, predicted 2,249 (LMSYS, 2025-09-25 and 2025-05-05;
+  `tests/simulator/serving/test_forward_pass.py`). None of these figures was fitted. Prompts: 26,156 and 18,471 a second and GPU on
+  GB200, predicted 18,800 and 14,400 with 32,768 tokens a step on four GPUs; on 32 H100 6,540, predicted 4,280: tokens are priced as
+  sent to each rank, where DeepEP sends one copy to each node.
+- **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later. Its rows say "A100" without
+  its memory, which is read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, errors would be 14 instead of 34 %
+  (Llama 2 7B, vLLM), 11 instead of 35 (TensorRT-LLM) and 16 instead of 36 (Llama 3 8B, vLLM).
 
 """
 
@@ -124,6 +138,7 @@ def main() -> None:
         "Median (mean) of absolute errors, predicted/measured - 1.",
         "",
     ]
+    lines += [PERCENTILES, *_percentiles(known), ""]
     lines += [
         RANKING,
         *ranking_lines([(raw, row) for raw, row in zip(points, rows, strict=True) if not row["skipped"]]),
@@ -141,6 +156,12 @@ def main() -> None:
     Path(options.out).write_text("\n".join(lines) + "\n")
 
 
+PERCENTILES = """## Percentiles
+
+Of points that state them, by their sources' names: median (mean) of absolute errors.
+
+| source, GPU, model, engine | percentile | points | error |
+|---|---|--:|--:|"""
 RANKING = """## Ranking
 
 Loads with several configurations: points that share source, GPU, model, engine with its release, precision, lengths and clients
@@ -151,20 +172,29 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit a228b24f. vidur is not compared: its
-package has no profiles, and the tables of attention in its repository (microsoft/vidur @7d47513,
-data/profiling/compute/*/attention.csv) could not be had, neither from a copy of the repository nor file by file; Llama 2 7B and
-70B and Llama 3 8B and 70B are the only models of these points that it profiles.
+made with. Ours are of commit ccb097fb. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
+(microsoft/vidur @7d47513) the tables of attention (data/profiling/compute/*/attention.csv, 10 to 17 MB each) are left out of the
+copy that could be had; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS pointers in their place, and two
+(sw5sh/cs378-assignment3, adi-anirudh/vidur_hbf_hbm_backend) have those of Llama 2 7B and Llama 3 8B on A100, readable in parts of
+16 kB only. These, Llama 2 70B and Llama 3 70B are the models of these points that it profiles: offline throughput of vLLM in
+2024, no first tokens.
 
-aiconfigurator is ahead in first tokens of DeepSeek-R1 with TensorRT-LLM on B200, where two of ten points (one measurement
-listed twice, 256 clients with prompts of 8,192) are predicted to queue for a 16-bit cache that their rows do not exclude, +300
-%; in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens with four and eight clients take 160 ms and 105 to 115
-are predicted (cause not found); in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
-which two are of a release whose kernels were compiled while requests waited; and in first tokens of
-Qwen3.5 on B200 (in the mean) and DeepSeek-R1 on B300 with SGLang (settings, see above).
+aiconfigurator is ahead in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens take some 46 ms longer than
+predicted whatever the load (cause not found), and in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer
+of ten drawn, of which two are of a release whose kernels were compiled while requests waited.
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"
+
+
+def _percentiles(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        for name, error in row["tails"].items():
+            found.setdefault((row["group"], name), []).append(abs(error))
+    for (group, name), errors in sorted(found.items()):
+        cells = (group.replace(" | ", ", "), name, str(len(errors)), f"{median(errors):.0%} ({fmean(errors):.0%})")
+        yield f"| {' | '.join(cells)} |"
 
 
 def _line(name: str, part: Mapping[str, Any]) -> str:

@@ -138,6 +138,9 @@ def _cases(asked: argparse.Namespace):
                 yield f"two stages, {schedule}", lambda row, how=schedule: runs.stages(row, bench, how)
         elif part == "ways":
             yield "attention, other batches and lengths", lambda row: runs.sizes(row, bench)
+            for how in ("ring", "fused queries, keys and values"):
+                yield f"attention, {how}", lambda row, how=how: runs.attention(row, bench, how)
+            yield "experts to which tokens are sent", lambda row: runs.experts(row, bench)
             for way in WAYS:
                 yield f"feed-forward, {way}", lambda row, way=way: runs.way(row, bench, way)
         else:

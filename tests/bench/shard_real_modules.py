@@ -145,7 +145,22 @@ class Attending(torch.nn.Module):
         self.heads = heads
         self.q, self.k, self.v, self.out = (torch.nn.Linear(width, width, bias=False) for _ in range(4))
 
+    def heads_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one(x) for one in (self.q, self.k, self.v))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.heads_of(x))
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+class FusedAttending(Attending):
+    """The same, its queries, keys and values made by one matrix."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        del self.q, self.k, self.v
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+
+    def heads_of(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.qkv(x).chunk(3, -1)

@@ -25,7 +25,8 @@ from planner.sharding.plans.report import Limits
 from planner.sharding.problem.problem import MemoryLimit
 from simulator.config.hf_config import load_model
 from tests.bench.shard_on_gpus import LAYERS, TOKENS, cluster_here, median_s
-from tests.bench.shard_real_modules import COLUMNS, MODULES, ROWS, Attending, FeedForward, Real
+from tests.bench.shard_real_modules import COLUMNS, MODULES, ROWS, Attending, FeedForward, FusedAttending, Real
+from tests.executor.sharding.modules import RoutedExperts
 from topology.errors import UserError
 
 Row = dict[str, Any]
@@ -280,6 +281,39 @@ def way(row: Row, bench: Bench, how: int | str) -> None:
         mesh = {"d": dist.get_world_size()}
         asked = {"placements": placements, "gradients": ["x"], "policy": "follow_weights"}
         return api.request(captured, mesh, chunks=ways, **asked)
+
+    run_row(row, bench, module, (x,), {}, document)
+
+
+def attention(row: Row, bench: Bench, how: str) -> None:
+    """Attention on sharded tokens around a ring, or of heads that one matrix makes, which tokens in order enter."""
+    width, heads, tokens = (32, 4, 16) if bench.cpu else (4096, 32, TOKENS)
+    torch.manual_seed(8)
+    module = (Attending if how == "ring" else FusedAttending)(width, heads).to(bench.device, bench.dtype)
+    x = torch.randn(2, tokens, width, device=bench.device).to(bench.dtype)
+    placements = {"x": ["S(1)"], "output0": ["S(1)"]}
+    if how != "ring":
+        placements |= {"qkv.weight": ["SS(0,3)"], "out.weight": ROWS}
+
+    def document(captured: Any) -> Row:
+        names = [node.name for node in captured.graph.nodes if "attention" in node.op]
+        ways = dict.fromkeys(names, "ring") if how == "ring" else {}
+        return api.request(captured, {"d": dist.get_world_size()}, chunks=ways, placements=placements, gradients=["x"])
+
+    run_row(row, bench, module, (x,), {}, document)
+
+
+def experts(row: Row, bench: Bench) -> None:
+    """Tokens sent to the experts of other ranks, few of them: products of groups are taken row by row here."""
+    width, tokens = (16, 8) if bench.cpu else (512, 64)
+    torch.manual_seed(9)
+    module = RoutedExperts(4, width, width // 2).to(bench.device, bench.dtype)
+    x = torch.randn(2, tokens, width, device=bench.device).to(bench.dtype)
+    placements = {"up": ["S(0)"], "down": ["S(0)"], "x": ["S(1)"]}
+
+    def document(captured: Any) -> Row:
+        mesh = {"d": dist.get_world_size()}
+        return api.request(captured, mesh, placements=placements, gradients=["x"], routes="all_to_all")
 
     run_row(row, bench, module, (x,), {}, document)
 

@@ -162,6 +162,7 @@ def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path, monkeypa
     assert left(tmp_path) == []
 
 
+@pytest.mark.nightly  # a killed rank is in the gate
 def test_an_executor_that_is_killed_leaves_a_report_of_what_its_ranks_recorded(tmp_path) -> None:
     asked = codec.to_builtins(request())
     with ThreadPoolExecutor(1) as pool:

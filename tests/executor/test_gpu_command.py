@@ -121,6 +121,9 @@ def test_the_page_keeps_each_machine_once(tmp_path: Path) -> None:
     rows.write(tmp_path / "rows.jsonl", whole)
 
     assert rows.read(tmp_path / "rows.jsonl") == whole
+    unmeasured = replace(new[0][2], result=NO_TIME)
+    later = [(replace(H100, commit="def"), "2026-01-04", row) for row in (unmeasured, replace(unmeasured, what="c"))]
+    assert [row.what for _, _, row in rows.kept(whole, later)] == [row.what for _, _, row in whole] + ["c"]
     assert [asdict(machine)["commit"] for machine, _, _ in whole] == ["abc", "abc"]
     assert "No machine with two GPUs" in rows.page(new)
     text = rows.page(whole)

@@ -18,6 +18,7 @@ import pytest
 from executor.launch.local_ranks import (
     FORCED_VARIABLES,
     TAG,
+    Rendezvous,
     _first_failure,
     child_environment,
     command,
@@ -185,10 +186,11 @@ def test_family_is_found_by_its_tag_only() -> None:
     assert tagged_processes("meshwright-test-a") == []
 
 
-def test_the_command_is_torchruns_agent() -> None:
-    got = command("a.module", ["--x=1"], ranks=4, elastic=True, run_id="id", logs=Path("logs"))
+def test_the_command_of_several_nodes_is_torchruns_agent() -> None:
+    nodes = Rendezvous(count=2, endpoint="127.0.0.1:1", run_id="id")
+    got = command("a.module", ["--x=1"], ranks=4, elastic=True, logs=Path("logs"), nodes=nodes)
 
-    assert got[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert got[:4] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
     assert "--nproc-per-node=4" in got
     assert "--rdzv-id=id" in got
     assert got[-3:] == ["-m", "a.module", "--x=1"]

@@ -62,10 +62,17 @@ def latest(entries: Sequence[tuple[Machine, str, Row]]) -> list[tuple[Machine, s
 
 
 def kept(old: Sequence[tuple[Machine, str, Row]], new: Sequence[tuple[Machine, str, Row]]) -> list:
-    """Return what is kept: `new` takes the place of what older code left on as many GPUs of the same device."""
-    renewed = {(machine.device, machine.gpus) for machine, _, _ in new}
-    stay = [entry for entry in old if (entry[0].device, entry[0].gpus) not in renewed]
-    return [*stay, *latest(new)]
+    """Return what is kept: each row of `new` that was run takes the place of what older code left of it on as many GPUs
+    of the same device; what there was no time for stands only where nothing older does.
+    """
+
+    def same(machine: Machine, row: Row) -> tuple[str, int, str, str]:
+        return machine.device, machine.gpus, row.part, row.what
+
+    known = {same(machine, row) for machine, _, row in old}
+    fresh = [entry for entry in latest(new) if entry[2].result != NO_TIME or same(entry[0], entry[2]) not in known]
+    renewed = {same(machine, row) for machine, _, row in fresh}
+    return [*(entry for entry in old if same(entry[0], entry[2]) not in renewed), *fresh]
 
 
 def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:

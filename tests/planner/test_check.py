@@ -363,6 +363,7 @@ def test_a_misspelt_field_is_named_with_the_one_it_meant() -> None:
     assert did_you_mean(configuration) == {"zero_optimization.overlap_com": "zero_optimization.overlap_comm"}
 
 
+@pytest.mark.nightly  # a search puts plans in the same order: test_search.py
 def test_a_slower_plan_is_the_best_only_where_it_surely_fits() -> None:
     """Replicas of a Mistral, which need 156 GiB each: some changes may fit, and are faster than what surely does."""
     name = "arguments_zephyr_7b.yaml"

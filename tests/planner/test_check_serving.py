@@ -21,8 +21,8 @@ from planner.configs.serving import VERSIONS, CheckedServing, check_serving, fla
 from planner.export.schema import schema
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
-from planner.serving.question.from_flags import ServingFlags
-from simulator.serving.deployment import Deployment, Pool
+from planner.serving.question.from_flags import ServingFlags, serving_question
+from simulator.serving.deployment import Deployment, Pool, made_even
 from topology.errors import BadInput, PlannerError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ DEGREE = st.sampled_from([1, 2, 4, 8])
 POOLS = st.one_of(
     st.builds(Pool, tp=DEGREE, pp=st.sampled_from([1, 2])),
     st.builds(lambda tp, pp: Pool(tp=tp, pp=pp, ep=tp), DEGREE, st.sampled_from([1, 2])),
-    st.builds(lambda dp: Pool(dp_attention=dp, ep=dp), DEGREE),
+    st.builds(lambda dp: made_even(Pool(dp_attention=dp, ep=dp), 128), st.sampled_from([1, 2, 3, 8])),
 )
 
 
@@ -49,9 +49,21 @@ POOLS = st.one_of(
     POOLS,
     st.sampled_from(["bfloat16", "float8"]),
     st.sampled_from(["bfloat16", "float8"]),
+    st.sampled_from([False, True]),
 )
-def test_a_command_written_is_read_as_the_same_engine(engine: str, pool: Pool, weights: str, cache: str) -> None:
-    deployment = Deployment(engine=engine, pool=pool, weights=weights, kv_cache=cache, max_num_seqs=77)
+def test_a_command_written_is_read_as_the_same_engine(
+    engine: str, pool: Pool, weights: str, cache: str, both: Any
+) -> None:
+    every = 30 if engine == "sglang" else 1
+    deployment = Deployment(
+        engine=engine,
+        pool=pool,
+        weights=weights,
+        kv_cache=cache,
+        max_num_seqs=77,
+        two_batches=both,
+        receive_every=every,
+    )
     words = command(deployment, pool, "Qwen/Qwen3-30B-A3B", longest=4096)
     found = checked(shlex.join(words))
     assert found.unknown == ()
@@ -59,7 +71,18 @@ def test_a_command_written_is_read_as_the_same_engine(engine: str, pool: Pool, w
     read = found.answer.deployment
     assert read.pool == pool
     assert (read.engine, read.weights, read.kv_cache, read.max_num_seqs) == (engine, weights, cache, 77)
+    assert (read.two_batches, read.receive_every) == (both, every)
     assert read.memory_fraction > 0
+
+
+@pytest.mark.parametrize("said", [{"two_batch_overlap": True}, {"receive_every": 30}])
+def test_a_setting_that_an_engine_lacks_is_refused_and_dropped_among_others(said: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--engine sglang"):
+        serving_question(ServingFlags(engine="trtllm", **said))
+    asked = serving_question(ServingFlags(engine="sglang", **said))
+    other = asked.of_engine("trtllm")
+    assert (other.two_batches, other.receive_every) == (False, 1)
+    assert asked.of_engine("sglang").deployment(Pool()) == asked.deployment(Pool())
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

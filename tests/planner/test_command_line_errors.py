@@ -182,7 +182,7 @@ def test_fixing_parts_filters_the_legal_plans(seed):
     found = enumerate_nodes(question, bounds=UNBOUNDED.fixing(**stated)).columns
 
     def rows(columns):
-        return {tuple(getattr(columns, name)[i].item() for name in NODE_FIELDS) for i in range(len(columns))}
+        return set(zip(*(getattr(columns, name).tolist() for name in NODE_FIELDS), strict=True))
 
     wanted = {
         one for one in rows(everything) if all(one[NODE_FIELDS.index(name)] in values for name, values in said.items())

@@ -87,6 +87,7 @@ def best_by_hand(cluster, workload, gpus):
     return degrees(found[min(rows, key=lambda i: table.step_s[i])])
 
 
+@pytest.mark.nightly  # flips of simulated plans are in test_flips.py
 def test_the_answer_is_another_past_a_flip_and_the_same_before():
     """On either side of the network rate that is named, all legal plans are costed one by one."""
     workload = Workload(seq_len=4096, global_batch_size=64)
@@ -114,6 +115,34 @@ def test_asking_again_finds_what_brute_force_finds():
 
     assert degrees(best_plan(asked)) == best_by_hand(cluster, workload, 4)
     assert best_plan(replace(asked, gpus=1 << 30)) is None
+
+
+def test_explain_and_compare_as_commands(planner, tmp_path):
+    plans = [tmp_path / name for name in ("a.json", "b.json")]
+    question = ("--gpus", "2", "--seq-len", "4096", "--global-batch", "8", "--model", "llama3.2-1b", "--pp", "1")
+    assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
+    assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
+
+    reported = planner("explain", plans[1], "--no-flips")
+    assert reported.returncode == 0
+    assert "from peak to achieved" in reported.stdout
+    assert "against the best plan" in reported.stdout
+    document = json.loads(planner("explain", plans[0], "--no-flips", "--json").stdout)
+    assert document["schema_version"] == 1
+    fall = document["waterfall"]
+    assert fall["peak_s"] + sum(term["seconds"] for term in fall["terms"]) == pytest.approx(fall["step_s"])
+    assert set(document["rejected"]) >= {"memory"}
+
+    compared = json.loads(planner("compare", *plans, "--json").stdout)
+    assert sum(term["delta"] for term in compared["terms"] if term["unit"] == "s") == pytest.approx(compared["step_s"])
+    assert compared["question"] == []
+    assert compared["settings"]
+    text = planner("compare", *plans).stdout
+    assert "difference" in text
+    assert "reserved" in text
+    memory = planner("explain", plans[0], "--memory", "--observed-peak", "32GB").stdout
+    assert "29.8 GiB" in memory
+    assert planner("explain", plans[0], "--memory", "--observed-peak", "a lot").returncode == 2
 
 
 def test_explain_and_compare_as_commands(planner, tmp_path):

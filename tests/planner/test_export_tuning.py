@@ -12,8 +12,10 @@ from planner.export.frameworks.tuning import TUNING
 from planner.export.mapping import read
 from planner.export.targets.registry import export, find_target
 from simulator.config.adapter import Adapter
+from simulator.config.optimizers import canonical_optimizer
 from simulator.config.plan import Plan
 from tests.planner.test_export import job
+from topology.catalog.clusters import cluster
 from topology.errors import Infeasible
 
 PLAN = Plan(dp_shard=8, recompute="full", micro_batch_size=4, reshard_after_forward=True)
@@ -38,13 +40,15 @@ def read_back(done, gpus: int = 8):
 
 @pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
 @pytest.mark.parametrize("adapter", [None, LORA, EVERY], ids=["full", "lora", "qdora"])
-@pytest.mark.parametrize("optimizer", ["adamw", "pagedadamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "pagedadamw8bit"])
 def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None:
-    written = asked(adapter=adapter, optimizer=optimizer)
-    facts, back = written.facts(), read_back(export(written, target))
+    gpus = 1 if optimizer.startswith("paged") else 8
+    plan = PLAN.with_(dp_shard=gpus, reshard_after_forward=None if gpus == 1 else True)
+    written = asked(plan, adapter=adapter, optimizer=optimizer, cluster=cluster("dgx-h100", gpus=gpus))
+    facts, back = written.facts(), read_back(export(written, target), gpus)
 
     assert {key: back.get(key, 1) for key in SAME} == {key: facts[key] for key in SAME}
-    assert back["optimizer"].replace("_", "").removesuffix("32bit") == optimizer
+    assert canonical_optimizer(back["optimizer"]) == optimizer
     if adapter is None:
         assert back["adapter"] is None
         return
@@ -105,6 +109,7 @@ def test_every_key_is_one_of_the_tools_own_schema(target) -> None:
     [
         # utils/schemas/validation.py: bitsandbytes' AdamW in 8 bits stops under FSDP2, contexts ask for flash-attn.
         ("axolotl", PLAN, {"optimizer": "adamw8bit"}, {"optimizer": "adamw_torch_8bit"}),
+        ("torchtune", PLAN, {"optimizer": "adamw8bit"}, {"optimizer._component_": "torchao.optim.AdamW8bit"}),
         ("axolotl", PLANS[4], {}, {"attn_implementation": "flash_attention_2"}),
         # transformers reads `offload` of `fsdp`, and fsdp_config.offload_params nowhere.
         ("llama-factory", PLANS[1], {}, {"fsdp": "full_shard auto_wrap offload"}),
@@ -123,13 +128,46 @@ def test_keys_mean_what_the_plan_says(tool, plan, runtime, said) -> None:
 @pytest.mark.parametrize(
     ("plan", "runtime", "named"),
     [
-        (Plan(dp_shard=4, tp=2, recompute="full"), {"optimizer": "pagedadamw8bit"}, "pagedadamw8bit"),
+        (Plan(dp_shard=4, tp=2, recompute="full"), {"optimizer": "adamw8bit"}, "adamw8bit"),
         (Plan(dp_shard=8, micro_batch_size=4, recompute="none"), {"savers": ("activation_offload",)}, "offload"),
     ],
 )
 def test_what_axolotl_refuses_is_not_written(plan, runtime, named) -> None:
     with pytest.raises(Infeasible, match=named):
         export(asked(plan, **runtime), find_target("axolotl"))
+
+
+AXOLOTL = "base_model: NousResearch/Meta-Llama-3-8B\nsequence_len: 2048\nmicro_batch_size: 2\n"
+FACTORY = (
+    "model_name_or_path: NousResearch/Meta-Llama-3-8B\nstage: sft\ncutoff_len: 2048\nfinetuning_type: lora\n"
+    "lora_target: all\nper_device_train_batch_size: 1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute", "reentrant"),
+    [
+        (AXOLOTL, "none", None),
+        (AXOLOTL + "gradient_checkpointing: true\n", "full", True),
+        (
+            AXOLOTL + "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}\n",
+            "full",
+            None,
+        ),
+        (AXOLOTL + "gradient_checkpointing: true\nunfrozen_parameters: [lm_head]\n", "full", None),
+        (FACTORY, "full", True),
+        (FACTORY + "use_reentrant_gc: false\n", "full", None),
+        (FACTORY + "disable_gradient_checkpointing: true\n", "none", None),
+        (FACTORY + "fsdp: full_shard\nfsdp_config: {version: 2}\n", "full", None),
+    ],
+)
+def test_checkpoints_of_files_that_say_little_are_the_tools_own(text, recompute, reentrant) -> None:
+    """Of axolotl: utils/config/__init__.py; of LLaMA-Factory: hparams/model_args.py, model_utils/checkpointing.py."""
+    found = read_configuration(text, "run.yaml", CheckFlags())
+    facts = {"gpus": 1, "gpus_per_node": 1, "layers": 32, "moe": False, "max_positions": 0, **TYPES}
+    back = read(found.table, found.settings, facts)
+
+    assert (back["recompute"], back["reentrant"]) == (recompute, reentrant)
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "automodel"])

@@ -24,7 +24,7 @@ from topology.rates.node_rates import node_rates
 from topology.rates.orders import groups_on, node_orders, order_of, placement_of_order, undominated_orders
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "any"])
+@pytest.mark.parametrize("framework", [pytest.param("torchtitan", marks=pytest.mark.nightly), "megatron-lm", "any"])
 def test_no_order_of_the_gpus_is_better_than_those_tried(framework):
     """Every legal plan under each of the 24 orders of four GPUs in two bridged pairs."""
     model = replace(TINY, layers=3, hidden=2048, head_dim=2048 // TINY.heads, ffn=6144, vocab=32000)

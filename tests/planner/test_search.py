@@ -76,7 +76,7 @@ class EveryPlan:
         for row in np.argsort(values, kind="stable"):
             held = self.replays[self.table.plans[row]] if self.table.fits[row] and np.isfinite(values[row]) else None
             if held is not None and (held.surely_fits if sure else held.fits):
-                yield int(row), float(self.table.step_s[row]) + held.flush_s, held.reserved_bytes
+                yield int(row), float(self.table.step_s[row]) + held.full_s, held.reserved_bytes
 
     def least(self, objective, *, sure=False):
         """Return the least value of all plans that fit: no other one's bound lies below it."""

@@ -46,6 +46,29 @@ def test_settings_of_the_scheduler_are_taken_where_a_row_states_them() -> None:
     assert "two-batch overlap" in refused["skipped"]
 
 
+@pytest.mark.parametrize(
+    ("said", "receive", "balance", "cache"),
+    [
+        ({"hardware": "B200 SXM", "concurrency": 16}, 30, 0, "bfloat16"),
+        ({"hardware": "B200 SXM", "concurrency": 4}, 10, 0, "bfloat16"),
+        ({"hardware": "B200 SXM", "concurrency": 16, "scheduler_recv_interval": 1}, 1, 0, "bfloat16"),
+        ({"concurrency": 16}, 1, 0, "bfloat16"),
+        ({"backend": "trtllm 1.2.0", "tp": 1, "dp_attention": 2, "precision": "fp8"}, 1, 60, "float8"),
+        ({"backend": "trtllm 1.2.0", "precision": "fp8", "kv_cache": "bfloat16"}, 1, 0, "bfloat16"),
+        ({"backend": "TensorRT-LLM 0.17", "precision": "fp8"}, 1, 0, "bfloat16"),
+    ],
+)
+def test_what_engines_makers_set_is_assumed_where_a_row_leaves_it_open(
+    said: dict[str, Any], receive: int, balance: int, cache: str
+) -> None:
+    row = {**ROW, "model": "Qwen/Qwen3-30B-A3B", "backend": "sglang 0.5.9", "concurrency": 4, **said}
+    point = read_point(read_row(row))
+    found = point.deployment
+    assert (found.receive_every, found.balance_every, found.kv_cache) == (receive, balance, cache)
+    named = any("makers set it" in one for one in point.assumed)
+    assert named == ((receive, balance, cache) != (1, 0, "bfloat16"))
+
+
 def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
     """Two ranks of attention with seven requests each, in three engines; 0 is what the source does not state."""
     point = read_point(read_row({**ROW, "disagg": APART}))
@@ -76,3 +99,12 @@ def test_a_median_is_compared_with_the_median() -> None:
     assert median["measured"]["ttft_s"] == 0.05
     assert median["predicted"]["ttft_s"] < mean["predicted"]["ttft_s"]
     assert median["predicted"]["tpot_s"] == mean["predicted"]["tpot_s"]
+
+
+def test_percentiles_are_compared_by_the_names_that_a_row_has_for_them() -> None:
+    """The first of sixteen clients' prompts are the slow ones: above the median, below the last percentile."""
+    asked = {**ROW, "concurrency": 16, "isl": 1024, "osl": 32}
+    said = validate_point({**asked, "ttft_p95_ms": 100.0, "ttft_p99_ms": 100.0, "tpot_p99_ms": 10.0})
+    assert validate_point(asked)["tails"] == {}
+    assert list(said["tails"]) == ["ttft_p95_ms", "ttft_p99_ms", "tpot_p99_ms"]
+    assert said["error"]["ttft"] < said["tails"]["ttft_p95_ms"] <= said["tails"]["ttft_p99_ms"]

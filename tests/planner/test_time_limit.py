@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,7 +16,7 @@ from planner.search.search import SearchOptions, suggest
 from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from topology.errors import Infeasible, Unproved
-from topology.time_limit import check_time, command, limited
+from topology.time_limit import check_time, command, limited, reading, with_alarm
 
 PIPED = ("suggest", "--model", "llama3-8b", "--cluster", "dgx-h100", "--pp", "2", "--gpus", "8", "--json")
 
@@ -38,6 +40,33 @@ def test_a_limit_counts_from_where_its_command_began():
         time.sleep(0.02)
         with limited(0.01), pytest.raises(Unproved):
             check_time()
+
+
+def test_with_an_alarm_a_limit_ends_what_never_looks_at_it():
+    def busy_until(far):
+        while time.monotonic() < far:
+            pass
+
+    with with_alarm(), limited(0.02), pytest.raises(Unproved):
+        busy_until(time.monotonic() + 5)
+
+
+def test_the_time_is_over_earlier_where_others_have_the_processor():
+    with command():
+        began, busy_s = time.monotonic(), time.process_time() + 0.11
+        while time.process_time() < busy_s:
+            pass
+        time.sleep(0.33)
+        with limited(100.0):
+            left = reading() - began
+    assert 100 - 1.5 < left < 100 - 0.3
+
+
+def test_a_process_ends_at_its_limit_before_it_has_loaded_anything():
+    words = [sys.executable, "-m", "planner", *PIPED, "--time-limit", "0.01"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert "time limit ended" in done.stderr
 
 
 def test_what_ends_before_any_plan_is_found_is_unproved(capsys):

@@ -172,7 +172,7 @@ def test_choosing_another_plan_changes_the_detail(explorer):
 
 
 def test_least_memory_says_what_it_costs_in_time(explorer):
-    test = explorer("plans", model="llama3.2-1b", objective="memory")
+    test = explorer("plans", model="llama3.2-1b", objective="memory", gpus="2")
 
     (warned,) = test.warning
     assert "Least memory costs time" in warned.value

@@ -106,7 +106,13 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
     assert float(shown["Changed memory"].split()[0]) == pytest.approx(reserved, abs=0.51 if reserved >= 10 else 0.051)
 
 
-@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "llm-foundry"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        "torchtitan",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("megatron-lm", "deepspeed", "llm-foundry")),
+    ],
+)
 def test_a_plan_that_is_not_changed_stays_the_same(framework):
     """The form starts at the plan itself: every listed plan of every framework comes back as it was."""
     from planner.io.inputs import read_cluster

@@ -19,6 +19,7 @@ form is for people:
 | `pcie` | slot generation, `gen3` to `gen6`, when the slot is slower than the card |
 | `slow_gpus` | GPUs of the first node that compute slower, each with the share of its rate: `[[3, 0.8]]` |
 | `slow_links`, `slow_ports` | the same of the NVLink of GPUs, and of their network ports |
+| `host_memory_gib` | memory of a node's host |
 | `name` | what to call it |
 
 A list of such objects, `{"groups": [...]}` of them, or `8xH100+8xA100-80GB`: machines of several kinds on one fabric.
@@ -42,13 +43,14 @@ from topology.catalog.clusters import (
     one_port_per_gpu,
 )
 from topology.catalog.gpus import gpu_kind
-from topology.catalog.joined import joined, with_slow_parts
+from topology.catalog.joined import joined, with_host_memory, with_slow_parts
 from topology.catalog.platform import build, take_gpus
 from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
 from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
+from topology.units import GIB
 
 _JOINED = re.compile(r"[+,;&]|\band\b")  # of GPUs of one kind and others
 
@@ -70,6 +72,7 @@ class SmallCluster:
     slow_gpus: tuple[tuple[float, ...], ...] = ()
     slow_links: tuple[tuple[float, ...], ...] = ()
     slow_ports: tuple[tuple[float, ...], ...] = ()
+    host_memory_gib: float | None = None
     name: str | None = None
 
 
@@ -231,6 +234,8 @@ def _small(document: JsonObject, where: str) -> Cluster:
     built = build(replace(platform, **changes), nodes=nodes)
     findings = _findings(assumed, where, "state it in the file")
     built = replace(built, findings=(*built.findings, *findings))
+    if small.host_memory_gib is not None:
+        built = with_host_memory(built, round(small.host_memory_gib * GIB), where)
     slow = {"gpus": small.slow_gpus, "links": small.slow_links, "ports": small.slow_ports}
     return with_slow_parts(built, **slow, where=where) if any(slow.values()) else built
 

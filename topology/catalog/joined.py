@@ -88,6 +88,14 @@ def with_slow_parts(
     )
 
 
+def with_host_memory(cluster: Cluster, nbytes: int, where: str) -> Cluster:
+    """Return a cluster whose nodes' hosts have so much memory. Raises BadCluster."""
+    if nbytes <= 0:
+        raise BadCluster(f"{where}: host_memory_gib is not above zero", remedy='"host_memory_gib": 512')
+    groups = (replace(one, node=replace(one.node, host_memory_bytes=nbytes)) for one in cluster.groups)
+    return replace(cluster, groups=tuple(groups))
+
+
 def _share(rate: float | None, share: float) -> float | None:
     """Return a share of a rate; of one that is not known, nothing."""
     return None if rate is None else rate * share

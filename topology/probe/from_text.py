@@ -217,6 +217,7 @@ def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogu
         links=(*nvlinks, *host),
         pairs={f"{a}-{b}": label for (a, b), label in sorted(machine.pairs.items())},
         closest_nics=_closest(evidence, machine),
+        host_memory_bytes=evidence.sysfs.memory_bytes if evidence.sysfs is not None else None,
     )
     findings = [
         *evidence.findings,

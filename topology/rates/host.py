@@ -26,6 +26,7 @@ class HostRates:
     copy_bytes_per_s: float
     memory_bytes_per_s: float
     source: str
+    memory_bytes: float | None = None  # of the host's memory a GPU's share, where it is known
 
 
 def host_rates(cluster: Cluster, gpus: int) -> HostRates:
@@ -33,7 +34,7 @@ def host_rates(cluster: Cluster, gpus: int) -> HostRates:
     rates = node_rates(cluster)
     used = max(1, min(gpus, len(rates.node.gpus)))
     kinds = {link.kind for link in rates.node.links}
-    sockets = _sockets(rates)
+    sockets, memory = _sockets(rates), rates.node.host_memory_bytes
     if LinkKind.C2C in kinds:
         socket, what = GRACE_BYTES_PER_S, "Grace"
     else:
@@ -44,6 +45,7 @@ def host_rates(cluster: Cluster, gpus: int) -> HostRates:
         copy_bytes_per_s=COPY_SHARE * _copy_bytes_per_s(rates, used),
         memory_bytes_per_s=sockets * socket / used,
         source=f"assumed: {sockets} CPU sockets of {socket / 1e9:.0f} GB/s nominal, as in {what}",
+        memory_bytes=None if memory is None else memory / used,
     )
 
 

@@ -1,4 +1,4 @@
-"""Linux's sysfs, which needs no driver tool: the PCI tree, link speeds and widths, NUMA nodes, and NICs.
+"""Linux's sysfs, which needs no driver tool: the PCI tree, link speeds and widths, NUMA nodes, NICs, and memory.
 
 Everything is read below a given root, so that tests can build a small tree. A missing file gives None, never an error.
 """
@@ -60,10 +60,11 @@ class SysfsNic:
 class SysfsSnapshot:
     gpus: tuple[SysfsGpu, ...] = ()
     nics: tuple[SysfsNic, ...] = ()
+    memory_bytes: int | None = None  # of the host
 
 
 def read_sysfs(root: str | Path = "/") -> SysfsSnapshot:
-    """Read `root`/sys. Never raises; an absent tree gives an empty snapshot."""
+    """Read `root`/sys and `root`/proc. Never raises; an absent tree gives an empty snapshot."""
     sys = Path(root) / "sys"
     gpus = []
     for device in _entries(sys / "bus/pci/devices"):
@@ -74,7 +75,13 @@ def read_sysfs(root: str | Path = "/") -> SysfsSnapshot:
     return SysfsSnapshot(
         gpus=tuple(sorted(gpus, key=lambda gpu: gpu.place.busid)),
         nics=tuple(_nics(sys)),
+        memory_bytes=_memory_bytes(Path(root) / "proc/meminfo"),
     )
+
+
+def _memory_bytes(path: Path) -> int | None:
+    found = re.match(r"MemTotal:\s*([0-9]{1,15}) kB", _read(path) or "")
+    return 1024 * int(found.group(1)) if found else None
 
 
 def _nics(sys: Path) -> list[SysfsNic]:

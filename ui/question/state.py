@@ -193,7 +193,7 @@ class Unresolved:
 def follow_link() -> tuple[Unresolved, ...]:
     """Set the question to that of the URL where a link was opened or Back was pressed.
 
-    Else the URL is the one that the browser had when a person changed something: what this program wrote since then may
+    Else the URL is the one that the browser had when a person changed something: what this program wrote after that may
     not have arrived there, and stays. Returns the words that stand for nothing here; the URL is then left as it is.
     """
     words, known = _words(), results().get("link")

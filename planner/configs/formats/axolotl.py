@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from planner.configs.formats.adapters import AXOLOTL
 from planner.configs.formats.savers import AXOLOTL as SAVERS
+from planner.configs.formats.transformers_fields import REENTRANT, named_optimizer
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -21,7 +22,6 @@ from planner.configs.formats.yaml_format import (
     named,
     on,
     types,
-    whole_blocks,
 )
 from planner.export.mapping import Entry, Facts, NotStated, Settings, Table, truth, whole
 
@@ -68,9 +68,19 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
     return types(stored, compute, compute)
 
 
+def _read_recompute(settings: Settings, _: Facts) -> Facts:
+    wraps = settings.get("gradient_checkpointing") not in {None, False, "none"}
+    said = any(key.startswith("gradient_checkpointing_kwargs") for key in settings)
+    # utils/config/__init__.py: re-entrant where nothing is said of it and nothing but the usual is trained
+    usual = not said and not settings.get("unfrozen_parameters") and not settings.get("rl")
+    return {
+        "recompute": "full" if wraps else "none",
+        "reentrant": (wraps and truth(settings, REENTRANT, default=usual)) or None,
+    }
+
+
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
-    word = str(settings.get("optimizer", "adamw_torch_fused"))
-    return {"optimizer": "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word}
+    return {"optimizer": named_optimizer(str(settings.get("optimizer", "adamw_torch_fused")))}
 
 
 def _read_offload(settings: Settings, _: Facts) -> Facts:
@@ -85,7 +95,11 @@ TABLE: Table = (
     Entry(keys=("fsdp", "deepspeed", *_SIZES, *_RESHARD, *_STRATEGY, *_VERSION), write=_write_mesh, read=_read_mesh),
     accumulated("micro_batch_size", "gradient_accumulation_steps"),
     length("sequence_len"),
-    whole_blocks("gradient_checkpointing"),
+    Entry(
+        keys=("gradient_checkpointing", REENTRANT, "unfrozen_parameters"),
+        write=lambda facts: {"gradient_checkpointing": facts["recompute"] != "none"},
+        read=_read_recompute,
+    ),
     compiled("torch_compile"),
     Entry(keys=_OFFLOAD, write=lambda _: {}, read=_read_offload),
     Entry(keys=("bf16", "fp16"), write=lambda _: {}, read=_read_types),

@@ -7,6 +7,8 @@ LLaMA-Factory).
 
 from __future__ import annotations
 
+import re
+
 from planner.configs.formats.adapters import TRAINER
 from planner.configs.formats.savers import TRAINER as SAVERS
 from planner.export.mapping import Entry, Facts, Settings, Table, truth, whole
@@ -16,6 +18,8 @@ MODEL_NAMES = ("model_name_or_path", "model_name", "pretrained_model_name_or_pat
 LENGTHS = ("max_length", "max_seq_length", "model_max_length", "cutoff_len", "block_size", "seq_length")
 FSDP_VERSION = ("fsdp_config.fsdp_version", "fsdp_config.version")
 FSDP_RESHARD = ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward")
+REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
+FACTORY_RECOMPUTE = ("disable_gradient_checkpointing", "use_reentrant_gc")
 FSDP_RECOMPUTE = ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
 
 
@@ -86,17 +90,31 @@ def _write_types(facts: Facts) -> Settings:
 
 def _read_recompute(settings: Settings, _: Facts) -> Facts:
     on = truth(settings, "gradient_checkpointing") or truth(settings, _first(settings, FSDP_RECOMPUTE))
-    return {"recompute": "full" if on else "none"}
+    reentrant = truth(settings, REENTRANT)
+    if "finetuning_type" in settings:
+        # LLaMA-Factory wraps blocks where nothing forbids it, re-entrant but for FSDP2 (hparams/model_args.py;
+        # model/model_utils/checkpointing.py).
+        on = on or not truth(settings, "disable_gradient_checkpointing")
+        fsdp2 = bool(settings.get("fsdp")) and whole(settings, _first(settings, FSDP_VERSION), 1) == 2
+        reentrant = truth(settings, "use_reentrant_gc", default=not fsdp2)
+    return {"recompute": "full" if on else "none", "reentrant": (on and reentrant) or None}
 
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
-    word = str(settings.get("optim", "adamw_torch_fused"))
-    return {"optimizer": "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word}
+    return {"optimizer": named_optimizer(str(settings.get("optim", "adamw_torch_fused")))}
+
+
+def named_optimizer(word: str) -> str:
+    """Return the optimizer that one of transformers' words means: torchao's in few bits are named after torch's."""
+    narrow = re.fullmatch(r"adamw_torch_(\d+bit)", word)
+    if narrow:
+        return f"adamw{narrow[1]}"
+    return "adamw" if word.startswith("adamw_torch") or word == "adamw_apex_fused" else word
 
 
 PROGRAM: Table = (
     Entry(
-        keys=("gradient_checkpointing", *FSDP_RECOMPUTE),
+        keys=("gradient_checkpointing", REENTRANT, *FACTORY_RECOMPUTE, *FSDP_RECOMPUTE),
         write=lambda facts: {"gradient_checkpointing": facts["recompute"] != "none"},
         read=_read_recompute,
     ),

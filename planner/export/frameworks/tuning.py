@@ -77,6 +77,14 @@ def _optimizer(job: ExportJob, title: str, words: dict[str, str]) -> str:
     return words[name]
 
 
+def _torch_words(plan: Plan) -> dict[str, str]:
+    """Return the optimizers' classes. bitsandbytes' update no DTensors (its issue 1633), torchao's do."""
+    if plan.dp_shard == plan.tp == plan.cp == 1:
+        return TORCH
+    kept = {name: word for name, word in TORCH.items() if not word.startswith("bitsandbytes.")}
+    return {**kept, "adamw8bit": "torchao.optim.AdamW8bit"}
+
+
 def _replicas_alone(plan: Plan, title: str) -> bool:
     """Return whether ranks are replicas. Raises Infeasible next to a mesh of other axes, which shards."""
     replicas = plan.dp_shard == 1 and plan.dp_replicate > 1
@@ -148,7 +156,7 @@ def write_torchtune(job: ExportJob) -> Draft:
         "enable_activation_checkpointing": plan.recompute == "full",
         "enable_activation_offloading": ACTIVATION_OFFLOAD in runtime.savers,
         "optimizer_in_bwd": OPTIMIZER_IN_BACKWARD in runtime.savers,
-        "optimizer._component_": _optimizer(job, title, TORCH),
+        "optimizer._component_": _optimizer(job, title, _torch_words(plan)),
         "loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss" if in_pieces else PLAIN_LOSS,
         "dtype": {"bfloat16": "bf16", "float32": "fp32"}[runtime.compute_dtype],
         "compile": bool(runtime.compile),
@@ -287,7 +295,7 @@ def write_automodel(job: ExportJob) -> Draft:
         "distributed.tp_size": plan.tp,
         "distributed.cp_size": plan.cp,
         "distributed.activation_checkpointing": plan.recompute == "full",
-        "optimizer._target_": _optimizer(job, title, TORCH),
+        "optimizer._target_": _optimizer(job, title, _torch_words(plan)),
         "compile.enabled": bool(runtime.compile),
     }
     if not replicas:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.engine import engine_of
+from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from topology.errors import Infeasible
 
 PORT = 8000
@@ -44,12 +44,15 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
         words += ["--data-parallel-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--enable-expert-parallel"]
+    if pool.redundant_experts:
+        words += ["--enable-eplb", "--eplb-config", json.dumps({"num_redundant_experts": pool.redundant_experts})]
     words += ["--max-model-len", str(longest)]
     words += ["--max-num-seqs", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--max-num-batched-tokens", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
     words += ["--gpu-memory-utilization", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--enforce-eager"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    words += [OVERLAPS_BATCHES["vllm"]] if deployment.two_batches else []
     if deployment.speculation is not None:
         said = {"method": "mtp", "num_speculative_tokens": deployment.speculation.draft}
         words += ["--speculative-config", json.dumps(said)]
@@ -66,12 +69,16 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
         words += ["--attn-dp-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--ep-size", str(pool.ep)]
+    if pool.redundant_experts:
+        words += ["--ep-num-redundant-experts", str(pool.redundant_experts)]
     words += ["--context-length", str(longest)]
     words += ["--max-running-requests", str(deployment.max_num_seqs or engine.max_num_seqs)]
     words += ["--chunked-prefill-size", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
     words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--disable-cuda-graph"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
+    words += [OVERLAPS_BATCHES["sglang"]] if deployment.two_batches else []
+    words += [RECEIVES["sglang"], str(deployment.receive_every)] if deployment.receive_every > 1 else []
     if deployment.speculation is not None:
         drafted = deployment.speculation.draft
         words += ["--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "1"]

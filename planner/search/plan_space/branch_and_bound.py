@@ -43,6 +43,7 @@ from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from topology.errors import Unproved
+from topology.time_limit import reading, until
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
@@ -273,12 +274,24 @@ class BestFirst:
             near_bound_s=np.empty(0),
         )
 
-    def with_near_pipelines(self, found: Explored) -> Explored:
-        """Return what `run` found with the pipelines that come near its list, where they were asked for."""
+    def with_near_pipelines(self, found: Explored, end: float | None = None) -> Explored:
+        """Return what `run` found with the pipelines that come near its list, where they were asked for. Where the time
+        is over before they are known, or where there is one at `end`, one may be as fast as a plan can be.
+        """
         if self.nearly <= 1.0 or (self.objective != "time" and len(found)):
             return found
-        near, near_s = self._near_pipelines(self.screened.near_misses(self.screening, self.nearly))
+        try:
+            with until(reading() if end is None else end):
+                near, near_s = self._near_pipelines(self.screened.near_misses(self.screening, self.nearly))
+        except Unproved:
+            return replace(found, near_bound_s=np.array([found.floor_s]))
         return replace(found, near_pipelines=near, near_bound_s=near_s)
+
+    def judged_ones(self) -> Explored:
+        """Return of what was found the plans that have been judged."""
+        self.judged()
+        found = self._found()
+        return found.take(self.bounds.judged[found.rows])
 
     def _cost_by_table(self, rows: Rows) -> None:
         """Cost some plans: with a deadline one schedule table's after another's, until it has passed and one fits.
@@ -312,7 +325,7 @@ class BestFirst:
 
     def _bound_of_all(self, found: Rows, *, all_nodes_seen: bool) -> float:
         """Return a lower bound of the objective over all legal plans that fit."""
-        unexplored = float(self.bound[self.left[0]]) if len(self.left) else np.inf
+        unexplored = float(self.bound[self.left].min(initial=np.inf))
         if not all_nodes_seen:
             unexplored = 0.0 if self.objective == "memory" else floor_s(self.screening, self.screened.nodes.columns)
         least = (self.reserved if self.objective == "memory" else self.step)[found].min() if len(found) else np.inf

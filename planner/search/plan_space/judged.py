@@ -38,6 +38,23 @@ def explore(
     fits; Unproved is raised where none does for GRACE_S.
     """
     end = None if search.deadline is None else search.deadline + GRACE_S
+    try:
+        found = _judged(search, replays, listed, tell, end)
+    except Unproved:
+        found = search.judged_ones()
+        if not len(found):
+            raise
+    return search.with_near_pipelines(found, None if end is None else end - GRACE_S / 2)
+
+
+def _judged(
+    search: BestFirst,
+    replays: Replays,
+    listed: Listed,
+    tell: Callable[[Explored], None] | None,
+    end: float | None,
+) -> Explored:
+    """Return what `explore` does, but for what comes near the list."""
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     costs_first, sure = search.objective == "time", search.screening.sure
     while True:
@@ -51,7 +68,7 @@ def explore(
         judged = bounds.judged[found.rows]
         unknown = [row for row in (rows[:1] if late else rows) if not bounds.judged[row]]
         if not unknown or (late and judged.any()):
-            return search.with_near_pipelines(found.take(judged) if late else found)
+            return found.take(judged) if late else found
         if end is not None and monotonic() >= end:
             raise ended()
         plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]

@@ -111,7 +111,7 @@ class StepBounds:
         self.judged[row] = True
         if memory.fits:
             self.held[row] = memory.peak_bytes, memory.reserved_bytes
-            self.flush_s[row] = memory.flush_s
+            self.flush_s[row] = memory.full_s
 
     def costs_more(self, row: int, memory: PlanMemory, sure: float) -> bool:
         """Take note of what flushes cost a variant at least that may be `sure` to fit, by the ranks that have been
@@ -119,7 +119,7 @@ class StepBounds:
         """
         if sure and not memory.may_be(sure):
             return False
-        known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_flush_s)
+        known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_full_s)
         return bool(self.flush_s[row] > known)
 
     def account(self, rows: Rows, alike: Rows) -> None:

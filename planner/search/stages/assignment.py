@@ -128,7 +128,7 @@ def _fitting(
             break
         held = replays[found.plan]
         if held.fits and held.fit_probability >= screening.sure:
-            return found, found.step_s + held.flush_s
+            return found, found.step_s + held.full_s
         bound = float(screening.least_bytes(memory_of_plans(screening.scenario, [found.plan])).max())
         needed = held.reserved_bytes if screening.sure else held.peak_bytes
         limit_bytes = min(bound * min(1.0, screening.limit_bytes / needed), limit_bytes * LESS_ROOM)

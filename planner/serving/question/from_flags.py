@@ -16,7 +16,7 @@ from simulator.config.model import Model
 from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibrations import same_gpu
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Speculation
-from simulator.serving.engine import engine_of
+from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from simulator.serving.fit_steps import fit_serving
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Lengths, Request, Traffic, steady_requests
@@ -64,6 +64,8 @@ class ServingFlags:
     gpu_memory_utilization: float | None = None
     eager: bool | None = None
     no_custom_all_reduce: bool | None = None
+    two_batch_overlap: bool | None = None
+    receive_every: int | None = None
     draft_tokens: int | None = None
     accepted_tokens: float | None = None
     gpu_price: float | None = None
@@ -121,6 +123,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         raise UserError(
             f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
         )
+    _refuse_unknown_to(engine, flags)
     return ServingQuestion(
         model=model,
         cluster=machine,
@@ -134,6 +137,8 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         memory_fraction=flags.gpu_memory_utilization or 0.0,
         eager=bool(flags.eager),
         custom_all_reduce=not flags.no_custom_all_reduce,
+        two_batches=bool(flags.two_batch_overlap),
+        receive_every=flags.receive_every or 1,
         speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, model),
         objective=_objective(flags, assumed),
         ttft_s=flags.ttft or 0.0,
@@ -153,6 +158,20 @@ def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
 def _cut(machine: Cluster, gpus: int | None) -> Cluster:
     """Return the first GPUs of a machine that has more: a node with irregular links comes whole."""
     return machine if gpus is None or gpus >= machine.gpu_count else take_gpus(machine, gpus)
+
+
+def _refuse_unknown_to(engine: str, flags: ServingFlags) -> None:
+    """Raise UserError for a setting of the scheduler that an engine does not have."""
+    asked = (
+        ("--two-batch-overlap", flags.two_batch_overlap, OVERLAPS_BATCHES),
+        ("--receive-every", (flags.receive_every or 1) > 1, RECEIVES),
+    )
+    for name, said, engines in asked:
+        if said and engine_of(engine).program not in engines:
+            raise UserError(
+                f"{name}: {engine_of(engine).title} has no such setting",
+                remedy=f"leave it out, or use --engine {' or '.join(engines)}",
+            )
 
 
 def speculation_of(draft: int | None, accepted: float | None, model: Model) -> Speculation | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation
+from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
@@ -35,6 +37,8 @@ class ServingQuestion:
     memory_fraction: float = 0.0
     eager: bool = False
     custom_all_reduce: bool = True
+    two_batches: bool = False
+    receive_every: int = 1
     speculation: Speculation | None = None
     objective: str = "throughput"
     ttft_s: float = 0.0
@@ -47,6 +51,19 @@ class ServingQuestion:
     def __post_init__(self) -> None:
         """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known."""
         require_plannable(self.cluster)
+
+    def of_engine(self, engine: str) -> Self:
+        """Return the question of another engine, without settings that it lacks; a profile is of the one before."""
+        known = engine_of(engine)
+        return replace(
+            self,
+            engine=engine,
+            release="",
+            measured=None,
+            eager=self.eager and known.may_be_eager,
+            two_batches=self.two_batches and known.program in OVERLAPS_BATCHES,
+            receive_every=self.receive_every if known.program in RECEIVES else 1,
+        )
 
     @property
     def longest(self) -> int:
@@ -66,6 +83,8 @@ class ServingQuestion:
             memory_fraction=self.memory_fraction,
             eager=self.eager,
             custom_all_reduce=self.custom_all_reduce,
+            two_batches=self.two_batches,
+            receive_every=self.receive_every,
             speculation=self.speculation,
             measured=self.measured,
         )

@@ -188,12 +188,15 @@ def plan_document(deployment: Deployment) -> JsonObject:
         "decode": None if deployment.prefill is None else _pool(pool),
         "weights": deployment.weights,
         "kv_cache": deployment.kv_cache,
+        **({"two_batch_overlap": True} if deployment.two_batches else {}),
+        **({"receive_every": deployment.receive_every} if deployment.receive_every > 1 else {}),
         **({"speculation": codec.to_builtins(deployment.speculation)} if deployment.speculation else {}),
     }
 
 
 def _degrees(pool: Pool) -> dict[str, int]:
-    return {"tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention}
+    twice = {"redundant_experts": pool.redundant_experts} if pool.redundant_experts else {}
+    return {"tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention, **twice}
 
 
 def _pool(pool: Pool) -> dict[str, int]:

@@ -111,7 +111,7 @@ def _other_engines(question: ServingQuestion) -> Iterator[Change]:
     """Yield the other engines; what a profile says is of the one that was asked about."""
     for name in COMPARED:
         if name != engine_of(question.engine).program and not (question.eager and not engine_of(name).may_be_eager):
-            yield f"--engine {name}", replace(question, engine=name, release="", measured=None)
+            yield f"--engine {name}", question.of_engine(name)
 
 
 def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:

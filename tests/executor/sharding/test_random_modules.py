@@ -14,7 +14,7 @@ from tests.executor.sharding.random_modules import STRATA  # noqa: E402 - as abo
 from tests.executor.sharding.random_runs import Run, check  # noqa: E402 - as above
 from topology.errors import PlannerError  # noqa: E402 - as above
 
-OF_EACH = 3
+OF_EACH = 2
 
 
 class Returned(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from simulator.serving.engine import engine_of, engines
 from simulator.serving.estimate import MANY, equal_parts, estimate_serving
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
+from simulator.serving.latency import latency
 from simulator.serving.server import serve
 from simulator.serving.traffic import Lengths, Request, Traffic
 from topology.catalog.clusters import cluster
@@ -91,16 +94,43 @@ def test_where_steps_are_put_together_ahead_a_request_joins_one_step_later() -> 
     assert steps[0] < first_s[0] - (first_s[1] - steps[1]) < 2.5 * steps[0]
 
 
-def test_requests_that_are_looked_for_seldom_wait_for_half_of_the_steps_between() -> None:
-    """Those that come while an answer goes on, at any time between two looks."""
-    requests = [Request(0.0, 100, 4000), *(Request(0.2 + 0.517 * i, 100, 1) for i in range(16))]
+@pytest.mark.parametrize(("engine", "named", "ranks"), [("sglang", "receive_every", 1), ("trtllm", "balance_every", 2)])
+def test_requests_that_are_looked_for_seldom_wait_for_half_of_the_steps_between(
+    engine: str, named: str, ranks: int
+) -> None:
+    """Those that come while answers go on, at any time between two looks, one at a time: never one for each rank."""
+    requests = [*[Request(0.0, 100, 4000)] * ranks, *(Request(0.2 + 0.517 * i, 100, 1) for i in range(16))]
+    pool = Pool(dp_attention=ranks)
     waits = []
     for every in (1, 40):
-        answers = serve(LLAMA, H100, Deployment(engine="sglang", receive_every=every), trace(requests)).answers
+        deployment = replace(Deployment(engine=engine, pool=pool), **{named: every})
+        answers = serve(LLAMA, H100, deployment, trace(requests)).answers
         waits.append(np.mean([a.first_s - a.arrival_s for a in answers if a.tokens == 1]))
-    costs = ForwardPass(LLAMA, H100, Deployment(engine="sglang"), Pool())
-    step = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=1000.0)
+    costs = ForwardPass(LLAMA, H100, Deployment(engine=engine, pool=pool), pool)
+    step = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=ranks, keys=1000.0 * ranks)
     assert waits[1] - waits[0] == pytest.approx(40 / 2 * step, rel=0.25)
+
+
+def test_ranks_that_balance_read_at_once_where_each_has_a_prompt_or_one_has_no_answer() -> None:
+    """Two ranks: the first prompts go at once, and three that come together are one for each."""
+    requests = [*[Request(0.0, 100, 4000)] * 2, *[Request(1.0, 100, 1)] * 3]
+    deployment = Deployment(engine="trtllm", pool=Pool(dp_attention=2), balance_every=10**6)
+    answers = serve(LLAMA, H100, deployment, trace(requests)).answers
+    assert max(a.first_s - a.arrival_s for a in answers) < 0.5
+
+
+@pytest.mark.parametrize(("engine", "waits"), [("sglang", 0.6), ("trtllm", 0.0)])
+def test_the_first_requests_of_a_run_wait_for_its_server(engine: str, waits: float) -> None:
+    """Four of forty: the mean grows by a tenth of what they wait, the median does not; only latent attention does in
+    TensorRT-LLM.
+    """
+    asked = Traffic(prompt=Lengths(mean=100), output=Lengths(mean=20), concurrency=4, requests=40)
+    steady, first = (
+        latency(serve(LLAMA, H100, Deployment(engine=engine), replace(asked, first=said))).ttft_s
+        for said in (False, True)
+    )
+    assert first.mean - steady.mean == pytest.approx(waits / 10, abs=1e-9)
+    assert first.p50 == pytest.approx(steady.p50)
 
 
 def trace(requests: list[Request]) -> Traffic:

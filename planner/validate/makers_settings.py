@@ -1,0 +1,41 @@
+"""Settings of schedulers and caches that engines' makers publish for a kind of deployment: taken where a row that ran
+such a deployment does not say how it was set, and named among what is assumed. Engines' own defaults differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.config.model import Model
+from simulator.serving.deployment import Pool
+
+# scheduler_recv_interval by the least number of clients, networks of experts on Blackwell: SGLang's cookbook
+# (sgl-project/sgl-cookbook @7b5bd9c0, data/optimal-configs/src/v0.5.6/deepseek-r1.yaml), which has kv_cache_dtype, too.
+RECEIVE_EVERY = ((16, 30), (1, 10))
+# attention_dp_config.timeout_iters next to enable_balance, attention data-parallel: NVIDIA's configurations
+# (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
+# Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
+BALANCE_EVERY = 60
+_TRTLLM = ("trtllm11", "trtllm")  # releases that these configurations are of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usual:
+    """What a maker's configurations set: steps between looks for requests and between balanced prompts, the cache's
+    format. 1, 0 and "" where they leave the default.
+    """
+
+    receive_every: int = 1
+    balance_every: int = 0
+    kv_cache: str = ""
+
+
+def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, clients: int, weights: str) -> Usual:
+    """Return what an engine's makers set for a network on GPUs of an architecture that so many clients ask."""
+    narrow = "float8" if weights == "float8" else ""
+    if engine in _TRTLLM:
+        return Usual(balance_every=BALANCE_EVERY if pool.dp_attention > 1 else 0, kv_cache=narrow)
+    if engine.startswith("sglang") and model.moe and architecture.startswith("Blackwell") and pool.dp_attention == 1:
+        every = next((steps for least, steps in RECEIVE_EVERY if clients >= least), 1)
+        return Usual(receive_every=every, kv_cache=narrow if model.latent else "")
+    return Usual()
