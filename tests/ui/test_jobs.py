@@ -216,7 +216,7 @@ def test_errors_arrive_as_they_were_raised(workers):
 
 
 def test_a_process_that_somebody_ends_is_said_and_replaced(workers):
-    """Without the one that forks them, too, whom alone their ends are told."""
+    """So is one whose end nobody can report, since the process that forked it was ended first."""
     for also_who_forks in (False, True):
         job = jobs.Job(workers, "search", *LONG)
         process = running(job)
