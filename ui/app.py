@@ -44,7 +44,7 @@ HOME, SERVING = "home", "serving"
 VIEWS = Path(__file__).parent / "views"
 # name, title, icon, whether it shows a search result
 PAGES = (
-    ("home", "Plan a training run", ":material/home:", True),
+    ("home", panels.TITLE, ":material/home:", True),
     ("cluster", "Cluster", ":material/hub:", False),
     ("model", "Model and workload", ":material/deployed_code:", False),
     ("plans", "Plans", ":material/leaderboard:", True),

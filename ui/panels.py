@@ -254,6 +254,7 @@ def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
                 st.markdown(f":gray[{label}] &nbsp; {plain(text)}")
 
 
+TITLE = "Plan a training run"
 PURPOSE = (
     "**meshwright finds the fastest way to train a model on your GPUs, and says why.** Ask here; the answer follows."
 )
@@ -343,6 +344,18 @@ def take_files_of_link() -> None:
         share_link.unpack(word)
     except PlannerError as error:
         failure(error)
+
+
+@st.fragment  # opening it runs nothing else
+def terminal(command: str) -> None:
+    """Offer the command line that asks the same. It is drawn once it is opened: a browser loads and runs 1.5 MB for
+    it.
+    """
+    opened = st.expander(
+        "The same question in a terminal", icon=":material/terminal:", key="terminal", on_change="rerun"
+    )
+    if opened.open:
+        opened.code(command, language="bash", wrap_lines=True)
 
 
 def share(question: state.Inputs) -> None:

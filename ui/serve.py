@@ -9,11 +9,14 @@ for.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import re
 import sys
 import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -21,22 +24,31 @@ from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit.starlette import App
 
 from planner.remote.settings import LOOPBACK
 from planner.service.guard import SameSite
 
 HERE = Path(__file__).parent
+SCRIPTS = Path(str(files("streamlit"))) / "static" / "static" / "js"
+# Scripts that draw the first page: Streamlit asks for one when the first such element has arrived.
+DRAWING = (
+    *("PageLink", "Html", "NumberInput", "Selectbox", "Checkbox", "Metric", "DownloadButton"),
+    *("DataFrame", "ArrowVegaLiteChart", "embed"),
+)
+IMPORTED = re.compile(r"""(?:from|import)[`"']\./([\w.-]+\.js)[`"']""")
 PAGES_NEED = (
     "pandas",
     "altair",
     "planner.search.answer",
     "topology.health.diagnose",
     "ui.data",
-    "ui.rows",
+    "ui.at_once",
 )
+WARM = threading.Event()
 
 
 def settings() -> dict[str, object]:
@@ -51,11 +63,57 @@ def _dotted(table: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]
     return found
 
 
-async def _index(_request: Request) -> HTMLResponse:
-    """Return Streamlit's page with the address of its server, which it would look for below a page's path first."""
-    page = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
+@cache
+def _page() -> str:
+    """Return Streamlit's page with the address of its server, which it would look for below a page's path first, and
+    with the scripts that it will ask for.
+    """
+    page = (SCRIPTS.parents[1] / "index.html").read_text(encoding="utf-8")
+    asked = [name for name in _with_imports(DRAWING) if name not in page]
+    links = (f'<link rel="modulepreload" crossorigin fetchpriority="low" href="/static/js/{name}">' for name in asked)
     head = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
-    return HTMLResponse(page.replace("<head>", head, 1), headers={"Cache-Control": "no-cache"})
+    return page.replace("<head>", head, 1).replace("</head>", f"{''.join(links)}</head>", 1)
+
+
+def _with_imports(names: Iterable[str]) -> list[str]:
+    """Return the files of scripts and of what they import; none for a name that this Streamlit does not have."""
+    found: dict[str, None] = {}
+    wanted = [path.name for name in names for path in SCRIPTS.glob(f"{name}.*.js")]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found[name] = None
+            wanted += IMPORTED.findall((SCRIPTS / name).read_text(encoding="utf-8"))
+    return [*found]
+
+
+async def _index(request: Request) -> HTMLResponse:
+    page = _page()
+    if request.url.path == "/" and WARM.is_set():
+        from ui import at_once  # noqa: PLC0415 - takes seconds to import, which `_warm` does
+
+        page = page.replace("<body>", f"<body>{at_once.block(request.query_params)}", 1)
+    return HTMLResponse(page, headers={"Cache-Control": "no-cache"})
+
+
+@cache
+def _script(name: str) -> bytes | None:
+    path = SCRIPTS / name
+    return path.read_bytes() if path.parent == SCRIPTS and path.suffix == ".js" and path.is_file() else None
+
+
+class Scripts:
+    """Answer with scripts from memory: a page asks for more than a hundred, and Streamlit has a thread read each."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        below, _, name = scope.get("path", "").rpartition("/")
+        content = _script(name) if below == "/static/js" and scope["type"] == "http" else None
+        kept = {"Cache-Control": "public, immutable, max-age=31536000"}  # a name changes with the content
+        app = self._app if content is None else Response(content, 200, kept, "text/javascript")
+        await app(scope, receive, send)
 
 
 def explorer() -> App:
@@ -64,7 +122,7 @@ def explorer() -> App:
     return App(
         HERE / "app.py",
         routes=[Route(f"/{page}", _index) for page in ["", *pages]],
-        middleware=[Middleware(SameSite, hosts=LOOPBACK)],
+        middleware=[Middleware(SameSite, hosts=LOOPBACK), Middleware(Scripts)],
     )
 
 
@@ -73,6 +131,9 @@ def _warm() -> None:
     for name in PAGES_NEED:
         with contextlib.suppress(Exception):
             import_module(name)
+    WARM.set()
+    gc.collect()
+    gc.freeze()  # Streamlit collects after each run of a page or a part of it: 0.09 s over all that was imported
     with contextlib.suppress(Exception):
         import_module("ui.background.waiting").workers().warm()
     with contextlib.suppress(Exception):

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.configs.answer import Checked, check_text
-from planner.configs.any_kind import any_document
+from planner.configs.check_document import check_document
 from planner.configs.folder import CheckedFolder, check_folder
 from planner.configs.formats.configuration import CheckFlags
-from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.configs.serving_start import serving_engine
 from planner.configs.stated_rate import stated_rate
 from planner.io.inputs import measurements
 from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.tools import Check
-from planner.serving.question.from_flags import ServingFlags
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.time_limit import limited
+
+if TYPE_CHECKING:
+    from planner.configs.serving import CheckedServing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,11 @@ class CheckedFile:
 
     def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
-        return any_document(self.file, self.checked)
+        if isinstance(self.checked, Checked):
+            return check_document(self.checked)
+        from planner.configs.serving_document import checked_serving_document  # noqa: PLC0415 - of servers only
+
+        return checked_serving_document(self.file, self.checked)
 
 
 def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -87,6 +93,9 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
         raise UserError("--sarif is for a folder", remedy="pass the folder of the file")
     text, where = codec.read_path_or_stdin(asked.file)
     if serving_engine(text):
+        from planner.configs.serving import check_serving  # noqa: PLC0415 - of servers only
+        from planner.serving.question.from_flags import ServingFlags  # noqa: PLC0415 - likewise
+
         others = {
             **{name: getattr(asked, name) for name in ("seq_len", "global_batch", "micro_batch", "profile", "strict")},
             "launch": asked.launch or None,

@@ -10,7 +10,6 @@ from planner.answers import check as answers
 from planner.configs.answer import Checked
 from planner.configs.folder import CheckedFolder
 from planner.configs.formats.configuration import did_you_mean
-from planner.configs.serving import VERSIONS, CheckedServing
 from planner.configs.stated_rate import Against, Side
 from planner.explain.answer_text import print_estimate
 from planner.io import output
@@ -18,8 +17,6 @@ from planner.io.grids import console, grid
 from planner.io.plan_words import plan_in_words
 from planner.io.printable import printable
 from planner.requests.tools import Check
-from planner.serving.reports.plan_text import print_answer
-from planner.serving.reports.text import deployment_text
 from simulator.config.estimate import SURE, chance
 from simulator.legality.rule import Grade, Problem
 from topology.units import two_digits
@@ -40,10 +37,12 @@ def check(asked: Check) -> None:
             _print_folder(found)
     elif asked.json:
         output.emit_json(found.to_dict())
-    elif isinstance(found.checked, CheckedServing):
-        _print_serving(found.checked, Path(found.file).name)
-    else:
+    elif isinstance(found.checked, Checked):
         _print(found.checked, Path(found.file).name)
+    else:
+        from planner.commands.serve.check import print_serving  # noqa: PLC0415 - of servers only
+
+        print_serving(found.checked, Path(found.file).name)
     if found.legal is None:
         raise Exit(2)
     if not found.legal:
@@ -153,25 +152,3 @@ def _fit(probability: float) -> str:
     if probability >= SURE:
         return "fits"
     return "does not fit" if probability <= 1 - SURE else f"fits with a chance of {chance(probability)}"
-
-
-def _print_serving(checked: CheckedServing, name: str) -> None:
-    screen = console()
-    screen.print(printable(f"file      {name}: {checked.engine} {VERSIONS[checked.engine]}"))
-    for problem in checked.problems:
-        screen.print(printable(f"illegal   {problem}"))
-    if checked.answer is not None and checked.answer.estimate is not None:
-        print_answer(checked.answer)
-    for one in checked.changes:
-        estimate = one.plan.estimate
-        figures = (
-            f"first token {two_digits(1e3 * estimate.ttft_s.value)} ms,"
-            f" a token {two_digits(1e3 * estimate.tpot_s.value)} ms,"
-            f" {two_digits(estimate.output_tokens_per_s_per_gpu.value)} tokens/s a GPU"
-        )
-        screen.print(printable(f"\nbetter    {deployment_text(one.plan.deployment)}: {figures}"))
-        screen.print(printable(f"change    {one.what}"))
-    if checked.changes:
-        print(printable(checked.changes[0].diff))
-    elif checked.no_better:
-        screen.print(printable(f"\nbest      {checked.no_better}"))

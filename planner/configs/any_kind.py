@@ -10,8 +10,9 @@ from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.kinds import read_configuration
-from planner.configs.serving import CheckedServing, check_serving, serving_engine
+from planner.configs.serving import CheckedServing, check_serving
 from planner.configs.serving_document import checked_serving_document
+from planner.configs.serving_start import serving_engine
 from planner.serving.question.from_flags import ServingFlags
 from topology.codec import JsonObject
 from topology.errors import UserError

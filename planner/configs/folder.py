@@ -12,7 +12,7 @@ from typing import Any
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration, did_you_mean
-from planner.configs.serving import serving_engine
+from planner.configs.serving_start import serving_engine
 from planner.io.output import SCHEMA_VERSION
 from planner.io.version import version
 from planner.search.deadline import deadline_of, left_s, over

@@ -16,6 +16,7 @@ from typing import Any
 
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
+from planner.configs.serving_start import serving_engine
 from planner.export.mapping import Settings
 from planner.export.schema import schema
 from planner.serving import (
@@ -40,11 +41,6 @@ from simulator.serving.engine import engine_of
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-# Where a command may stand on its line: prose names commands in backquotes, comments are not run.
-_STARTS = {
-    "vllm": re.compile(r"^[^#`\n]*(\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server)", re.MULTILINE),
-    "sglang": re.compile(r"^[^#`\n]*(sglang\.launch_server|\bsglang\s+serve\b)", re.MULTILINE),
-}
 # Where a text says which release it starts: an image's tag, a requirement.
 _RELEASES = {
     "vllm": re.compile(r"vllm-openai:v([0-9][\w.]*)|\bvllm==([0-9][\w.]*)"),
@@ -104,11 +100,6 @@ class CheckedServing:
     @property
     def legal(self) -> bool:
         return not self.problems and self.answer is not None and self.answer.estimate is not None
-
-
-def serving_engine(text: str) -> str:
-    """Return the engine that a text starts, or nothing."""
-    return next((name for name, pattern in _STARTS.items() if pattern.search(text)), "")
 
 
 def check_serving(

@@ -21,7 +21,7 @@ from simulator.serving.deployment import Deployment, Pool, Speculation
 from simulator.serving.engine import OVERLAPS_BATCHES, engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
-from simulator.serving.latency import Distribution
+from simulator.serving.latency import Distribution, Latency
 from simulator.serving.traffic import Lengths, Traffic
 from topology.cluster import Cluster
 from topology.codec import JsonObject
@@ -59,7 +59,7 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
     nothing = dict.fromkeys(QUANTITIES)
     result: JsonObject = {
         "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing,
-        "held": nothing, "within_interval": None, "skipped": None, "assumed": [], "medians": [],
+        "held": nothing, "within_interval": None, "skipped": None, "assumed": [], "medians": [], "tails": {},
     }  # fmt: skip
     try:
         row = read_row(data)
@@ -69,7 +69,8 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
         estimate = estimate_serving(point.model, point.cluster, point.deployment, point.traffic)
     except (NotCovered, UserError, Infeasible) as problem:
         return result | {"skipped": str(problem).splitlines()[0]}
-    return result | _compared(estimate, found, result["medians"]) | {"assumed": list(point.assumed)}
+    compared = _compared(estimate, found, result["medians"])
+    return result | compared | {"assumed": list(point.assumed), "tails": _tails(row, estimate.latency)}
 
 
 def _group(row: ServingRow) -> str:
@@ -99,6 +100,13 @@ def _compared(estimate: ServingEstimate, found: Mapping[str, float | None], medi
         "held": held,
         "within_interval": all(known) if known else None,
     }
+
+
+def _tails(row: ServingRow, seen: Latency) -> dict[str, float]:
+    """Return errors of the percentiles that a row states, by its own names for them."""
+    times = {"ttft": seen.ttft_s, "tpot": seen.tpot_s}
+    names = [(f"{time}_{part}_ms", getattr(times[time], part)) for time in times for part in ("p95", "p99")]
+    return {name: 1e3 * found / said - 1 for name, found in names if (said := getattr(row, name))}
 
 
 def _around_median(mean: Interval, seen: Distribution) -> Interval:
@@ -334,7 +342,7 @@ def _traffic(
         return replace(base, concurrency=batch, requests=batch)
     clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
     if clients:
-        assumed.append(f"requests: {EACH} a client, the first ones to the server")
+        assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))
         return replace(base, concurrency=clients, requests=EACH * clients, first=not row.disagg)
     if kind.startswith("max throughput"):
         room = cache_capacity(model, cluster, deployment, deployment.pool, length=base.usual).tokens

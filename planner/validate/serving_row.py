@@ -69,6 +69,10 @@ class ServingRow:
     tpot_ms: Milliseconds | None = None
     ttft_median_ms: Milliseconds | None = None
     tpot_median_ms: Milliseconds | None = None
+    ttft_p95_ms: Milliseconds | None = None
+    ttft_p99_ms: Milliseconds | None = None
+    tpot_p95_ms: Milliseconds | None = None
+    tpot_p99_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     output_tok_s_per_gpu: Rate | None = None
     total_tok_s_per_gpu: Rate | None = None

@@ -21,6 +21,9 @@ EIGHT_BIT = 1.0 + 4.0 / 256
 # number, which takes longer than memory: 36.4e9 numbers a second on the 132 SMs of an H200, the same for single tensors
 # of 4 to 525 million (bfloat16, torch 2.11, 2026-11-28); whole models are compared in examples/validation/savers.md.
 SEARCHED_PER_SM = 36.4e9 / 132
+# Optimizer8bit.step waits for the GPU after every tensor, so that what the host does for one is not hidden: 22 us of
+# Python (bitsandbytes 0.49 without its kernel, on one Xeon core, 2026-11-29), 15 us to launch and to wait assumed.
+TENSOR_S = 37e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +32,17 @@ class Optimizer:
 
     `passes` are how often an update reads or writes a tensor of the parameters' size besides those, and besides the
     parameter, its gradient and the parameter again. `paged` are the bytes of a number's states that are paged.
-    `per_sm_s` are the numbers that an SM updates a second where its arithmetic takes longer than memory. `matrices` is
-    what hidden matrices have in the place of all this, where they are updated otherwise than the rest, by a momentum
-    that is orthogonalised.
+    `per_sm_s` are the numbers that an SM updates a second where its arithmetic takes longer than memory. `tensor_s` are
+    the seconds of the host that the device waits for at each tensor, plain ones only. `matrices` is what hidden
+    matrices have in the place of all this, where they are updated otherwise than the rest, by a momentum that is
+    orthogonalised.
     """
 
     states: tuple[float | None, ...] = ()
     passes: float = 0.0
     paged: float = 0.0
     per_sm_s: float | None = None
+    tensor_s: float = 0.0
     matrices: Optimizer | None = None
 
     def state_bytes(self, wide: float) -> float:
@@ -49,13 +54,14 @@ class Optimizer:
         return 2.0 * self.state_bytes(wide) / wide + self.passes
 
 
-_ADAM, _EIGHT = Optimizer(states=(None, None)), Optimizer(states=(EIGHT_BIT, EIGHT_BIT), per_sm_s=SEARCHED_PER_SM)
+_ADAM = Optimizer(states=(None, None))
+_EIGHT = Optimizer(states=(EIGHT_BIT, EIGHT_BIT), per_sm_s=SEARCHED_PER_SM, tensor_s=TENSOR_S)
 OPTIMIZERS = {
     "adamw": _ADAM,
     "adam": _ADAM,
     "adamwbf16moments": Optimizer(states=(2.0, 2.0)),
     "adamw8bit": _EIGHT,
-    "pagedadamw": Optimizer(states=(4.0, 4.0), paged=8.0),
+    "pagedadamw": Optimizer(states=(4.0, 4.0), paged=8.0, tensor_s=TENSOR_S),
     "pagedadamw8bit": replace(_EIGHT, paged=2.0),
     "adafactor": Optimizer(passes=8.0),  # torch/optim/_adafactor.py: two norms, the matrix of moments, the update
     "lion": Optimizer(states=(None,)),

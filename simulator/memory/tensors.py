@@ -187,9 +187,14 @@ class BlockTensors:
         turning = [tape.allocate(nbytes) for nbytes in peak]
         width = self._results(body[-1])[0]
         slope = next((s for s in turning if tape.live[s] == width), None)
-        if slope is None:  # a loss that saves the logits writes their gradient over them
-            slope = logits if logits in saved else tape.allocate(width)
-        for slot in (*saved, *turning):
+        *gone, last = slots = [*saved, *turning]
+        if slope is None and logits in saved:  # a loss that saves the logits writes their gradient over them
+            slope = logits
+        elif slope is None:  # a copy of the last of them, which is alone by then
+            for slot in gone:
+                tape.free(slot)
+            slope, slots = tape.allocate(width), [last]
+        for slot in slots:
             if slot != slope:
                 tape.free(slot)
         tape.held.add(slope)

@@ -12,8 +12,10 @@ from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.plan import Plan
+from simulator.kernels.operators import parse_matmul
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.library import RuntimeSpec
+from simulator.runtimes.adapted import TOKENS
+from simulator.runtimes.library import RuntimeSpec, operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, State
 from simulator.step.muon import Orthogonal, orthogonalised
@@ -41,7 +43,8 @@ class Unit:
     recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
     under autocast, `recast` of those that run again.
 
-    `orthogonal` is what an update does to its hidden matrices, where it orthogonalises their momentum.
+    `orthogonal` is what an update does to its hidden matrices, where it orthogonalises their momentum. `tensors` of its
+    parameters are trained.
     `repeats` units in a row are like this one, where it is enough to describe one.
     """
 
@@ -56,6 +59,7 @@ class Unit:
     trained: Elements
     stored: Elements
     orthogonal: Orthogonal | None = None
+    tensors: int = 0
     repeats: int = 1
 
     @property
@@ -166,8 +170,23 @@ class UnitMaker:
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
             orthogonal=orthogonalised(self.model, block, self.context),
+            tensors=self._tensors(block) if bool(trained.all.any()) else 0,
         )
 
+    def _tensors(self, block: str) -> int:
+        """Return how many tensors of a block are trained: matrices, and the vectors of norms unless all is frozen."""
+        operators, adapter = operators_for(self.model, self.context.runtime), self.context.runtime.adapter
+        if block == "embedding":
+            return 1
+        if block == "head":
+            return int(not self.model.tied_embeddings) + int(self.model.final_norm)
+        layer = operators.moe_layer if block == "moe" else operators.dense_layer
+        weights = [one for one in layer if one.matmul and not TOKENS & set(parse_matmul(one.matmul)[1])]
+        trained = sum(one.adapter if adapter and adapter.freezes_all else one.weight_gradient for one in weights)
+        return trained + (0 if adapter and adapter.freezes_all else NORMS)
+
+
+NORMS = 2  # of a layer
 
 KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 

@@ -13,6 +13,7 @@ from copy import copy
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.table import Action, Kind
@@ -133,6 +134,7 @@ class StepWalk:
         if self.spec.host.norm_to_host:
             rank.synchronize()
             rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
+        self._wait_for_tensors(rank, units)
         owned = self._owned(units)
         runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
         matrices = self._orthogonalise(rank, data, units)
@@ -142,6 +144,18 @@ class StepWalk:
         else:
             rank.update(update_bytes(runtime, owned, whole, matrices), owned)
         data.redistribute(units)
+
+    def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
+        """Have the host work for every tensor that is updated, where the device waits for it: DTensors have another
+        optimizer, which does not.
+        """
+        context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s
+        if not each_s or self.traffic.updates_on_host:
+            return
+        flat = self.spec.fsdp.flat_parameters or self.spec.zero is not None
+        cut = (context.table.fully_sharded | (context.table["tp"] > 1)) & (not flat)
+        rank.synchronize()
+        rank.host_work("tensors", np.where(cut, 0.0, each_s * sum(unit.repeats * unit.tensors for unit in units)))
 
     def _owned(self, units: Sequence[Unit]) -> Floats:
         """Return the elements of some units that a rank updates."""

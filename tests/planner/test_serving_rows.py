@@ -99,3 +99,12 @@ def test_a_median_is_compared_with_the_median() -> None:
     assert median["measured"]["ttft_s"] == 0.05
     assert median["predicted"]["ttft_s"] < mean["predicted"]["ttft_s"]
     assert median["predicted"]["tpot_s"] == mean["predicted"]["tpot_s"]
+
+
+def test_percentiles_are_compared_by_the_names_that_a_row_has_for_them() -> None:
+    """The first of sixteen clients' prompts are the slow ones: above the median, below the last percentile."""
+    asked = {**ROW, "concurrency": 16, "isl": 1024, "osl": 32}
+    said = validate_point({**asked, "ttft_p95_ms": 100.0, "ttft_p99_ms": 100.0, "tpot_p99_ms": 10.0})
+    assert validate_point(asked)["tails"] == {}
+    assert list(said["tails"]) == ["ttft_p95_ms", "ttft_p99_ms", "tpot_p99_ms"]
+    assert said["error"]["ttft"] < said["tails"]["ttft_p95_ms"] <= said["tails"]["ttft_p99_ms"]

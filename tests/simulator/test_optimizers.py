@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.question.question import question_of
 from simulator.analytical.estimates import estimate_plans
 from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
-from simulator.config.optimizers import OPTIMIZERS, canonical_optimizer, why_no_optimizer
+from simulator.config.optimizers import OPTIMIZERS, TENSOR_S, canonical_optimizer, why_no_optimizer
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.memory.estimate import with_replay
 from topology.catalog.clusters import cluster
 
 
@@ -117,6 +120,52 @@ def test_adapters_in_float32_have_gradients_and_moments_in_it() -> None:
         assert found["pytorch"][kind][0, 0] == pytest.approx(numbers * wide / 2, rel=1e-3)
     more = found["transformers"]["parameters"][0, 0] - found["pytorch"]["parameters"][0, 0]
     assert more == pytest.approx(2 * numbers, rel=1e-3)
+
+
+@pytest.mark.parametrize(("model", "tensors"), [("llama3.2-1b", 146), ("llama3-8b", 291)])
+def test_bitsandbytes_waits_after_every_tensor(model: str, tensors: int) -> None:
+    """Of which the library has 146 and 291; torchao's, which updates DTensors, does not wait."""
+    host = {}
+    for name in ("adamw", "adamw8bit"):
+        for ranks in (1, 2):
+            asked = question_of(
+                load_model(model),
+                cluster("dgx-h100", gpus=ranks),
+                Workload(seq_len=4096, global_batch_size=ranks),
+                framework="transformers",
+                runtime=Runtime(name="transformers", param_dtype="bfloat16", reduce_dtype="bfloat16", optimizer=name),
+            )
+            plan = Plan(dp_shard=ranks, recompute="full")
+            found = [asked.estimate([plan]).estimate(0), asked.simulate(plan).estimate]
+            host[name, ranks] = found[0].breakdown_s["host"]
+            assert found[0].step_s.value == pytest.approx(found[1].step_s.value, rel=0.01)
+    assert host["adamw8bit", 1] - host["adamw", 1] == pytest.approx(tensors * TENSOR_S, rel=0.05)
+    assert host["adamw8bit", 2] - host["adamw", 2] == pytest.approx(0.0, abs=TENSOR_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "plan", "seq_len", "allocated"),
+    [
+        ("llama3.2-1b", None, Plan(micro_batch_size=2), 4096, 34471484416),
+        ("llama3.2-1b", Adapter(rank=64, dropout=0.1), Plan(micro_batch_size=2), 4096, 33849677824),
+        ("llama3-8b", Adapter(rank=16), Plan(micro_batch_size=4, recompute="full"), 2048, 31522121728),
+        ("llama3-8b", Adapter(rank=16, dropout=0.05), Plan(), 2048, 36643432448),
+    ],
+)
+def test_memory_of_transformers_and_peft(name, adapter, plan, seq_len, allocated) -> None:
+    """What torch had allocated at most on an H200 (tests/bench/peft_steps.py): the logits' gradient in 16 bits is there
+    when only the one in float32 is left.
+    """
+    adapter = adapter and replace(adapter, target_modules=("all-linear",))
+    asked = question_of(
+        load_model(name),
+        cluster("h200x4", gpus=1),
+        Workload(seq_len=seq_len, global_batch_size=plan.micro_batch_size),
+        framework="transformers",
+        runtime=Runtime(name="transformers", param_dtype="bfloat16", reduce_dtype="bfloat16", adapter=adapter),
+    )
+    found = with_replay(asked, plan, asked.estimate([plan]).estimate(0)).memory
+    assert found.peak_bytes.value == pytest.approx(allocated, rel=0.01)
 
 
 def test_lora_that_runs_layers_again_keeps_no_copies_of_frozen_weights() -> None:

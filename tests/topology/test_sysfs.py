@@ -48,6 +48,8 @@ def machine(root):
     (root / "sys/class/net/lo").mkdir()
     (root / "sys/devices/system/node/node0").mkdir(parents=True)
     (root / "sys/devices/system/node/node1").mkdir()
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text("MemTotal:       264000000 kB\nMemFree:        1000 kB\n")
 
 
 def test_devices_links_and_numa(tmp_path):
@@ -55,6 +57,7 @@ def test_devices_links_and_numa(tmp_path):
     found = read_sysfs(tmp_path)
     assert [gpu.place.busid for gpu in found.gpus] == ["0000:03:00.0", "0000:04:00.0", "0000:81:00.0"]
     assert [gpu.place.numa for gpu in found.gpus] == [0, 0, 1]
+    assert found.memory_bytes == 264_000_000 * 1024
     assert [gpu.link.downgraded for gpu in found.gpus] == [False, True, False]
     # An idle link clocks down, so the rate counts the lanes in use at full speed.
     assert found.gpus[1].link.bytes_per_s == pytest.approx(found.gpus[0].link.bytes_per_s / 2)
@@ -84,7 +87,7 @@ def test_nics_by_their_infiniband_name_and_state(tmp_path):
 
 def test_an_empty_root_is_an_empty_machine(tmp_path):
     found = read_sysfs(tmp_path)
-    assert (found.gpus, found.nics) == ((), ())
+    assert (found.gpus, found.nics, found.memory_bytes) == ((), (), None)
 
 
 def test_path_classes_by_definition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 
@@ -187,6 +188,19 @@ def test_the_first_page_says_what_this_is_asks_and_answers(explorer):
     assert {"Step", "Memory"} <= set(metrics(test))
     assert not any(box.key == "cluster" for box in test.sidebar.selectbox)
     assert sum("-badge[" in str(one.value) for one in test.markdown) == len(test.metric)
+
+
+def test_an_answered_question_is_in_the_page_that_a_browser_gets_first(explorer):
+    from ui import at_once
+
+    words = {"model": "llama3.2-1b", "gpus": "4", "batch": "8", "seq": "4096"}
+    page = explorer(**words)
+    (answer,) = (one.value for one in page.markdown if one.value.startswith("#### "))
+    found = at_once.block(words)
+
+    assert f"<h4>{html.escape(answer.removeprefix('#### ').replace(chr(92), ''))}</h4>" in found
+    assert at_once.block({**words, "batch": "9"}) == ""
+    assert at_once.block({**words, "model": "<script>"}) == ""
 
 
 def test_two_ticked_plans_are_compared(explorer, back):
@@ -441,9 +455,9 @@ def test_the_serving_page_answers_as_the_command_does(explorer):
     assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
     assert f"{two_digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["Each further token"]
     assert "CUDA_VISIBLE_DEVICES" in said(test)
-    assert "--concurrency 8" in said(test)
     assert "Users against GPUs" in said(test)
     assert "tokens/s a user" in said(test)
+    assert "--concurrency 8" in command(test)
 
 
 def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer):
@@ -454,7 +468,13 @@ def test_the_serving_page_prices_tokens_once_it_knows_what_a_gpu_costs(explorer)
 
     rate = float(table(test, "deployment")["rate"][0].replace(",", ""))
     assert float(metrics(test)["A million output tokens"]) == pytest.approx(3 / 3600 / rate * 1e6, rel=0.06)
-    assert "--gpu-price 3" in said(test)
+    assert "--gpu-price 3" in command(test)
+
+
+def command(test):
+    """Open what has the command line, and return the words of the page with it."""
+    test.session_state["terminal"] = True
+    return said(test.run())
 
 
 def test_a_serving_question_without_an_answer_says_why(explorer):

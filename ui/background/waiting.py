@@ -103,6 +103,11 @@ def ask(
     return job.result
 
 
+def finished(kind: str, key: str) -> Any:
+    """Return a result that is kept; None where there is none."""
+    return _finished().get((kind, key))
+
+
 def prepare(kind: str, key: str, *arguments: Any) -> None:
     """Work out what the first session will ask, which joins the job if it is there before the end."""
     job = _shared().join(SERVER, kind, key, partial(Job, workers(), kind, *arguments))

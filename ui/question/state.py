@@ -8,7 +8,7 @@ appear in the URL, and values that are not among the choices are ignored. Upload
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,11 @@ FIELDS = {
 }
 
 
+# words of a link, and what they are of a question
+_ASKED = {key: key for key in ("cluster", "gpu", "gpus", "model", "framework", "objective", "compile")}
+_ASKED |= {"seq": "seq_len", "batch": "global_batch"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unresolved:
     """A word of a link that stands for nothing here."""
@@ -340,18 +345,17 @@ def ask(*, row: bool, training: bool) -> Inputs:
 def _machine_only(model: str, cluster: str, gpu: str | None, gpus: int | None) -> Inputs:
     """Return the question with what it says of training as the link has it."""
     write_link(cluster=cluster, gpu=gpu or FROM_FILE, gpus=gpus, model=model)
-    kept = {key: FIELDS[key].read(word) for key, word in link().items() if key in FIELDS}
-    return Inputs(
-        cluster=cluster,
-        gpu=None if gpu == FROM_FILE else gpu,
-        gpus=gpus,
-        model=model,
-        seq_len=kept.get("seq", _DEFAULT.seq_len),
-        global_batch=kept.get("batch"),
-        framework=kept.get("framework", _DEFAULT.framework),
-        objective=kept.get("objective", _DEFAULT.objective),
-        compile=bool(kept.get("compile")),
-    )
+    kept = of_link({key: word for key, word in link().items() if FIELDS[key].read(word) is not None}) or Inputs()
+    return replace(kept, cluster=cluster, gpu=None if gpu == FROM_FILE else gpu, gpus=gpus, model=model)
+
+
+def of_link(words: Mapping[str, str]) -> Inputs | None:
+    """Return the question of a link; None where a word stands for nothing here."""
+    found = {key: FIELDS[key].read(words[key]) if key in words else FIELDS[key].default for key in _ASKED}
+    if any(key in words and value is None for key, value in found.items()):
+        return None
+    found["gpu"] = None if found["gpu"] == FROM_FILE else found["gpu"]
+    return Inputs(**{_ASKED[key]: value for key, value in found.items()})
 
 
 def choice(label: str, options: list[str], key: str, text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import streamlit as st
 
 from planner.configs.any_kind import named_by
-from planner.configs.serving import serving_engine
+from planner.configs.serving_start import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
 from topology.codec import JsonObject

@@ -44,13 +44,13 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     second = data.second(result, chosen)
     left, right = st.columns([11, 9], gap="large")
-    with left:
-        _table(result, chosen, second)
-    with right:
+    with right:  # first what a tick changes
         if second is None:
             _detail(question, result, chosen)
         else:
             _comparison(chosen, second)
+    with left:
+        _table(result, chosen, second)
     _next(question, result, chosen)
 
 
@@ -189,8 +189,7 @@ def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> N
         )
         panels.share(question)
     panels.assumed(result.assumed)
-    with st.expander("The same question in a terminal", icon=":material/terminal:"):
-        st.code(question.command(), language="bash", wrap_lines=True)
+    panels.terminal(question.command())
 
 
 show(data.question())

@@ -112,8 +112,7 @@ def show(question: state.Inputs) -> None:
     rests_on = basis_lines(best, chosen.method, result.question, chosen.plan.gpus)
     st.caption("  \n".join(_basis(line) for line in rests_on))
     st.caption(_about(result))
-    with st.expander("The same question in a terminal", icon=":material/terminal:"):
-        st.code(question.command(), language="bash", wrap_lines=True)
+    panels.terminal(question.command())
 
 
 def _figures(result: SearchResult, near: panels.Near | None) -> None:

@@ -184,8 +184,7 @@ def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan:
     if "serve.sh" in files:
         st.code(files["serve.sh"], language="bash", wrap_lines=True)
     panels.assumed(asked.assumed)
-    with st.expander("The same question in a terminal", icon=":material/terminal:"):
-        st.code(question.command(), language="bash", wrap_lines=True)
+    panels.terminal(question.command())
 
 
 show(state.results()["question"])

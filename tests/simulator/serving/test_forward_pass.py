@@ -189,24 +189,32 @@ def test_wide_expert_parallel_as_published(
 
 
 def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
-    """No more is hidden than there is to compute; halves compute no less than the whole; one token has no halves."""
+    """No more is hidden than there is to compute; halves compute no less than the whole."""
     pool, machine = Pool(dp_attention=16, ep=16), cluster("dgx-h100", 16)
     plain, halved = (
         costs("deepseek-v3", machine, pool=pool, weights="float8", two_batches=both) for both in (False, True)
     )
-    for tokens in (1, 16, 4096, 16_384):
-        step = {"prompt_tokens": tokens, "pairs": 0.0, "sequences": 0, "keys": 0.0, "readers": 1}
+    for tokens in (16, 4096, 16_384):
+        step = {"prompt_tokens": tokens, "pairs": 0.0, "sequences": 0, "keys": 0.0, "readers": min(16, tokens)}
         one, two = plain.parts(**step), halved.parts(**step)
         sent, left = one.pop("expert_exchange"), two.pop("expert_exchange")
         for outside in ("host", "launches"):
             one.pop(outside, None), two.pop(outside, None)
-        if tokens == 1:
-            assert (left, two) == (pytest.approx(sent), pytest.approx(one))
-            continue
         assert sum(two.values()) >= sum(one.values()) * (1 - 1e-9)
         assert left + sum(two.values()) >= sent
         if tokens > 4096:
             assert left < 0.5 * sent
+
+
+def test_a_prompt_is_on_one_rank_of_attention_with_requests_of_its_own() -> None:
+    """One prompt on eight ranks is multiplied as long as one on each, nine as long as two on each, but experts."""
+    passes = costs("deepseek-v3", cluster("dgx-h200", 8), pool=Pool(dp_attention=8, ep=8), weights="float8")
+    one, eight, nine, sixteen = (
+        passes.parts(prompt_tokens=1000 * n, pairs=5e5 * n, sequences=0, keys=0.0, readers=n) for n in (1, 8, 9, 16)
+    )
+    for part in ("attention_products", "expert_exchange", "small_kernels"):
+        assert (one[part], nine[part]) == (pytest.approx(eight[part]), pytest.approx(sixteen[part]))
+    assert one["experts"] < 0.5 * eight["experts"] < 0.5 * nine["experts"]
 
 
 def test_a_prompt_is_scored_for_its_last_token_only() -> None:

@@ -14,6 +14,21 @@ pytestmark = pytest.mark.browser
 LONG = "model=llama3-405b&gpus=16384&batch=16384&framework=megatron-lm"
 
 
+def test_the_answer_is_there_before_the_page_has_run(opened, address):
+    """It lies over the page until that has drawn the same."""
+    page = opened()
+    page.goto(address)
+    drawn = page.locator(".st-key-answer h4")
+    drawn.wait_for()
+    settled(page)  # this server has answered its first question now, if it had not before
+
+    page.goto(address, wait_until="commit")
+    first = page.locator("#at_once h4").text_content()
+    drawn.wait_for()
+    page.locator("#at_once").wait_for(state="detached")
+    assert first == drawn.inner_text()
+
+
 def test_a_short_question_beside_a_long_search(opened, address):
     """The ratio of the times is printed; asserted is that the short one is answered, and that Stop answers."""
 
