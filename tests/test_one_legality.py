@@ -135,8 +135,8 @@ def candidates(model: Model, gpus: int, batch: int) -> list[Plan]:
     ("name", "compiled"),
     [
         ("dense", True),
-        pytest.param("moe", False, marks=pytest.mark.nightly),  # as many experts as the one with latent attention
-        ("latent", False),
+        pytest.param("moe", False, marks=pytest.mark.nightly),
+        pytest.param("latent", False, marks=pytest.mark.nightly),
         ("odd", False),
     ],
 )

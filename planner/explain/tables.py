@@ -102,12 +102,12 @@ def elsewhere_text(memory: MemoryEstimate) -> str:
 
 def paged_text(memory: MemoryEstimate) -> str:
     """Return where the states of a paged optimizer are, and what that costs."""
-    room = gib_text(max(0.0, memory.headroom_bytes))
+    left, states = gib_text(max(0.0, memory.headroom_bytes)), f"paged states {gib_text(memory.paged_bytes)} GiB"
     if not memory.paging_s:
-        return f"{gib_text(memory.paged_bytes)} of paged states besides, for which the GPU has room ({room})"
+        return f"{states}, on the GPU, which has {left} left for them"
     return (
-        f"{gib_text(memory.paged_bytes)} of paged states have room for {room} besides: they come from the host and go"
-        f" back in every step, {memory.paging_s:.2g} s of the optimizer's"
+        f"{states}, more than the {left} left on the GPU: all come from the host and go back in every step, "
+        f"{memory.paging_s:.2g} s of the optimizer's"
     )
 
 

@@ -75,7 +75,7 @@ class PlanColumns:
 
     def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
-        return type(self)(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+        return type(self)(**{f.name: taken(getattr(self, f.name), which) for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
         """Return one row as a Plan."""
@@ -99,7 +99,7 @@ def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
 
 def columns_with(count: int, **given: NDArray[Any]) -> PlanColumns:
     """Return `count` plans with the columns that are `given`, and every other field at its default."""
-    rest = {name: np.repeat(_column(known, [known.default]), count) for name, known in CARRIED.items()}
+    rest = {name: np.broadcast_to(_column(known, [known.default]), (count,)) for name, known in CARRIED.items()}
     rest |= {"listed": np.zeros(count, dtype=np.bool_), "placing": np.full(count, -1, dtype=np.int64)}
     return PlanColumns(**{**rest, **given})
 
@@ -116,9 +116,24 @@ def _value(known: PlanField, coded: Any) -> Any:
     return bool(value) if known.kind is Kind.SWITCH else value
 
 
+def _is_one_value(column: NDArray[Any]) -> bool:
+    """Return whether a column is a single value, stored once, however many rows it has."""
+    return column.strides == (0,)
+
+
+def taken(column: NDArray[Any], which: Any) -> NDArray[Any]:
+    """Return the rows of a column that `which` (a mask, indices or a slice) selects."""
+    if not _is_one_value(column):
+        return np.asarray(column[which])
+    count = len(range(len(column))[which]) if isinstance(which, slice) else len(which)
+    if not isinstance(which, slice) and which.dtype == np.bool_:
+        count = int(np.count_nonzero(which))
+    return np.broadcast_to(column[:1], (count,))
+
+
 def words(column: NDArray[np.str_]) -> tuple[str, ...]:
     """Return the different words of a column of few, in alphabetical order: sooner than by sorting them all."""
-    found, rest = [], column
+    found, rest = [], column[:1] if _is_one_value(column) else column
     while len(rest):
         found.append(str(rest[0]))
         rest = rest[rest != rest[0]]
@@ -127,9 +142,13 @@ def words(column: NDArray[np.str_]) -> tuple[str, ...]:
 
 def concatenate(parts: Sequence[PlanColumns]) -> PlanColumns:
     """Return the rows of several columns, one after the other."""
-    return PlanColumns(
-        **{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(PlanColumns)}
-    )
+    return PlanColumns(**{f.name: _together([getattr(part, f.name) for part in parts]) for f in fields(PlanColumns)})
+
+
+def _together(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    if all(_is_one_value(column) for column in columns) and len({column[:1].tobytes() for column in columns}) == 1:
+        return np.broadcast_to(columns[0][:1], (sum(map(len, columns)),))
+    return np.concatenate(columns)
 
 
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -139,7 +158,7 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]
     """
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
-        if (column == column[:1]).all():  # as most are, of few plans: sooner seen than by sorting
+        if _is_one_value(column) or (column == column[:1]).all():  # as most are: sooner seen than by sorting
             continue
         count, of_row = _numbered(column)
         # Renumbered after each column, so that codes stay below the square of the number of rows.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
-from simulator.columns.plan_columns import PlanColumns, plan_columns, words
+from simulator.columns.plan_columns import PlanColumns, plan_columns, taken, words
 from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import mode_at, modes_in
 from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
@@ -77,13 +77,13 @@ class PlanTable(PlanColumns):
 
     def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
-        taken: dict[str, Any] = {
-            f.name: {k: v[which] for k, v in value.items()} if isinstance(value, dict) else value[which]
+        found: dict[str, Any] = {
+            f.name: {k: taken(v, which) for k, v in value.items()} if isinstance(value, dict) else taken(value, which)
             for f in fields(self)
             if f.name != "plans" and (value := getattr(self, f.name)) is not None
         }
         rows = np.arange(len(self))[which]
-        return type(self)(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
+        return type(self)(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **found)
 
 
 STATES = ("parameters", "gradients", "optimizer")

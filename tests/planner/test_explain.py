@@ -149,7 +149,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
     """What suggest prints as a plan, a case accepts: the same step comes out."""
     question = (
         "--gpus",
-        "16",
+        "8",
         "--seq-len",
         "4096",
         "--global-batch",
@@ -170,7 +170,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
             "cluster": {
                 "gpu": "h100-sxm",
                 "gpus_per_node": 8,
-                "nodes": 2,
+                "nodes": 1,
                 "interconnect": "nvswitch",
                 "nic_gbit_per_gpu": 400,
             },

@@ -452,6 +452,7 @@ def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> Non
     assert own.runtime("meshwright", compiled=False).kernel_factor == 1.2
 
 
+@pytest.mark.nightly  # plans of such a runtime cost the same: test_like_runtime.py
 def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> None:
     """The very runs, as if the executor had made them: it has fewer launches, and a layer takes its host as long."""
     measured = eager_titan()

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import PIPELINE_FIELDS
-from planner.search.plan_space.collected import ListedTies, Threshold, tie_groups
+from planner.search.plan_space.collected import ListedTies, Threshold
 from planner.search.plan_space.screened import (
     PLANS_AT_ONCE,
     Progress,
@@ -41,7 +41,7 @@ from planner.search.plan_space.screened import (
 )
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
-from simulator.columns.plan_table import Floats, PlanTable
+from simulator.columns.plan_table import Floats
 from topology.errors import Unproved
 from topology.time_limit import reading, until
 
@@ -130,14 +130,14 @@ class BestFirst:
         self.variants, self.grid = bounds.variants, bounds.grid
         self.objective, self.report = objective, progress or ignore
         self.deadline, self.expired = deadline, expiry(deadline)
-        self.table, self.step_bound = bounds.table, bounds.step_bound
+        self.step_bound = bounds.step_bound
         self.reserved = bounds.held[:, 1]
         self.bound = self.reserved if objective == "memory" else self.step_bound
         self.costed = np.zeros(len(self.variants), dtype=np.bool_)
         self.step = np.full(len(self.variants), np.inf)
         self.keep, self.ties, self.one_per_grid = keep, ties, one_per_grid
-        self._groups = None if ties is None else self._groups_of_grids()
-        self.schedule_table = _schedule_tables(self.table)
+        self._groups = None if ties is None else bounds.tie_groups
+        self.schedule_table = bounds.schedule_table
         self._begun = False
         self.judged()
 
@@ -153,11 +153,6 @@ class BestFirst:
         )
         self.step[:] = np.inf
         self._add(self.within[self.costed[self.within]])
-
-    def _groups_of_grids(self) -> Rows:
-        groups = np.zeros(int(self.grid.max(initial=-1)) + 1, dtype=np.intp)
-        groups[self.grid] = tie_groups(self.variants)
-        return groups
 
     def _in_order(self, rows: Rows) -> Rows:
         return rows[np.argsort(self.bound[rows], kind="stable")]
@@ -372,16 +367,6 @@ class BestFirst:
         position = np.searchsorted(self.reserved[known], self.reserved[rows], side="left") - 1
         beaten |= (position >= 0) & (fastest[np.maximum(position, 0)] <= self.step_bound[rows])
         return rows[~beaten]
-
-
-def _schedule_tables(table: PlanTable) -> Rows:
-    """Return a number for each plan, equal for plans that go through the same schedule table."""
-    schedule = np.unique(table.schedule, return_inverse=True)[1]
-    kept = table.fully_sharded & ~table.keeps_gathered
-    piped = table["pp"] > 1
-    return distinct(
-        table["pp"], table["virtual_stages"], schedule, np.where(piped, table.micro_batches, 0), piped & kept
-    )[1]
 
 
 def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
-from planner.search.plan_space.collected import Collected
+from planner.search.plan_space.collected import Collected, tie_groups
 from simulator.analytical.account import walked_together
 from simulator.bounds.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct, words
@@ -93,6 +93,24 @@ class StepBounds:
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
         self.step_s = np.zeros(len(variants))
+
+    @cached_property
+    def schedule_table(self) -> Rows:
+        """A number for each variant, equal for those that go through the same schedule table."""
+        table = self.table
+        schedule = np.unique(table.schedule, return_inverse=True)[1]
+        kept = table.fully_sharded & ~table.keeps_gathered
+        piped = table["pp"] > 1
+        return distinct(
+            table["pp"], table["virtual_stages"], schedule, np.where(piped, table.micro_batches, 0), piped & kept
+        )[1]
+
+    @cached_property
+    def tie_groups(self) -> Rows:
+        """The tie group of each grid."""
+        groups = np.zeros(int(self.grid.max(initial=-1)) + 1, dtype=np.intp)
+        groups[self.grid] = tie_groups(self.variants)
+        return groups
 
     def may_fit(self, screening: Screening) -> NDArray[np.bool_]:
         """Return which variants fit by all that is known of them."""
