@@ -6,11 +6,13 @@ nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from simulator.calibration.calibration import Calibration
+from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.fitting.calibrations import doubts_of, same_gpu
@@ -28,6 +30,7 @@ from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster, GpuKind
 from topology.errors import BadCluster
 from topology.profile.profile import Profile
+from topology.profile.samples import OperatorSample
 from topology.profile.store import current_samples
 
 
@@ -45,7 +48,7 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
         gpu=kind,
         operators=operators,
         contention=fit_contention(found.contention),
-        burst=burst_over_sustained(found.operators, operators.matmuls),
+        burst=_burst(found.operators, operators, cluster),
         gpu_measured=profile.calibrated,
         profile=codec.fingerprint(profile),
         current=not doubts_of(profile, cluster),
@@ -57,6 +60,15 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
         roofline = Roofline(gpu=kind, measured=operators)
         overlap = site_rates(one_node, profile.overlap_rates, roofline, CollectiveModel(cluster, collectives))
     return replace(gpu, runtimes=fit_runtimes(found, cluster, gpu), collectives=collectives, overlap=overlap)
+
+
+def _burst(samples: Sequence[OperatorSample], operators: MeasuredOperators, cluster: Cluster) -> float:
+    """Return what products after a rest take over those of a GPU at work, as measured. Without any operator measured,
+    steps of one GPU keep what is described of such GPUs, as without a profile (`simulator.analytical.clocks`).
+    """
+    if not samples and cluster.gpu_count == 1:
+        return Roofline(gpu=cluster.slowest_kind).rested
+    return burst_over_sustained(samples, operators.matmuls)
 
 
 def _collectives(profile: Profile) -> MeasuredCollectives | None:

@@ -22,6 +22,7 @@ from simulator.fitting.calibration_fit import calibrated
 from simulator.fitting.kernel_fit import layer_elements
 from simulator.fitting.runtime_fit import fit_runtimes, run_of
 from simulator.kernels.operators import OperatorSpec
+from simulator.kernels.roofline import Roofline
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import RuntimeSpec, runtime_spec
 from simulator.step.host import BATCH_TOKENS
@@ -191,6 +192,14 @@ def test_arithmetic_goes_with_the_share_of_time_that_it_runs() -> None:
     assert clocks[0] == 1.0
     assert clocks[1] == pytest.approx(0.95**0.63)
     assert clocks[2] == clocks[3] == 0.9, "no faster than a GPU that has rested"
+
+
+def test_a_profile_without_a_rested_product_leaves_the_clocks_that_are_described() -> None:
+    """A calibration whose time went to layers says nothing of what the power limit leaves them."""
+    one = take_gpus(cluster(), 1)
+    found = calibrated(dataclasses.replace(profile(), operators=()), one)
+    assert found is not None
+    assert found.burst == Roofline(gpu=one.slowest_kind).rested < 1.0
 
 
 @pytest.mark.parametrize("off", ["host", "contention", "packing"])
