@@ -98,11 +98,14 @@ def search(question: Inputs) -> SearchResult | None:
 
 
 def prepare() -> None:
-    """Answer the question with which the explorer opens, before anybody opens it."""
+    """Answer the question with which the explorer opens, and simulate its plan, before anybody opens it."""
     if service.server() is None:
         question = Inputs()
         options = SearchOptions(objective=question.objective, top=LISTED)
         waiting.prepare("search", question.key, question.flags(), question.framework, options)
+        result: SearchResult = waiting.finished("search", question.key)
+        plan = result.plans[0].plan
+        waiting.prepare("simulate", f"{question.key} {plan_name(plan)}", result.question, plan)
 
 
 def other_search(question: Inputs) -> SearchResult | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,8 +81,13 @@ class Unreadable:
         return unreadable_document(self.id, self.error)
 
 
-def estimate(asked: Estimate) -> Estimated | Iterator[Estimated | Unreadable]:
-    """Return the answer; of a file with a list of cases one after the other. Raises UserError and Infeasible."""
+def estimate(
+    asked: Estimate, progress: Callable[[str], None] = lambda _: None
+) -> Estimated | Iterator[Estimated | Unreadable]:
+    """Return the answer; of a file with a list of cases one after the other. Raises UserError and Infeasible.
+
+    `progress` gets the estimate of one plan in words while it is looked for what would make it fit.
+    """
     refuse(stated(values_of(asked.load, asked.engine, asked.deployment)), Task.TRAIN)
     flags = flags_of_plan(asked.stated)
     measured = measurements(asked.profile, strict=asked.strict)
@@ -107,7 +112,7 @@ def estimate(asked: Estimate) -> Estimated | Iterator[Estimated | Unreadable]:
         loaded = with_flags(case_of_plan_file(asked.plan, measured), flags, measured)
     else:
         loaded = case_from_flags(flags, measured)
-    return Estimated(found=answer_plan(loaded))
+    return Estimated(found=answer_plan(loaded, progress=progress))
 
 
 def _answered(raw: list[JsonObject], flags: Flags, measured: Calibrations) -> Iterator[Estimated | Unreadable]:

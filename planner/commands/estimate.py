@@ -16,7 +16,10 @@ from planner.requests.training import Estimate
 
 def estimate(asked: Estimate) -> None:
     """Print what `planner estimate` answers."""
-    found, out = answers.estimate(asked), asked.out
+    try:
+        found, out = answers.estimate(asked, output.progress), asked.out
+    finally:
+        output.end_progress()
     if not isinstance(found, Estimated):
         _print_list(found, json=asked.json)
         return

@@ -6,14 +6,16 @@ in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.explain.traffic import traffic_of
+from planner.io.figures import interval_text
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
 from planner.search.deadline import deadline_of, left_s, over
-from planner.search.fixes import Fix, find_fixes
+from planner.search.fixes import Fix, find_fixes, held_text
 from planner.search.mixed import is_mixed, parts_text, price_of
 from simulator.calibration.published_mfu import exceeded
 from simulator.config.estimate import Estimate, Fit
@@ -37,11 +39,18 @@ class PlanAnswer:
     fixes: tuple[Fix, ...] = ()
 
 
-def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None = None) -> PlanAnswer:
+def answer_plan(
+    case: Case,
+    *,
+    with_fixes: bool = True,
+    deadline: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PlanAnswer:
     """Return the problems and the estimate of a case's plan, with the fixes that were tried in the first half of what
     is left until `deadline`.
 
-    Raises BadCluster where the GPU's rates are not known.
+    `progress` gets the estimate in words before the fixes are looked for, which takes several times as long. Raises
+    BadCluster where the GPU's rates are not known.
     """
     question, plan = case.question, case.plan
     problems = question.problems(plan)
@@ -51,10 +60,14 @@ def answer_plan(case: Case, *, with_fixes: bool = True, deadline: float | None =
     if is_mixed(question.cluster):
         said = (price_of(question, plan, found.estimate), parts_text(question.cluster))
         case = replace(case, assumed=(*case.assumed, *said))
+    doubtful = with_fixes and found.estimate.memory.fit is not Fit.YES
+    if doubtful:
+        known = f"{interval_text(found.estimate.step_s)} a step, {held_text(found.estimate.memory)}"
+        progress(f"{known}; looking for what would make it fit")
     left = left_s(deadline)
     half = None if left is None else deadline_of(left / 2)
     fixes = find_fixes(question, plan, found.estimate, half) if with_fixes else ()
-    if with_fixes and found.estimate.memory.fit is not Fit.YES and over(half):
+    if doubtful and over(half):
         case = replace(case, assumed=(*case.assumed, FIXES_LEFT_OUT))
     return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 

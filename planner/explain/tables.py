@@ -85,25 +85,29 @@ def memory_line(estimate: Estimate) -> str:
     parts = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(f"{name.replace('_', ' ')} {gib_text(size)}" for name, size in parts if size >= 0.05 * GIB)
     low, high = gib_text(memory.reserved_low_bytes), gib_text(memory.reserved_high_bytes)
-    host = f"; {gib_text(memory.host_bytes)} of host memory for each GPU" if memory.host_bytes else ""
-    if host and memory.host_capacity_bytes is not None:
-        host += f", which has {gib_text(memory.host_capacity_bytes)}"
-    if memory.paged_bytes >= 0.05 * GIB:
-        host = f"; {paged_text(memory)}{host}"
     return (
         f"memory    {gib_text(memory.reserved_bytes)} GiB ({low} to {high}) reserved on rank {memory.worst_rank}, "
-        f"{gib_text(memory.peak_bytes.value)} of it allocated: {named}{host}"
+        f"{gib_text(memory.peak_bytes.value)} of it allocated: {named}{elsewhere_text(memory)}"
     )
+
+
+def elsewhere_text(memory: MemoryEstimate) -> str:
+    """Return what of a rank's state is not in torch's memory, after a semicolon; nothing where all is."""
+    parts = [paged_text(memory)] if memory.paged_bytes >= 0.05 * GIB else []
+    if memory.host_bytes:
+        has = "" if memory.host_capacity_bytes is None else f", which has {gib_text(memory.host_capacity_bytes)}"
+        parts.append(f"{gib_text(memory.host_bytes)} of host memory for each GPU{has}")
+    return "".join(f"; {part}" for part in parts)
 
 
 def paged_text(memory: MemoryEstimate) -> str:
     """Return where the states of a paged optimizer are, and what that costs."""
-    room = gib_text(max(0.0, memory.headroom_bytes))
+    left, states = gib_text(max(0.0, memory.headroom_bytes)), f"paged states {gib_text(memory.paged_bytes)} GiB"
     if not memory.paging_s:
-        return f"{gib_text(memory.paged_bytes)} of paged states besides, for which the GPU has room ({room})"
+        return f"{states}, on the GPU, which has {left} left for them"
     return (
-        f"{gib_text(memory.paged_bytes)} of paged states have room for {room} besides: they come from the host and go"
-        f" back in every step, {memory.paging_s:.2g} s of the optimizer's"
+        f"{states}, more than the {left} left on the GPU: all come from the host and go back in every step, "
+        f"{memory.paging_s:.2g} s of the optimizer's"
     )
 
 

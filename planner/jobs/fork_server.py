@@ -26,6 +26,7 @@ import psutil
 
 from planner.io.explorer_server import environment
 from planner.jobs.worker import serve
+from topology.processes import alive
 
 # Numerical libraries start a thread per core otherwise, in every process.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -88,13 +89,17 @@ class ForkServer:
     def fork(self) -> Worker:
         here, there = Pipe()
         with there:
-            return Worker(self, self._ask(_FORK, [there.fileno()]), here)
+            try:
+                return Worker(self, self._ask(_FORK, [there.fileno()]), here)
+            except (OSError, EOFError):
+                here.close()
+                raise
 
     def exit_code(self, pid: int) -> int | None:
         try:
             code = self._ask(pid)
         except (OSError, EOFError):  # nobody is left to ask
-            code = _RUNS if psutil.pid_exists(pid) else -signal.SIGKILL
+            code = _RUNS if _runs(pid) else -signal.SIGKILL
         return None if code == _RUNS else code
 
     def ended(self) -> bool:
@@ -110,6 +115,13 @@ class ForkServer:
         with self._turn:
             socket.send_fds(self._socket, [_NUMBER.pack(number)], files or [])
             return _received(self._socket.recv(_NUMBER.size, socket.MSG_WAITALL))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return alive(psutil.Process(pid))
+    except psutil.Error:
+        return False
 
 
 def _received(said: bytes) -> int:

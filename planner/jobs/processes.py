@@ -26,6 +26,7 @@ from topology.processes import descendants, kill
 SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
 LONG_S = 3.0
 TICK_S = 0.1
+END_S = 10.0  # from the end of a process's messages to its own, on a machine that does much else
 # Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short
 # question alongside it takes a third longer at most, and the long one still ends.
 NICE = 5
@@ -108,7 +109,16 @@ class Workers:
             self._idle = [one for one in self._idle if one.poll() is None]
             if self._idle:
                 return self._idle.pop(0)
-        return self.warm().fork()
+        return self._fork()
+
+    def _fork(self) -> Worker:
+        """Return a new process; of another server where somebody has ended the one that there was."""
+        server = self.warm()
+        try:
+            return server.fork()
+        except (OSError, EOFError):
+            server.close()
+            return self.warm().fork()
 
     def leave(self, job: Job, process: Worker | None, *, again: bool) -> None:
         """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
@@ -193,7 +203,7 @@ class Job:
                 why=f"{type(error).__name__}; the system may have run out of memory",
                 remedy="ask again, or for fewer GPUs",
             )
-            by_signal = process is not None and process.wait(TICK_S) in {-signal.SIGKILL, -signal.SIGTERM}
+            by_signal = process is None or process.wait(END_S) in {-signal.SIGKILL, -signal.SIGTERM}
             ended.killed = by_signal and _killed_for_memory() == killed_before
         self._process = None
         self._workers.leave(self, process, again=again and self._stopped is None)

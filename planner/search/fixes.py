@@ -22,7 +22,7 @@ from planner.search.finalists import TIE
 from planner.search.savers import more_savers, paged_instead
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
-from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
+from simulator.config.estimate import Estimate, Fit, MemoryEstimate, chance, sure_bytes
 from simulator.config.plan import Plan
 from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
@@ -354,19 +354,23 @@ def _offloads(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]
         yield "offload", f"offload {word}", replace(plan, offload=word)
 
 
+def held_text(memory: MemoryEstimate) -> str:
+    """Return whether a plan fits, and how much memory it needs: `fits: 61 GiB (57 to 65) of 78`."""
+    low, high = (gib_text(end) for end in (memory.reserved_low_bytes, memory.reserved_high_bytes))
+    state = {Fit.YES: "fits", Fit.NO: "does not fit"}.get(memory.fit, f"{chance(memory.fit_probability)} likely to fit")
+    return f"{state}: {gib_text(memory.reserved_bytes)} GiB ({low} to {high}) of {gib_text(memory.capacity_bytes)}"
+
+
 def memory_text(estimate: Estimate, fixes: Sequence[Fix], gpus: int) -> str:
     """Return a sentence: how much memory a plan on `gpus` needs, whether that fits, and which changes make it."""
-    memory = estimate.memory
-    low, high = (gib_text(end) for end in (memory.reserved_low_bytes, memory.reserved_high_bytes))
-    needs = f"{gib_text(memory.reserved_bytes)} GiB ({low} to {high}) of {gib_text(memory.capacity_bytes)}"
-    if memory.fit is Fit.YES:
-        return f"fits: {needs}"
-    state = "does not fit" if memory.fit is Fit.NO else f"{chance(memory.fit_probability)} likely to fit"
+    held = held_text(estimate.memory)
+    if estimate.memory.fit is Fit.YES:
+        return held
     if not fixes:
-        return f"{state}: {needs}; nothing tried needs less"
+        return f"{held}; nothing tried needs less"
     if all(one.fit is not Fit.YES for one in fixes):
-        return f"{state}: {needs}; nothing tried surely fits, and least is needed by {fix_text(fixes[0], gpus)}"
-    return f"{state}: {needs}; to make it fit, cheapest first: " + "; ".join(fix_text(one, gpus) for one in fixes)
+        return f"{held}; nothing tried surely fits, and least is needed by {fix_text(fixes[0], gpus)}"
+    return f"{held}; to make it fit, cheapest first: " + "; ".join(fix_text(one, gpus) for one in fixes)
 
 
 def fix_text(fix: Fix, gpus: int) -> str:

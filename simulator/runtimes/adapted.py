@@ -24,6 +24,7 @@ from simulator.config.adapter import (
 )
 from simulator.config.adapter import FUSED_FAMILIES as FUSED
 from simulator.config.model import Model
+from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.operators import OperatorSpec, parse_matmul
 
 RANK = "R"  # the axis of an adapter's rank
@@ -103,6 +104,26 @@ def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
     wide = [tensor for tensor in norm.saves if tensor.endswith(":f32") and " " in tensor]
     narrow = [tensor.removesuffix(":f32") for tensor in wide]
     return replace(norm, saves=tuple(tensor for tensor in norm.saves if tensor not in narrow))
+
+
+def trained_dtype(runtime: Runtime, *, wide_adapters: bool) -> str:
+    """Return the type of what is trained: adapters that are `wide_adapters` in a runtime's description are kept in
+    float32 next to narrow weights, but for those that kernels of others compute.
+    """
+    adapter = runtime.adapter
+    wide = wide_adapters and adapter is not None and adapter.freezes_all and not _fuses_adapters(runtime)
+    return "float32" if wide else runtime.param_dtype
+
+
+def casts_adapters(runtime: Runtime, *, wide_adapters: bool) -> bool:
+    """Whether adapters cast what they read, by kernels of their own."""
+    narrow = not runtime.compile and DTYPE_BYTES[runtime.activation_dtype] < 4
+    return wide_adapters and narrow and not _fuses_adapters(runtime)
+
+
+def _fuses_adapters(runtime: Runtime) -> bool:
+    packed = runtime.adapter is not None and runtime.adapter.packed
+    return "adapters" in runtime.fused or ("packed_adapters" in runtime.fused and packed)
 
 
 def frozen_projections(model: Model, adapter: Adapter) -> frozenset[str]:

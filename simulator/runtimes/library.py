@@ -19,7 +19,7 @@ from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
-from simulator.runtimes.adapted import adapted, adapted_ends
+from simulator.runtimes.adapted import adapted, adapted_ends, casts_adapters
 from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.launched import multiplied_as, replayed
 from simulator.runtimes.parts import (
@@ -282,22 +282,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def trained_dtype(runtime: Runtime) -> str:
-    """Return the type of what is trained: adapters may be kept in float32 next to narrow weights, by no kernel of
-    others.
-    """
-    if runtime.adapter is None or not runtime.adapter.freezes_all or not spec_for(runtime).wide_adapters:
-        return runtime.param_dtype
-    own = "adapters" in runtime.fused or ("packed_adapters" in runtime.fused and runtime.adapter.packed)
-    return runtime.param_dtype if own else "float32"
-
-
-def _cast_adapters(runtime: Runtime) -> bool:
-    """Whether adapters cast what they read, by kernels of their own."""
-    narrow = DTYPE_BYTES[runtime.activation_dtype] < 4
-    return narrow and not runtime.compile and spec_for(runtime).wide_adapters and trained_dtype(runtime) == "float32"
-
-
 def is_mixed_precision(runtime: Runtime) -> bool:
     """Return whether products compute in a narrower type than parameters are stored in."""
     return DTYPE_BYTES[runtime.activation_dtype] < DTYPE_BYTES[runtime.param_dtype]
@@ -377,7 +361,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
-            wide = _cast_adapters(runtime)
+            wide = casts_adapters(runtime, wide_adapters=spec.wide_adapters)
             return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)

@@ -93,7 +93,7 @@ class ForwardPass:
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # a token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
-        self._launch_s = self._unreplayed_s()
+        self._launch_s = self.launches() * self.engine.host_launch_s  # of a step that no CUDA graph replays
 
     def _bend(self, steps: MeasuredSteps) -> None:
         """Scale the times of kernels so that steps take what was measured of this engine."""
@@ -147,21 +147,18 @@ class ForwardPass:
             if not prompt_tokens:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
             return self.engine.step_s(max(sum(found.values()), self._launch_s), here)
-        tokens = prompt_tokens + sequences
-        written = sequences + (readers if prompt_tokens else 0)
-        # The grid begins with every count, which most steps have.
-        if prompt_tokens and self.pool.dp_attention > 1:
-            time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
-        else:
-            time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
-        single = 0 < written <= min(SINGLE, len(self._heads_s))
-        time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
+        if prompt_tokens and ranks > 1:
+            time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
+        else:  # the grids begin with every count, which most steps have
+            tokens, written = prompt_tokens + sequences, sequences + (readers if prompt_tokens else 0)
+            time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
+            single = 0 < written <= min(SINGLE, len(self._heads_s))
+            time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         if pairs:
             time += self._read_s(prompt_tokens, pairs, readers)
         if sequences:
-            time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
-            time += self._state_s * sequences / min(sequences, ranks)
+            time += self._answers_s(sequences, keys)
         here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
         if prompt_tokens or here > self.engine.graph_batch:
             time = max(time, self._launch_s)
@@ -174,13 +171,8 @@ class ForwardPass:
         and of the head. Next to prompts, what a token gained takes; alone, a whole step.
         """
         share = 1 / self._gained if prompt_tokens else 1.0
-        ranks = self.pool.dp_attention
         found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
-        written = sequences * self._checked * share + (readers if prompt_tokens else 0)
-        found["head"] = float(np.interp(written, self._rows, self._head))
-        met = self._cache_s(keys / min(sequences, ranks), keys / sequences)
-        met += self._state_s * sequences / min(sequences, ranks)
-        found["attention"] = met * share + self._read_s(prompt_tokens, pairs, readers)
+        found["attention"] = self._answers_s(sequences, keys) * share + self._read_s(prompt_tokens, pairs, readers)
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -196,23 +188,19 @@ class ForwardPass:
             found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
             return {name: value / self._gained for name, value in found.items() if value}
         found = self._of_tokens(prompt_tokens, sequences, readers)
-        written = sequences + (readers if prompt_tokens else 0)
-        found["head"] = float(np.interp(written, self._rows, self._head))
-        ranks = self.pool.dp_attention
-        met = self._read_s(prompt_tokens, pairs, readers)
+        found["attention"] = self._read_s(prompt_tokens, pairs, readers)
         if sequences:
-            met += self._cache_s(keys / min(sequences, ranks), keys / sequences)
-            met += self._state_s * sequences / min(sequences, ranks)
-        found["attention"] = met
-        if prompt_tokens or sequences / ranks > self.engine.graph_batch:
+            found["attention"] += self._answers_s(sequences, keys)
+        here = sequences / self.pool.dp_attention
+        if prompt_tokens or here > self.engine.graph_batch:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
         device = sum(found.values())
-        found["host"] = self.engine.step_s(device, sequences / ranks) - device
+        found["host"] = self.engine.step_s(device, here) - device
         return {name: value for name, value in found.items() if value}
 
     def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
-        """Return seconds of what grows with tokens. A prompt is on one rank of attention with requests of its own: all but
-        the experts, over whose ranks tokens are spread, wait for the rank with the most.
+        """Return seconds of what grows with tokens, and of the head. A prompt is on one rank of attention with requests
+        of its own: all but the experts, over whose ranks tokens are spread, wait for the rank with the most.
         """
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
@@ -221,15 +209,12 @@ class ForwardPass:
             fullest = -(-readers // ranks) / max(1, readers)  # the share of the prompts of the rank with the most
             tokens = prompt_tokens * fullest * ranks + sequences
             found |= {name: self._at(tokens, self._parts[name]) for name in found if name != "experts"}
-        return found
+        written = sequences + (readers if prompt_tokens else 0)
+        return found | {"head": float(np.interp(written, self._rows, self._head))}
 
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; one prompt longer than a full step goes in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
-
-    def _unreplayed_s(self) -> float:
-        """Return what the host takes to launch a step that no CUDA graph replays."""
-        return self.launches() * self.engine.host_launch_s
 
     def launches(self) -> float:
         """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
@@ -275,6 +260,11 @@ class ForwardPass:
         sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
         met = self._pair_s * pairs if sparse is None else self.model.layers * sparse
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
+
+    def _answers_s(self, sequences: float, keys: float) -> float:
+        """Return seconds of all layers' attention of so many answers, `keys` cached of all, on one rank."""
+        each = min(sequences, self.pool.dp_attention)
+        return self._cache_s(keys / each, keys / sequences) + self._state_s * sequences / each
 
     def _cache_s(self, keys: float, mean: float) -> float:
         """Return seconds of attention over `keys` cached on one rank, `mean` of them a sequence."""

@@ -18,7 +18,8 @@ from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.site_costs import SiteRates
-from simulator.runtimes.library import RuntimeSpec, trained_dtype
+from simulator.runtimes.adapted import trained_dtype
+from simulator.runtimes.library import RuntimeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class CostContext:
         named = {
             "compute": self.runtime.activation_dtype,
             "param": self.runtime.param_dtype,
-            "trained": trained_dtype(self.runtime),
+            "trained": trained_dtype(self.runtime, wide_adapters=self.spec.wide_adapters),
             "reduce": self.runtime.reduce_dtype,
         }
         if name == "packed":

@@ -18,8 +18,11 @@ PAGED_ELEMENTS = 1e5  # of a parameter, from which its states are paged
 
 
 def paged_width(runtime: Runtime) -> float:
-    """Return the bytes of a parameter's states that are paged, of parameters that are large enough."""
-    return OPTIMIZERS[runtime.optimizer].paged
+    """Return the bytes of a parameter's states that are paged, of parameters that are large enough: none of an
+    optimizer that is not known, which is refused elsewhere.
+    """
+    known = OPTIMIZERS.get(runtime.optimizer)
+    return known.paged if known is not None else 0.0
 
 
 def paged_bytes(runtime: Runtime, elements: float) -> float:

@@ -8,7 +8,8 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import UPDATE_BYTES, Roofline
-from simulator.runtimes.library import spec_for, trained_dtype
+from simulator.runtimes.adapted import trained_dtype
+from simulator.runtimes.library import spec_for
 
 # What the gradient norm is summed over, and the bytes of it.
 NORM_AXES = ("dp", "tp", "pipeline")
@@ -73,4 +74,5 @@ def weight_cast_bytes(runtime: Runtime) -> float:
 
 def updated_dtype(runtime: Runtime) -> str:
     """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
-    return "float32" if spec_for(runtime).state.master_weights else trained_dtype(runtime)
+    spec = spec_for(runtime)
+    return "float32" if spec.state.master_weights else trained_dtype(runtime, wide_adapters=spec.wide_adapters)

@@ -99,7 +99,9 @@ The largest term of what is off, by group:
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
 - **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
-  7 s where 0.1 to 0.3 s are predicted. Attention with requests of its own on each rank and its host decide their tokens.
+  7 s where 0.1 to 0.3 s are predicted. The slowest of TensorRT-LLM take 3 to 25 s whatever the load (10 s with 11 clients on H200,
+  19 s with 6 on H100): a first transfer to each engine that writes, probably, which is not described. Attention with requests of
+  its own on each rank and its host decide their tokens.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
   and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 10,333 and 8,171,
   with two batches 11,220 and 8,626; on 72 H100 it writes 2,785 with two batches, predicted 2,249 (LMSYS, 2025-09-25 and 2025-05-05;

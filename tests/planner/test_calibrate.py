@@ -27,7 +27,7 @@ from planner.calibrate.layer_runs import (
 from planner.calibrate.overlap_request import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
-from planner.commands.calibrate import _cut_short, _known, _without_folder
+from planner.commands.calibrate import Machine, _cut_short, _known, _without_folder
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -36,6 +36,9 @@ from simulator.config.workload import Workload
 from simulator.fitting.host_fit import REFERENCE_S
 from simulator.overlap.modes import EXECUTED
 from topology import codec
+from topology.catalog.cluster_file import load_cluster
+from topology.catalog.platform import take_gpus
+from topology.errors import ProbeError
 from topology.profile.profile import CollectiveSample, Profile, read_profile
 from topology.profile.samples import HostSample, OperatorSample, OverlapSample
 from topology.profile.store import add_to_store
@@ -273,6 +276,26 @@ def test_the_host_alone_is_timed_without_a_gpu(tmp_path, monkeypatch, capsys) ->
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["host"]["dtensors"] == pytest.approx(1.0)
     assert len(read_profile(out).host) == 2
+
+
+def test_a_slow_host_does_not_take_the_seconds_of_wide_layers(tmp_path, monkeypatch, capsys) -> None:
+    """The host is timed first; what it shows must not leave the kernels of large layers to those of small ones."""
+    samples = tuple(HostSample(name=name, seconds=2.5 * seconds) for name, seconds in REFERENCE_S.items())
+    timed = Profile(machine="h200x4", gpu="h200-sxm", host=samples)
+    machine = Machine("h200x4", "h200-sxm", [0], take_gpus(load_cluster("h200x4"), 1))
+    monkeypatch.setattr("planner.commands.calibrate._machine", lambda *_: machine)
+    monkeypatch.setattr("planner.commands.calibrate.time_host", lambda **_: timed)
+
+    def stopped(*_, **__):
+        raise ProbeError("stopped before anything is measured")
+
+    monkeypatch.setattr("planner.commands.calibrate.run", stopped)
+    words = ["calibrate", "--runtime=meshwright", "--budget=90s", "--no-store", f"--out={tmp_path / 'p.json'}"]
+
+    assert main(words) != 0
+    said = capsys.readouterr().err
+    assert "first the host alone" in said
+    assert "layers of meshwright, one GPU, width 4096, 8192 tokens" in said
 
 
 def test_a_dry_run_for_another_machine_says_what_would_be_measured_and_how_long(tmp_path, capsys) -> None:

@@ -9,6 +9,10 @@ from itertools import product
 
 import pytest
 
+from planner.explain import plan_answer
+from planner.io.figures import interval_text
+from planner.question.cases import case_from_flags
+from planner.question.flags import Flags
 from planner.question.prediction import predict
 from planner.question.question import default_runtime, question_of
 from planner.search.fixes import find_fixes, memory_text
@@ -128,6 +132,22 @@ def test_another_node_is_offered_where_the_plan_has_to_change_for_it(llama8b):
     assert more.change.startswith("24 GPUs (")
     assert "throughput a GPU" in memory_text(estimate, fixes, 16)
     assert more.fit is Fit.YES
+
+
+def test_the_number_is_told_before_what_would_make_it_fit_is_looked_for(monkeypatch):
+    said = []
+
+    def looked_for(_question, _plan, estimate, _deadline):
+        (line,) = said
+        assert line.startswith(f"{interval_text(estimate.step_s)} a step, does not fit: ")
+        return ()
+
+    monkeypatch.setattr(plan_answer, "find_fixes", looked_for)
+    flags = Flags(model="llama3-8b", cluster="dgx-h100", plan={"dp_shard": 8, "micro_batch_size": 8}, global_batch=64)
+    found = plan_answer.answer_plan(case_from_flags(flags), progress=said.append)
+
+    assert found.estimate.memory.fit is Fit.NO
+    assert len(said) == 1
 
 
 def test_a_plan_that_nothing_helps_is_told_so(llama8b):

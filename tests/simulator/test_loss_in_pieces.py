@@ -40,7 +40,8 @@ def asked(version: str, *, compiled: bool):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_logits_of_a_piece_and_gradients_in_float32_take_the_place_of_all_logits(compiled) -> None:
     """The peak of a step that recomputes nothing is where its loss turns round: three tensors of the logits' size in
-    float32 (log-probabilities and two gradients); compiled, logits and their gradient in 16 bits. In pieces there is an eighth of it, and the float32 gradients of tokens and head.
+    float32 (log-probabilities and two gradients); compiled, logits and their gradient in 16 bits. In pieces there is an
+    eighth of it, and the float32 gradients of tokens and head.
     """
     plan = Plan(dp_shard=8, recompute="none")
     whole, pieces = (

@@ -215,13 +215,18 @@ def test_errors_arrive_as_they_were_raised(workers):
     assert job.error.remedy
 
 
-def test_a_process_that_dies_is_said_and_replaced(workers):
-    job = jobs.Job(workers, "search", *LONG)
-    running(job).kill()
+def test_a_process_that_somebody_ends_is_said_and_replaced(workers):
+    """So is one whose end nobody can report, since the process that forked it was ended first."""
+    for also_who_forks in (False, True):
+        job = jobs.Job(workers, "search", *LONG)
+        process = running(job)
+        if also_who_forks:
+            workers.warm()._process.kill()
+        process.kill()
 
-    assert job.ask(PATIENT_S)
-    assert isinstance(job.error, jobs.ProcessEnded)
-    assert "ended" in job.error.what
+        assert job.ask(PATIENT_S)
+        assert isinstance(job.error, jobs.ProcessEnded)
+        assert job.error.killed
     again = jobs.Job(workers, "search", *SHORT)
     assert again.ask(PATIENT_S)
     assert again.error is None

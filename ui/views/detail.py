@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
-from planner.explain.tables import flip_text
+from planner.explain.tables import elsewhere_text, flip_text
 from planner.explain.waterfall import waterfall
 from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
@@ -66,7 +66,8 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         memory.verdict.capitalize(),
         f"Allocated {gib_text(peak.value)} GiB (80 % range {gib_text(peak.low)} to {gib_text(peak.high)},"
         f" {peak.source}) at the peak of rank {memory.worst_rank};"
-        f" the allocator reserves {gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB.",
+        f" the allocator reserves {gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB"
+        f"{elsewhere_text(memory)}.",
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt=_memory_finding(memory))

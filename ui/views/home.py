@@ -44,13 +44,13 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     second = data.second(result, chosen)
     left, right = st.columns([11, 9], gap="large")
-    with left:
-        _table(result, chosen, second)
-    with right:
+    with right:  # first what a tick changes
         if second is None:
             _detail(question, result, chosen)
         else:
             _comparison(chosen, second)
+    with left:
+        _table(result, chosen, second)
     _next(question, result, chosen)
 
 

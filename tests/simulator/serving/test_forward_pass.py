@@ -207,7 +207,7 @@ def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
 
 
 def test_a_prompt_is_on_one_rank_of_attention_with_requests_of_its_own() -> None:
-    """One prompt on eight ranks is multiplied as long as one on each, nine as long as two on each, but by the experts."""
+    """One prompt on eight ranks is multiplied as long as one on each, nine as long as two on each, but experts."""
     passes = costs("deepseek-v3", cluster("dgx-h200", 8), pool=Pool(dp_attention=8, ep=8), weights="float8")
     one, eight, nine, sixteen = (
         passes.parts(prompt_tokens=1000 * n, pairs=5e5 * n, sequences=0, keys=0.0, readers=n) for n in (1, 8, 9, 16)
