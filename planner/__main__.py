@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import threading
+from itertools import pairwise
 
 from planner.io.interrupts import end_at_once
 from topology.time_limit import command, with_alarm
@@ -27,9 +28,10 @@ def main() -> int:
 
 def _limit(words: list[str]) -> float | None:
     """Return the seconds that one answer may take, as far as the words say so plainly."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
     said = [
-        after if word == LIMIT else word.partition("=")[2] for word, after in pairs if word.partition("=")[0] == LIMIT
+        after if word == LIMIT else word.partition("=")[2]
+        for word, after in pairwise([*words, ""])
+        if word.partition("=")[0] == LIMIT
     ]
     try:
         return float(said[-1]) or None if said and words[0] in LIMITED else None

@@ -125,9 +125,11 @@ def taken(column: NDArray[Any], which: Any) -> NDArray[Any]:
     """Return the rows of a column that `which` (a mask, indices or a slice) selects."""
     if not _is_one_value(column):
         return np.asarray(column[which])
-    count = len(range(len(column))[which]) if isinstance(which, slice) else len(which)
-    if not isinstance(which, slice) and which.dtype == np.bool_:
-        count = int(np.count_nonzero(which))
+    if isinstance(which, slice):
+        count = len(range(len(column))[which])
+    else:
+        chosen = np.asarray(which)
+        count = int(np.count_nonzero(chosen)) if chosen.dtype == np.bool_ else len(chosen)
     return np.broadcast_to(column[:1], (count,))
 
 
