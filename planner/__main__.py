@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from itertools import pairwise
+from math import inf
 
 from planner.io.interrupts import end_at_once
 from topology.time_limit import command, with_alarm
@@ -34,9 +35,10 @@ def _limit(words: list[str]) -> float | None:
         if word.partition("=")[0] == LIMIT
     ]
     try:
-        return float(said[-1]) or None if said and words[0] in LIMITED else None
+        seconds = float(said[-1]) if said and words[0] in LIMITED else 0.0
     except ValueError:  # which is said later
         return None
+    return seconds if 0 < seconds < inf else None  # others are refused later
 
 
 def _run() -> int:

@@ -29,6 +29,7 @@ from topology.errors import Unproved
 ENDING_S, MOST_EARLIER = 0.25, 0.25
 LEAST_S = 0.1  # CPU seconds that show how much of a processor a process has
 LATE_S = 0.005  # behind the end of the time, for an alarm that is not to come before it
+FOREVER_S = 1e9  # which an alarm can be set to
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _began: ContextVar[tuple[float, float] | None] = ContextVar("began", default=None)  # wall and CPU seconds
@@ -86,7 +87,7 @@ def with_alarm(seconds: float | None = None) -> Iterator[None]:
     signal.signal(signal.SIGALRM, _ring)
     if seconds is not None:
         began, _ = _began.get() or (time.monotonic(), 0.0)
-        signal.setitimer(signal.ITIMER_REAL, max(began + seconds - time.monotonic(), LATE_S))
+        signal.setitimer(signal.ITIMER_REAL, min(max(began + seconds - time.monotonic(), LATE_S), FOREVER_S))
     try:
         yield
     finally:
@@ -106,7 +107,7 @@ def set_alarm() -> None:
     """Set the alarm to the end of the time, where there is one and it has not passed."""
     if _alarm.get() and threading.current_thread() is threading.main_thread():
         left = reading() - time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, left + LATE_S if 0 < left < inf else 0)
+        signal.setitimer(signal.ITIMER_REAL, min(left + LATE_S, FOREVER_S) if 0 < left < inf else 0)
 
 
 def reading() -> float:

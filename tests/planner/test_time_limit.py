@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from planner.__main__ import _limit
 from planner.cli import main
 from planner.question.question import question_of
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
@@ -67,6 +68,20 @@ def test_a_process_ends_at_its_limit_before_it_has_loaded_anything():
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 5
     assert "time limit ended" in done.stderr
+
+
+@pytest.mark.parametrize("said", [(), ("suggest", "--time-limit", "-1")])
+def test_words_that_name_no_limit_get_the_answer_of_the_command_line(said):
+    done = subprocess.run([sys.executable, "-m", "planner", *said], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Usage: planner" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["nan", "inf", "1e400", "1e12"])
+def test_a_limit_is_no_alarm_where_it_never_ends(limit):
+    with with_alarm(_limit(["suggest", "--time-limit", limit])), limited(1e12):
+        check_time()
 
 
 def test_what_ends_before_any_plan_is_found_is_unproved(capsys):
