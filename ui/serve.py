@@ -16,7 +16,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -96,7 +96,7 @@ async def _index(request: Request) -> HTMLResponse:
     return HTMLResponse(page, headers={"Cache-Control": "no-cache"})
 
 
-@cache
+@lru_cache(1024)  # more than Streamlit has; whoever asks for other names does not fill the memory
 def _script(name: str) -> bytes | None:
     path = SCRIPTS / name
     return path.read_bytes() if path.parent == SCRIPTS and path.suffix == ".js" and path.is_file() else None

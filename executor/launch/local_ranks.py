@@ -3,8 +3,7 @@
 Ranks of one machine are forked by an agent that has imported what they need (`executor.launch.forked_agent`); those of
 several nodes run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a
 rank that is alone, run as a plain `python -m module`. Either way: an argument list without a shell, a session of its
-own, SIGTERM and then SIGKILL for all processes of the run, and a result that
-names the first rank that failed.
+own, SIGTERM and then SIGKILL for all processes of the run, and a result that names the first rank that failed.
 
 An agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
 inherits a random tag in its environment, by which exactly these processes are found.

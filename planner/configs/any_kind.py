@@ -7,14 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from planner.configs.answer import Checked, check_text
-from planner.configs.check_document import check_document
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving import CheckedServing, check_serving
-from planner.configs.serving_document import checked_serving_document
 from planner.configs.serving_start import serving_engine
 from planner.serving.question.from_flags import ServingFlags
-from topology.codec import JsonObject
 from topology.errors import UserError
 
 
@@ -50,13 +47,6 @@ CLIENTS = frozenset(field.name for field in fields(ServingFlags)) & {
 def _refuse(said: Mapping[str, Any], kind: str) -> None:
     if said:
         raise UserError(f"{', '.join(said)}: not about a configuration of {kind}", remedy="leave it out")
-
-
-def any_document(where: str, checked: Checked | CheckedServing) -> JsonObject:
-    """Return the JSON document of `planner check`."""
-    if isinstance(checked, CheckedServing):
-        return checked_serving_document(where, checked)
-    return check_document(checked)
 
 
 def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from planner.serving.answer import estimate_of, meets
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.targets.most_load import at_load, most_load
+from planner.serving.targets.ways import _other_engines
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients
 
@@ -36,3 +39,16 @@ def test_more_requests_than_can_be_answered_are_not_held() -> None:
 
     assert most is not None
     assert most.load <= 1.1 * answered.latency.requests_per_s
+
+
+@pytest.mark.parametrize(
+    ("said", "engines"),
+    [({}, ["vllm", "trtllm"]), ({"two_batch_overlap": True}, ["vllm"]), ({"receive_every": 30}, [])],
+)
+def test_an_engine_is_offered_where_its_command_takes_what_was_asked(said, engines) -> None:
+    asked = ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=1, isl=64, osl=8, concurrency=1, **said)
+    offered = [what for what, _ in _other_engines(serving_question(replace(asked, engine="sglang")))]
+
+    assert offered == [f"--engine {name}" for name in engines]
+    for name in engines:
+        serving_question(replace(asked, engine=name))  # it is not refused

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from planner.configs.any_kind import any_document, check_any
+from planner.answers.check import CheckedFile
+from planner.configs.any_kind import check_any
 from planner.configs.formats.configuration import CheckFlags
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
@@ -139,8 +140,7 @@ def sizes(progress: Progress, question: Question, ranked: RankedPlan) -> tuple[S
 
 def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonObject:
     """Return what `planner check --json` answers."""
-    found: JsonObject = any_document(name, check_any(text, name, flags, progress=progress))
-    return found
+    return CheckedFile(file=name, checked=check_any(text, name, flags, progress=progress)).to_dict()
 
 
 def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:

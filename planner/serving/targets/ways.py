@@ -108,10 +108,16 @@ def _narrower(question: ServingQuestion) -> Iterator[Change]:
 
 
 def _other_engines(question: ServingQuestion) -> Iterator[Change]:
-    """Yield the other engines; what a profile says is of the one that was asked about."""
+    """Yield the other engines that have every setting that was asked for: a command with them is refused elsewhere."""
+    settings = question.eager, question.two_batches, question.receive_every
     for name in COMPARED:
-        if name != engine_of(question.engine).program and not (question.eager and not engine_of(name).may_be_eager):
-            yield f"--engine {name}", question.of_engine(name)
+        other = question.of_engine(name)
+        if name != engine_of(question.engine).program and settings == (
+            other.eager,
+            other.two_batches,
+            other.receive_every,
+        ):
+            yield f"--engine {name}", other
 
 
 def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:
