@@ -92,6 +92,18 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
     if asked.sarif:
         raise UserError("--sarif is for a folder", remedy="pass the folder of the file")
     text, where = codec.read_path_or_stdin(asked.file)
+    return check_configuration(text, where, asked, flags, progress)
+
+
+def check_configuration(
+    text: str, where: str, asked: Check, flags: CheckFlags, progress: Callable[[str], None] = lambda _: None
+) -> CheckedFile:
+    """Return the answer for the text of one configuration, of training or of serving; `where` is its name.
+
+    `flags` are what `asked` says of the question. Raises BadInput for a text that cannot be read, UserError for what
+    means nothing for its kind.
+    """
+    rate = stated_rate(asked.measured, asked.tokens_per_s)
     if serving_engine(text):
         from planner.configs.serving import check_serving  # noqa: PLC0415 - of servers only
         from planner.serving.question.from_flags import ServingFlags  # noqa: PLC0415 - likewise

@@ -90,7 +90,7 @@ class RuntimeSpec:
     wide_adapters: bool = False
     scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
-    earlier: EarlierSpec | None = None
+    earlier: tuple[EarlierSpec, ...] = ()  # the newest first
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
@@ -103,6 +103,9 @@ class RuntimeSpec:
     def measured_as(self) -> str:
         """The runtime whose measurements go for this one."""
         return self.like or self.names[0]
+
+
+LATER = -1  # of the generations of a description, whose own is 0 and whose older ones are counted from 1
 
 
 @cache
@@ -144,17 +147,18 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
     own.
     """
     spec = runtime_spec(runtime.name)
-    generation = "earlier" if is_earlier_version(runtime) else "later" if is_later_version(runtime) else ""
+    generation = LATER if is_later_version(runtime) else _generations_back(runtime)
     if not generation and not runtime.savers and runtime.reentrant is None:
         return spec
     return _read(spec.names[0], generation, runtime.savers, runtime.reentrant)
 
 
 @cache
-def _read(file: str, generation: str = "", savers: tuple[str, ...] = (), reentrant: bool | None = None) -> RuntimeSpec:
+def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentrant: bool | None = None) -> RuntimeSpec:
+    """Return a description as of LATER or of so many generations before the one that it describes."""
     document = _document(file)
-    if generation:
-        document = _replaced(document, document[generation]["overrides"])
+    for other in [document["later"]] if generation == LATER else document.get("earlier", [])[:generation]:
+        document = _replaced(document, other["overrides"])
     for saver in savers:
         document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
@@ -203,13 +207,18 @@ def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonO
 
 
 def is_earlier_version(runtime: Runtime) -> bool:
-    """Whether `runtime` states a version of the older generation that its description tells apart."""
+    """Whether `runtime` states a version of an older generation that its description tells apart."""
+    return _generations_back(runtime) > 0
+
+
+def _generations_back(runtime: Runtime) -> int:
+    version = runtime.version
+    if version is None:
+        return 0
     earlier = runtime_spec(runtime.name).earlier
-    if earlier is None or runtime.version is None:
-        return False
-    if DATED.match(runtime.version):
-        return bool(earlier.before_date) and runtime.version[:7] < earlier.before_date
-    return bool(earlier.before) and _release(runtime.version) < _release(earlier.before)
+    if DATED.match(version):
+        return sum(bool(one.before_date) and version[:7] < one.before_date for one in earlier)
+    return sum(bool(one.before) and _release(version) < _release(one.before) for one in earlier)
 
 
 def is_later_version(runtime: Runtime) -> bool:

@@ -262,7 +262,7 @@ class EarlierSpec:
     """An older generation of the software: stated versions lower than `before`, or of a month earlier than
     `before_date`.
 
-    `overrides` replaces parts of the description, in the same form.
+    `overrides` replaces parts of the description of the next newer generation, in the same form.
     """
 
     before: str = ""

@@ -69,7 +69,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     if chosen["graph_scopes"] and (unknown := [s for s in chosen["graph_scopes"] if s not in spec.graph_scopes]):
         assumed.append(f"runtime.cuda_graph {', '.join(unknown)}: not described, launched kernel by kernel")
     version, release = stated.get("version"), stated.get("release")
-    if release and not version and spec.earlier is not None:
+    if release and not version and spec.earlier:
         version = _dated(str(release))
         if version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")

@@ -176,6 +176,16 @@ def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
     assert (spec_for(Runtime(name=name, version=version)) != runtime_spec(name)) == early
 
 
+def test_older_generations_are_changes_of_newer_ones() -> None:
+    """Transformers 4.49 shifts labels instead of logits (loss/loss_utils.py); checkpoints without re-entrance are of
+    5.0, fused AdamW is of 4.54.
+    """
+    oldest, older, today = (spec_for(Runtime(name="transformers", version=one)) for one in ("4.48.3", "4.50", "5.1"))
+
+    assert oldest.layer.head_peak != older.layer.head_peak == today.layer.head_peak
+    assert oldest.recompute_stops == older.recompute_stops == "reentrant" != today.recompute_stops
+
+
 def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
     """Rows that a router drew, torch's grouped_mm alongside a batched product on H100: within 10 % in the mean,
     unbiased.

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from planner.answers.check import CheckedFile
-from planner.configs.any_kind import check_any
+from planner.answers.check import check_configuration
 from planner.configs.formats.configuration import CheckFlags
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
+from planner.requests.tools import Check
 from planner.search.answer import answer, search_question
 from planner.search.result import RankedPlan, SearchResult
 from planner.search.search import SearchOptions
@@ -140,7 +140,7 @@ def sizes(progress: Progress, question: Question, ranked: RankedPlan) -> tuple[S
 
 def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonObject:
     """Return what `planner check --json` answers."""
-    return CheckedFile(file=name, checked=check_any(text, name, flags, progress=progress)).to_dict()
+    return check_configuration(text, name, Check(file=name), flags, progress).to_dict()
 
 
 def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:

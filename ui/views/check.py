@@ -10,7 +10,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from planner.configs.any_kind import named_by
+from planner.configs.named_fields import named_by
 from planner.configs.serving_start import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
