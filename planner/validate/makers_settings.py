@@ -4,10 +4,13 @@ such a deployment does not say how it was set, and named among what is assumed. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.validate.serving_row import ServingRow
 from simulator.config.model import Model
-from simulator.serving.deployment import Pool
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
+from topology.cluster import Cluster
 
 # scheduler_recv_interval by the least number of clients, networks of experts on Blackwell: SGLang's cookbook
 # (sgl-project/sgl-cookbook @7b5bd9c0, data/optimal-configs/src/v0.5.6/deepseek-r1.yaml), which has kv_cache_dtype, too.
@@ -16,7 +19,7 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
-_TRTLLM = ("trtllm11", "trtllm")  # releases that these configurations are of
+TRTLLM = ("trtllm11", "trtllm")  # on PyTorch, which these configurations are of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +36,31 @@ class Usual:
 def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, clients: int, weights: str) -> Usual:
     """Return what an engine's makers set for a network on GPUs of an architecture that so many clients ask."""
     narrow = "float8" if weights == "float8" else ""
-    if engine in _TRTLLM:
+    if engine in TRTLLM:
         return Usual(balance_every=BALANCE_EVERY if pool.dp_attention > 1 else 0, kv_cache=narrow)
     if engine.startswith("sglang") and model.moe and architecture.startswith("Blackwell") and pool.dp_attention == 1:
         every = next((steps for least, steps in RECEIVE_EVERY if clients >= least), 1)
         return Usual(receive_every=every, kv_cache=narrow if model.latent else "")
     return Usual()
+
+
+def as_makers_set(
+    row: ServingRow, model: Model, cluster: Cluster, deployment: Deployment, assumed: list[str]
+) -> Deployment:
+    """Return a deployment with what a row leaves open set as the engine's makers set it, and list that as assumed."""
+    kind, weights = cluster.slowest_kind.architecture, deployment.weights
+    clients = row.concurrency or row.batch_size or 1
+    usual = usual_settings(deployment.engine, model, kind, deployment.pool, clients=clients, weights=weights)
+    title = engine_of(deployment.engine).title
+    if row.scheduler_recv_interval is None and usual.receive_every > 1:
+        assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")
+        deployment = replace(deployment, receive_every=usual.receive_every)
+    if usual.balance_every:
+        assumed.append(
+            f"prompts of all ranks together, or after {usual.balance_every} steps, as {title}'s makers set it"
+        )
+        deployment = replace(deployment, balance_every=usual.balance_every)
+    if row.kv_cache is None and usual.kv_cache and deployment.kv_cache != usual.kv_cache:
+        assumed.append(f"KV cache: 8 bits next to 8-bit weights, as {title}'s makers set it")
+        deployment = replace(deployment, kv_cache=usual.kv_cache)
+    return deployment

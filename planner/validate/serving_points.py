@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.serving import sglang_of, trtllm_of, vllm_of
-from planner.validate.makers_settings import usual_settings
+from planner.validate.makers_settings import as_makers_set
+from planner.validate.offline_benchmark import as_benchmark_sets, is_benchmark, requests_sent
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_row import ServingRow, read_row, side_of
 from simulator.config.estimate import Interval
@@ -145,9 +146,13 @@ def read_point(row: ServingRow) -> Point:
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
     if not row.disagg:
-        deployment = _as_makers_set(row, model, cluster, deployment, assumed)
+        deployment = as_makers_set(row, model, cluster, deployment, assumed)
     if row.kv_cache is None and deployment.kv_cache == "bfloat16":
         assumed.append("KV cache: 16 bits")
+    if is_benchmark(row, deployment):
+        deployment = as_benchmark_sets(row, model, cluster, deployment, assumed)
+    if not deployment.max_num_seqs and not deployment.max_num_batched_tokens:
+        assumed.append("limits of the scheduler: the engine's own")
     if not row.disagg and not cache_capacity(model, cluster, deployment, deployment.pool).tokens:
         deployment = replace(deployment, memory_fraction=FULL)
         assumed.append(f"memory: {FULL:.0%} of it, since what the engine takes by default has no room for a cache")
@@ -196,35 +201,11 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
     program = engine_of(engine).program
     if row.two_batch_overlap and program not in OVERLAPS_BATCHES:
         raise NotCovered(f"two-batch overlap, which {engine_of(engine).title} is not known to have")
-    if row.max_num_seqs is None and row.max_num_batched_tokens is None:
-        assumed.append("limits of the scheduler: the engine's own")
     return Deployment(
         engine=engine, pool=pool, prefill=prefill, weights=weights, kv_cache=cache,
         max_num_seqs=row.max_num_seqs or 0, max_num_batched_tokens=row.max_num_batched_tokens or 0,
         receive_every=row.scheduler_recv_interval or 1, two_batches=bool(row.two_batch_overlap),
     )  # fmt: skip
-
-
-def _as_makers_set(
-    row: ServingRow, model: Model, cluster: Cluster, deployment: Deployment, assumed: list[str]
-) -> Deployment:
-    """Return a deployment with what a row leaves open set as the engine's makers set it."""
-    kind, weights = cluster.slowest_kind.architecture, deployment.weights
-    clients = row.concurrency or row.batch_size or 1
-    usual = usual_settings(deployment.engine, model, kind, deployment.pool, clients=clients, weights=weights)
-    title = engine_of(deployment.engine).title
-    if row.scheduler_recv_interval is None and usual.receive_every > 1:
-        assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")
-        deployment = replace(deployment, receive_every=usual.receive_every)
-    if usual.balance_every:
-        assumed.append(
-            f"prompts of all ranks together, or after {usual.balance_every} steps, as {title}'s makers set it"
-        )
-        deployment = replace(deployment, balance_every=usual.balance_every)
-    if row.kv_cache is None and usual.kv_cache and deployment.kv_cache != usual.kv_cache:
-        assumed.append(f"KV cache: 8 bits next to 8-bit weights, as {title}'s makers set it")
-        deployment = replace(deployment, kv_cache=usual.kv_cache)
-    return deployment
 
 
 def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
@@ -344,6 +325,10 @@ def _traffic(
     if clients:
         assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))
         return replace(base, concurrency=clients, requests=EACH * clients, first=not row.disagg)
+    if is_benchmark(row, deployment):
+        sent = requests_sent(prompt.mean, output.mean)
+        assumed.append(f"requests: {sent} at once, as trtllm-bench's makers send it with such lengths")
+        return replace(base, concurrency=sent, requests=sent)
     if kind.startswith("max throughput"):
         room = cache_capacity(model, cluster, deployment, deployment.pool, length=base.usual).tokens
         room *= deployment.pool.engines

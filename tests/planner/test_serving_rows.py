@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from planner.validate.offline_benchmark import benchmark_limits
+from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_points import read_point, validate_point
 from planner.validate.serving_row import read_row
+from simulator.serving.deployment import Deployment
 
 ROW: dict[str, Any] = {
     "id": "p1", "source_group": "s", "hardware": "H100 SXM 80GB", "model": "Qwen/Qwen3-32B", "backend": "vllm 0.14.0",
@@ -108,3 +111,37 @@ def test_percentiles_are_compared_by_the_names_that_a_row_has_for_them() -> None
     assert validate_point(asked)["tails"] == {}
     assert list(said["tails"]) == ["ttft_p95_ms", "ttft_p99_ms", "tpot_p99_ms"]
     assert said["error"]["ttft"] < said["tails"]["ttft_p95_ms"] <= said["tails"]["ttft_p99_ms"]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "weights", "lengths", "limits"),
+    [
+        ("H200 SXM 141GB", "bfloat16", (128, 128), (3840, 7680)),
+        ("H200 SXM 141GB", "float8", (128, 128), (4096, 8192)),
+    ],
+)
+def test_limits_of_trtllm_bench_are_those_that_it_prints(
+    hardware: str, weights: str, lengths: tuple[int, int], limits: tuple[int, int]
+) -> None:
+    """Llama 3.1 8B, as logs of the tool itself have it: developer.nvidia.com/blog, "LLM Inference Benchmarking:
+    Performance Tuning with TensorRT-LLM" (0.21.0rc0, "Max Runtime Batch Size: 3840, Max Runtime Tokens: 7680"), and a
+    build of 0.16 with an 8-bit cache ("Estimated max batch size (after fine-tune): 4096").
+    """
+    deployment = Deployment(engine="trtllm11", weights=weights, kv_cache=weights)
+    found = benchmark_limits(
+        model_of("meta-llama/Llama-3.1-8B-Instruct"), cluster_of(hardware, 1), deployment, prompt=lengths[0],
+        output=lengths[1],
+    )  # fmt: skip
+    assert found == limits
+
+
+def test_rows_of_the_most_throughput_with_tensorrt_llm_are_runs_of_its_benchmark() -> None:
+    row = {**ROW, "backend": "TensorRT-LLM 1.x (PyTorch backend)", "precision": "FP8", "isl": 32768, "osl": 1024}
+    point = read_point(read_row({**row, "metric_kind": "max throughput (output tokens/s/GPU)"}))
+    assert (point.traffic.concurrency, point.traffic.count) == (1000, 1000)
+    assert point.deployment.max_num_batched_tokens >= 32768  # a prompt is not cut
+    assert any("as trtllm-bench chooses" in words for words in point.assumed)
+    stated = read_row({**row, "metric_kind": "max throughput", "max_num_seqs": 9})
+    assert read_point(stated).deployment.max_num_seqs == 9
+    older = read_row({**row, "backend": "TensorRT-LLM 0.17", "metric_kind": "max throughput"})
+    assert read_point(older).deployment.max_num_batched_tokens == 0
