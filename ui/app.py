@@ -86,8 +86,18 @@ if at_home:
 question = state.ask(row=at_home, training=page.url_path != SERVING)
 if at_home:
     panels.bring_files()
-for name, title, icon, _ in PAGES:
-    navigation.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
+
+
+@st.fragment(key=panels.PAGES)
+def links() -> None:
+    """Link to all pages, with the question."""
+    for name, title, icon, _ in PAGES:
+        st.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
+    state.results()[panels.PAGES] = state.link()
+
+
+with navigation:
+    links()
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
 try:
     answered = page.url_path not in searched or data.frame(question, choose=not at_home)

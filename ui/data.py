@@ -137,7 +137,7 @@ def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) 
     title = f"Searching plans on {', '.join(map(str, counts))} GPUs"
     start = _elsewhere(question, options, flags)
     found: SearchResult | None = waiting.ask(
-        "numbers", key, flags, question.framework, options, title=title, start=start
+        "numbers", key, flags, question.framework, options, title=title, start=start, patience_s=0.0
     )
     return found
 
@@ -203,7 +203,7 @@ def sizes(question: Inputs, result: SearchResult, ranked: RankedPlan) -> tuple[S
     """Return a plan with other sequences and micro batches, or None after showing progress. Raises PlannerError."""
     key = f"{question.key} {plan_name(ranked.plan)}"
     title = "Trying other lengths and micro batches"
-    found: tuple[Size, ...] | None = waiting.ask("sizes", key, result.question, ranked, title=title)
+    found: tuple[Size, ...] | None = waiting.ask("sizes", key, result.question, ranked, title=title, patience_s=0.0)
     return found
 
 
@@ -277,14 +277,13 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The search result that a page shows, the question that it answers, and the chosen plan. `final` is False for
-    what is shown before a search ends.
+    """The search result that a page shows, and the question that it answers. `final` is False for what is shown
+    before a search ends.
     """
 
     question: Inputs
     final: bool
     result: SearchResult
-    ranked: RankedPlan
 
 
 def frame(asked: Inputs, *, choose: bool) -> bool:
@@ -309,16 +308,13 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
         shown, found = last.question, last.result
     else:
         st.stop()
-    results()["answer"] = Answer(
-        question=shown,
-        final=final,
-        result=found,
-        ranked=_choose(found) if choose else chosen(found, state.link().get("plan", "")),
-    )
+    results()["answer"] = Answer(question=shown, final=final, result=found)
+    if choose:
+        _choose(found)
     return result is not None
 
 
-def _choose(result: SearchResult) -> RankedPlan:
+def _choose(result: SearchResult) -> None:
     names = [plan_name(ranked.plan) for ranked in result.plans]
     # What nobody chose is the best plan of this answer, and not the one that was the best before plans were simulated.
     wanted = state.link().get("plan")
@@ -334,7 +330,7 @@ def _choose(result: SearchResult) -> RankedPlan:
 
     about = "Best first; every page shows the chosen one."
     titles = {name: _title(ranked) for name, ranked in zip(names, result.plans, strict=True)}
-    name = st.selectbox(
+    st.selectbox(
         "Plan",
         names,
         key="plan",
@@ -343,7 +339,6 @@ def _choose(result: SearchResult) -> RankedPlan:
         persist_state="session",
         format_func=lambda name: titles.get(name, name),
     )
-    return chosen(result, str(name))
 
 
 def _title(ranked: RankedPlan) -> str:
@@ -357,9 +352,9 @@ def is_final() -> bool:
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:
-    """Return the search result and the chosen plan, which the frame found before it ran the page."""
+    """Return the search result, which the frame found before it ran the page, and the plan that is chosen now."""
     found: Answer = results()["answer"]
-    return found.result, found.ranked
+    return found.result, chosen(found.result, state.link().get("plan", ""))
 
 
 def question() -> Inputs:

@@ -81,7 +81,7 @@ def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str
             machine = scale[name](machine, factor)
     plans = [ranked.plan for ranked in result.plans]
     now = _as_it_is(result, " ".join([question.key, *map(plan_name, plans)]))
-    then = replace(result.question, cluster=machine).estimate(plans)
+    then = now if machine is result.question.cluster else replace(result.question, cluster=machine).estimate(plans)
     return [
         {
             "rank": ranked.rank,

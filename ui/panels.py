@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
 
 import streamlit as st
 
@@ -24,12 +25,34 @@ from ui.question import share_link, state, uploads
 if TYPE_CHECKING:
     from ui.differences import StepDifference
 
+PAGES = "pages"  # the part of the frame that links to all pages
+Asked = ParamSpec("Asked")
 ICONS = {"info": ":material/info:", "warning": ":material/warning:", "error": ":material/error:"}
 
 
 def dark() -> bool:
     """Return whether the browser shows the dark theme."""
     return st.context.theme.type == "dark"
+
+
+def part(draw: Callable[Asked, None]) -> Callable[Asked, None]:
+    """Return a part of a page, which a change of a widget in it runs alone; an error is shown in its place."""
+
+    @st.fragment
+    @wraps(draw)
+    def drawn(*args: Asked.args, **kwargs: Asked.kwargs) -> None:
+        try:
+            draw(*args, **kwargs)
+        except PlannerError as error:
+            failure(error)
+
+    return drawn
+
+
+def links_follow() -> None:
+    """Let the links to all pages name the plan that was chosen in a part of this one."""
+    if state.results().get(PAGES) != state.link():
+        st.rerun(scope=PAGES)
 
 
 def plain(text: object) -> str:

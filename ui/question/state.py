@@ -221,11 +221,12 @@ def _from_history() -> bool:
 
 def _show_link(words: Mapping[str, str]) -> None:
     """Write a link to the URL."""
-    for key in FIELDS:
-        if key in words:
-            st.query_params[key] = words[key]
-        elif key in st.query_params:
+    for key in FIELDS.keys() - words.keys():
+        if key in st.query_params:
             del st.query_params[key]
+    changed = {key: word for key, word in words.items() if st.query_params.get(key) != word}
+    if changed:
+        st.query_params.update(changed)
 
 
 def _words() -> dict[str, str]:
@@ -237,13 +238,9 @@ def write_link(**values: Any) -> None:
     Back.
     """
     texts = {key: _text(value) for key, value in values.items() if value != FIELDS[key].default}
-    for key in values:
-        if key not in texts and key in st.query_params:
-            del st.query_params[key]
-    changed = {key: text for key, text in texts.items() if st.query_params.get(key) != text}
-    if changed:
-        st.query_params.update(changed)
-    results()["link"] = _words()
+    words = {key: word for key, word in (results().get("link") or _words()).items() if key not in values} | texts
+    results()["link"] = {key: words[key] for key in FIELDS if key in words}
+    _show_link(words)
 
 
 def _text(value: object) -> str:

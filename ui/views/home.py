@@ -38,10 +38,16 @@ _COLUMNS = {
 
 
 def show(question: state.Inputs) -> None:
-    result, chosen = data.answer()
+    result, _ = data.answer()
     st.markdown(f"#### {panels.plain(answer_sentence(result.plans[0]))}")
     if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
+    _plans(question)
+
+
+@panels.part
+def _plans(question: state.Inputs) -> None:
+    result, chosen = data.answer()
     second = data.second(result, chosen)
     left, right = st.columns([11, 9], gap="large")
     with right:  # first what a tick changes
@@ -52,6 +58,7 @@ def show(question: state.Inputs) -> None:
     with left:
         _table(result, chosen, second)
     _next(question, result, chosen)
+    panels.links_follow()
 
 
 def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) -> None:
