@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-ASSUMED = "assumed: "  # how findings begin that say what a description of a cluster left open
+ASSUMED = "assumed: "  # how findings begin that state what a cluster's description left open
 SCHEMA_VERSION = 1
 
 # Share of a link's nominal rate that one large copy reaches: 396 of 450 GB/s between two H200 over NVSwitch, 55.4 of 63

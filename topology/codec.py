@@ -30,7 +30,7 @@ from topology.units import MIB, in_mib
 
 MAX_BYTES = 32 * MIB
 MOST_NAMED = 20  # known keys that an error names
-LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
+LOCK_WAIT_S = 30.0  # to wait for another writer; merging and writing a file takes well under a second
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ def _write_in_place(path: Path, text: str) -> None:
 
 
 def _temporary_prefix(path: Path) -> str:
-    """Return how names of temporary files for `path` begin on this host: its process ids mean nothing on others."""
+    """Return how names of temporary files for `path` begin on this host: process ids count on one host only."""
     host = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
     return f".{os.fsdecode(os.fsencode(path.name)[:80])}.{host}."  # names may have 255 bytes
 

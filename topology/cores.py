@@ -1,13 +1,14 @@
-"""Independent pieces of one computation on several cores, by children that the process forks as it is.
+"""Independent pieces of one computation on several cores, each run in a forked child of this process.
 
     with several_cores():  # in a command
         ...
     results = on_cores(pieces, seconds=0.8)
 
-A child knows all that its parent does and has nothing to load. Pieces are taken as processes get to them, and each has
-one result, whichever process it is from: so the results are those of one core. What a child does not hand in, since it
-raised or was killed, its parent does itself, and raises what there is to raise. Elsewhere than in `several_cores`, and
-on other systems than Linux, whose fork is safe for a process with threads that only wait, all is done in order.
+A forked child has its parent's memory and loads nothing. Parent and children each take the next piece when they are
+free, and every piece is computed once, so the results are those of one core. Where a child raises or is killed, the
+parent computes the pieces whose results are missing, and an exception is raised there. Outside `several_cores` all
+pieces run in order in this process; so they do on systems other than Linux, where forking a process with waiting
+threads is not safe.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any, TypeVar
 
 from topology.time_limit import set_alarm
 
-# Seconds that pieces have to take together. A child of 60 to 800 MiB starts and answers in 10 to 40 ms, measured on two
-# cores that others used, too.
+# Forking pays from this many seconds of work on: a child of 60 to 800 MiB starts and answers in 10 to 40 ms (measured
+# on two busy cores).
 WORTH_S = 0.15
 NUMBER_BYTES = 2
 
@@ -34,7 +35,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def several_cores() -> Iterator[None]:
-    """Let `on_cores` fork inside, where this process may use several cores."""
+    """Let `on_cores` fork within this context, one child for each further core that this process may use."""
     token = _cores.set(len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1)
     try:
         yield
@@ -43,13 +44,13 @@ def several_cores() -> Iterator[None]:
 
 
 def forks(count: int, seconds: float) -> bool:
-    """Return whether `on_cores` forks for so many pieces that take so long together."""
+    """Return whether `on_cores` forks for `count` pieces that take `seconds` in total."""
     return min(_cores.get(), count) > 1 and seconds >= WORTH_S
 
 
 def on_cores(pieces: Sequence[Callable[[], _T]], *, seconds: float) -> list[_T]:
-    """Return what `pieces` return, in their order; `seconds` is about what they take together. What they change is
-    lost where a child runs them.
+    """Return the results of `pieces` in order; `seconds` estimates their total time. A piece that runs in a child
+    cannot change objects of this process.
     """
     if not forks(len(pieces), seconds):
         return [piece() for piece in pieces]
@@ -73,7 +74,7 @@ def on_cores(pieces: Sequence[Callable[[], _T]], *, seconds: float) -> list[_T]:
 
 
 def _queue(count: int) -> int:
-    """Return the end of a pipe that holds the numbers of pieces, each to be read once."""
+    """Return the reading end of a pipe that holds the indices of the pieces; each is read once."""
     reading, writing = os.pipe()
     os.write(writing, b"".join(number.to_bytes(NUMBER_BYTES, "big") for number in range(count)))
     os.close(writing)
@@ -86,7 +87,7 @@ def _taken(queue: int) -> Iterator[int]:
 
 
 def _fork(pieces: Sequence[Callable[[], Any]], queue: int) -> tuple[int, Any]:
-    """Start a child; return its process id and the connection on which it hands in its results."""
+    """Start a child; return its process id and the connection over which it sends {index: result}."""
     from multiprocessing.connection import Pipe  # noqa: PLC0415 - of a computation that forks only
 
     answer, mine = Pipe(duplex=False)
@@ -97,7 +98,7 @@ def _fork(pieces: Sequence[Callable[[], Any]], queue: int) -> tuple[int, Any]:
     try:
         gc.disable()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        set_alarm()  # which a child does not inherit
+        set_alarm()  # a child does not inherit timers
         _cores.set(1)
         results = {}
         with suppress(Exception):

@@ -18,8 +18,8 @@ The tree lives in the lowest package so that every layer can raise it; only the 
 
 from __future__ import annotations
 
-MOST = 1000  # characters of a part of a message: the longest lists what there is
-MOST_OF_A_WORD = 200  # of a value that was given, which may be a file's whole content
+MOST = 1000  # longest part of a message, in characters; the longest ones list names
+MOST_OF_A_WORD = 200  # characters shown of a value that the user gave, which may be a whole file
 
 
 def shortened(text: str) -> str:

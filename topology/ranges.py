@@ -1,8 +1,9 @@
-"""What a number, a text or a list of decoded input may be at all, by the unit in its field's name.
+"""The largest and smallest values that decoded input may hold, by the unit in a field's name; the longest texts and
+lists.
 
 A typed decoder lets any number pass as a rate or a count. Names here end in their SI unit, so one walk over a decoded
 value finds every number that is not finite, of the wrong sign, or beyond anything that can be built, and every text or
-list without bound. What a value means together with others is for the `verify` of its own word.
+list without bound. Whether values agree with each other is checked by the `verify` of each type.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHOWN = 40  # characters of a value in a message
 
 COUNT: Range = (0, 1 << 53)  # exact as a float
 NUMBER: Range = (-1e18, 1e18)
-# By the end of a name, the longest first.
+# By the end of a name; of several that match, the longest stands first.
 BY_UNIT: tuple[tuple[str, Range], ...] = (
     ("bytes_per_s", (0, 1e15)),
     ("tokens_per_s", (0, 1e15)),
@@ -39,14 +40,15 @@ BY_UNIT: tuple[tuple[str, Range], ...] = (
     ("_s", (0, 1e9)),
     ("_w", (0, 1e6)),
     ("_c", (-274, 1000)),
-    ("numa", (-1, 1 << 20)),  # -1 is the kernel's word for a machine that does not say
+    ("numa", (-1, 1 << 20)),  # -1: the kernel does not know the NUMA node
 )
 
 
 def out_of_range(value: Any, own: Mapping[str, Range], name: str = "", path: str = "") -> Iterator[str]:
-    """Yield a sentence for every part of `value` that is beyond its range; `own` are ranges by a field's whole name.
+    """Yield a sentence for every part of `value` outside its range; `own` has ranges by a field's full name.
 
-    `value` is a dataclass or plain data. Parts of lists and tables without a name of their own have that of the whole.
+    `value` is a dataclass or plain data. Entries of a list or table have the range of the field that holds it, unless
+    their key names a unit.
     """
     if path.count(".") + path.count("[") > MAX_DEPTH:
         yield f"{path[:200]} is nested deeper than {MAX_DEPTH} levels"
@@ -67,7 +69,7 @@ def out_of_range(value: Any, own: Mapping[str, Range], name: str = "", path: str
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield (part, the name whose range it has, how it is reached) of a dataclass, a table or a list."""
+    """Yield (part, the name that decides its range, its path from `value`) of a dataclass, a table or a list."""
     if is_dataclass(value):
         for one in fields(value):
             yield getattr(value, one.name), one.name, f".{one.name}"

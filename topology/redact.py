@@ -20,14 +20,14 @@ _IDENTITIES = (
     # The last part of a path says which file is meant; what is before it says where, and often whose.
     (re.compile(r"(?<![\w.:/<>~-])(?:~?/)(?:[\w.@+-]+/)+(?=[\w.@+-])"), "<path>/"),
 )
-COMMON_NAMES = ("root", "user", "admin", "ubuntu", "localhost")  # which identify nobody, and are words of their own
+COMMON_NAMES = ("root", "user", "admin", "ubuntu", "localhost")  # they identify nobody and are ordinary words
 
 
 def own_names() -> tuple[str, ...]:
     """Return the names of this host and of this user, where they say anything."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name
+    except (KeyError, OSError):  # a user id without a name
         user = ""
     host = platform.node()
     return tuple(name for name in (host, host.partition(".")[0], user) if name.casefold() not in COMMON_NAMES)

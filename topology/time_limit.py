@@ -1,12 +1,12 @@
-"""The end of the time that an answer may take: long computations look at it now and then, wherever they are.
+"""The time limit of an answer, checked within long computations.
 
     with limited(asked.time_limit):   # in a command
         ...
     check_time()                      # in a loop
 
-A computation that is over raises `Unproved`; whoever has found something by then ends with that. In a process
-`with_alarm` it raises in between as well, whatever runs in its main thread: on a machine with much else to do, what
-takes a moment may take seconds.
+After the deadline `check_time` raises `Unproved`; callers that have found something catch it and return that.
+`with_alarm` also raises it between two checks, from a signal handler in the main thread: on a busy machine a short
+stretch of work may take seconds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from types import FrameType
 
 from topology.errors import Unproved
 
-# CPU seconds that a command needs to end with what it has found. Where others have the processor as well it takes
-# longer, so the time is over as much earlier, by no more than that part of a limit.
+# CPU seconds in which a command finishes and shows what it has found, and the largest part of a limit kept back for it.
+# On a busy machine the same work takes longer, so the deadline moves forward in proportion.
 ENDING_S, MOST_EARLIER = 0.25, 0.25
-LEAST_S = 0.1  # CPU seconds that show how much of a processor a process has
-LATE_S = 0.005  # behind the end of the time, for an alarm that is not to come before it
-FOREVER_S = 1e9  # which an alarm can be set to
+LEAST_S = 0.1  # CPU seconds from which the share of a processor that this process gets can be estimated
+LATE_S = 0.005  # by how much an alarm is set after the deadline, so that it never comes before it
+FOREVER_S = 1e9  # the longest time that an alarm accepts
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _began: ContextVar[tuple[float, float] | None] = ContextVar("began", default=None)  # wall and CPU seconds
@@ -38,8 +38,8 @@ _alarm: ContextVar[bool] = ContextVar("alarm", default=False)
 
 @contextmanager
 def command(*, process: bool = False) -> Iterator[None]:
-    """Count the time of all limits inside from here on, or from where a command around it began: what a command loads
-    first is part of it. One that is a `process` of its own began with that.
+    """Start the clock of all limits set inside; an outer `command` keeps its own start. What a command imports first
+    counts against its limit. With `process`, the clock starts when this process was started.
     """
     age_s = _age_s() if process else 0.0
     token = _began.set(_began.get() or (time.monotonic() - age_s, 0.0 if age_s else time.process_time()))
@@ -51,7 +51,7 @@ def command(*, process: bool = False) -> Iterator[None]:
 
 @contextmanager
 def limited(seconds: float | None) -> Iterator[None]:
-    """End what is done inside after so many seconds; None is no limit."""
+    """Set the deadline inside to `seconds` after the command began; None is no limit."""
     if seconds is None:
         with until(None):
             yield
@@ -65,7 +65,7 @@ def limited(seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def until(deadline: float | None) -> Iterator[None]:
-    """End what is done inside at a reading of `time.monotonic`; None is no limit."""
+    """Set the deadline inside to `deadline`, a value of `time.monotonic`; None is no limit."""
     token = _deadline.set(deadline)
     set_alarm()
     try:
@@ -77,8 +77,8 @@ def until(deadline: float | None) -> Iterator[None]:
 
 @contextmanager
 def with_alarm(seconds: float | None = None) -> Iterator[None]:
-    """Let the end of the time raise wherever the main thread of this process is, once for each limit. Until there is
-    one, the process ends `seconds` after the command began.
+    """Raise Unproved at the deadline, wherever the main thread of this process is; once for each limit. Before a limit
+    is set, the process exits `seconds` after the command began.
     """
     if not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
@@ -97,33 +97,33 @@ def with_alarm(seconds: float | None = None) -> Iterator[None]:
 
 
 def _ring(_number: int, _frame: FrameType | None) -> None:
-    if _deadline.get() is None:  # nothing has been loaded that could say what was found
+    if _deadline.get() is None:  # no limit is set yet: nothing has been imported that could show a result
         os.write(2, f"error: {ended()}\n".encode())
         os._exit(Unproved.exit_code)
     check_time()
 
 
 def set_alarm() -> None:
-    """Set the alarm to the end of the time, where there is one and it has not passed."""
+    """Set the alarm to the deadline; clear it where there is none or it has passed."""
     if _alarm.get() and threading.current_thread() is threading.main_thread():
         left = reading() - time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, min(left + LATE_S, FOREVER_S) if 0 < left < inf else 0)
 
 
 def reading() -> float:
-    """Return the reading of `time.monotonic` at which the time is over."""
+    """Return the value of `time.monotonic` at the deadline; infinity without one."""
     deadline = _deadline.get()
     return inf if deadline is None else deadline
 
 
 def check_time() -> None:
-    """Raise Unproved where the time is over."""
+    """Raise Unproved after the deadline."""
     if time.monotonic() >= reading():
         raise ended()
 
 
 def ended() -> Unproved:
-    """Return what says that the time is over and nothing was found."""
+    """Return the error for a deadline that passed before anything was found."""
     return Unproved(
         "the time limit ended before there was an answer",
         why="no plan was found by then, and it was not shown that there is none",
@@ -132,7 +132,7 @@ def ended() -> Unproved:
 
 
 def _age_s() -> float:
-    """Return how long ago this process was started, as Linux tells (proc(5), field 22 of stat); 0 elsewhere."""
+    """Return how many seconds ago this process was started (proc(5), field 22 of stat); 0 on systems without /proc."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         uptime_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])

@@ -32,6 +32,6 @@ def in_gb_per_s(bytes_per_s: float | None) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Return a number to two digits, both written: `9,100`, `8.0`, `0.30`."""
+    """Return a number to two significant digits: `9,100`, `8.0`, `0.30`."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:,.0f}" if abs(rounded) >= 10 else f"{rounded:#.2g}"

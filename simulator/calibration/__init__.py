@@ -1,5 +1,4 @@
-"""What measurements answer when plans are costed: operators, collectives, overlap, contention and a runtime's own
-costs.
+"""Measured costs for plans: operators, collectives, overlap, contention and a runtime's own costs.
 
 A `Calibration` is made once, by `fitting`, and handed down. May import `config`, `columns`, `kernels`, `runtimes`,
 `collectives` and `overlap`.

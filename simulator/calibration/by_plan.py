@@ -1,7 +1,7 @@
 """Costs that differ between the plans of a table, as columns: one value a plan.
 
-Questions about one plan under many calibrations (what a step changes by if a cost is off, which costs meet runs best)
-so take one walk of all of them instead of one each.
+With them, one plan is costed under many calibrations in a single walk, for example to see by how much an error of a
+cost changes the step, or which costs fit measured runs best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACTORS = ("kernel_factor", "layer_factor")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorsByPlan(MeasuredOperators):
-    """Operators as several calibrations have them; `which` of the `parts` is each plan's."""
+    """Operators of several calibrations: plan i has those of `parts[which[i]]`."""
 
     parts: tuple[MeasuredOperators, ...]
     which: Rows = field(compare=False)
@@ -43,7 +43,7 @@ class OperatorsByPlan(MeasuredOperators):
         return self._of_each([part.packing_factor(nbytes, usual) for part in self.parts])
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
-        return self.parts[0].update_bytes_per_s(param_dtype)  # no calibration of one table differs in it
+        return self.parts[0].update_bytes_per_s(param_dtype)  # the calibrations of one table never differ in this
 
     def take(self, rows: Rows) -> OperatorsByPlan:
         return replace(self, which=self.which[rows])
@@ -54,7 +54,7 @@ class OperatorsByPlan(MeasuredOperators):
 
 
 def operators_by_plan(calibrations: Sequence[Calibration]) -> MeasuredOperators:
-    """Return the operators of a calibration for each plan, as they are where all have the same."""
+    """Return the operators of each plan's calibration; the operators themselves where all plans have the same."""
     parts = list({id(one.operators): one.operators for one in calibrations}.values())
     if len(parts) == 1:
         return parts[0]
@@ -63,7 +63,7 @@ def operators_by_plan(calibrations: Sequence[Calibration]) -> MeasuredOperators:
 
 
 def host_by_plan(hosts: Sequence[HostSpec]) -> HostSpec:
-    """Return the host costs of each plan: columns where they differ."""
+    """Return the host costs of all plans; a cost that differs between plans is an array of shape (plans,)."""
     first = hosts[0]
     changed = {}
     for one in fields(HostSpec):
@@ -76,8 +76,8 @@ def host_by_plan(hosts: Sequence[HostSpec]) -> HostSpec:
 def roofline_by_plan(
     roofline: Roofline, costs: Sequence[RuntimeCosts], model: Model, seq_len: int, table: PlanTable
 ) -> Roofline:
-    """Return kernel times under the costs of a runtime for each plan, which are those of its own layers where such
-    layers were run.
+    """Return the roofline with each plan's runtime costs; for layer shapes that the runtime ran, with those of the
+    shape.
     """
     if isinstance(roofline.measured, Calibration) and not roofline.measured.effects.sustained:
         return roofline
@@ -91,7 +91,7 @@ def roofline_by_plan(
 
 
 def taken_host(host: HostSpec, rows: Rows) -> HostSpec:
-    """Return the host costs of some of the plans."""
+    """Return the host costs of the plans `rows`."""
     columns: dict[str, Any] = {
         one.name: value[rows] for one in fields(HostSpec) if isinstance(value := getattr(host, one.name), np.ndarray)
     }
@@ -99,7 +99,7 @@ def taken_host(host: HostSpec, rows: Rows) -> HostSpec:
 
 
 def taken_roofline(roofline: Roofline, rows: Rows) -> Roofline:
-    """Return the kernel times of some of the plans."""
+    """Return the kernel times of the plans `rows`."""
     columns: dict[str, Any] = {
         name: value[rows] for name in FACTORS if isinstance(value := getattr(roofline, name), np.ndarray)
     }

@@ -1,8 +1,8 @@
-"""What measurements of one machine answer when plans are costed: operators, collectives, overlap, contention, runtimes.
+"""Measurements of one machine as costs of plans: operators, collectives, overlap, contention, runtimes.
 
 A `Calibration` is made once, from a profile, where a program's inputs are read
-(`simulator.fitting.calibration_fit.calibrated`). Everything that costs a plan is handed the calibration, or None where
-nothing was measured; then every figure is what the datasheet and published efficiencies say.
+(`simulator.fitting.calibration_fit.calibrated`). Everything that costs a plan gets the calibration, or None where
+nothing was measured; then costs come from datasheets and published efficiencies.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_sp
 from simulator.runtimes.parts import HostSpec
 from topology.cluster import Cluster, GpuKind
 
-# Host costs that only runtimes have whose operators go through Python one by one.
+# Host costs that only runtimes have which issue operators one by one from Python.
 OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
 LOADING = frozenset({"data_token_s", "data_spread"})
-NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
+NOTHING = 1e-12  # share left of an effect that is switched off: not 0, so that rates stay finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """What a collective and compute cost each other while both run: each takes so many times as long."""
+    """How much a collective and compute slow each other down while both run: the factor on the time of each."""
 
     compute: float = 1.0
     collective: float = 1.0
@@ -48,10 +48,9 @@ class Contention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """Which effects are counted; leaving one out shows what it is worth (tests/bench/calibration_tables.py).
-
-    Without `operators` kernels take what the datasheet says; without `sustained` they run at the clocks of a GPU that
-    has rested; the others are left out altogether.
+    """Which effects are counted; tests/bench/calibration_tables.py shows the error without each. Without `operators`,
+    kernel times come from the datasheet; without `sustained`, clocks are those of a rested GPU; any other effect is
+    left out.
     """
 
     operators: bool = True
@@ -63,8 +62,8 @@ class Effects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What decides how long kernels of layers and head take: widths, words, tokens of a micro batch, and who shares
-    them.
+    """What kernel times of layers and head depend on: widths, vocabulary, tokens of a micro batch, and the ranks that
+    share them.
     """
 
     hidden: int
@@ -77,16 +76,17 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeCosts:
-    """What runs of one and two layers said of a runtime, eager or compiled; see simulator.fitting.runtime_fit.
+    """Costs of a runtime, eager or compiled, as its runs of one and two layers showed them; see
+    simulator.fitting.runtime_fit.
 
-    `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone;
-    `layer_factor` those of layers once more, whose many short kernels have more of all three than a head's few;
-    `of_shapes` has the two for layers that were run themselves. `host` are fields of HostSpec that replace the
-    description's. `collective_factor` multiplies the times of collectives, `network_factor` once more those between
-    nodes, to which each crossing adds `crossing_s` (`CollectiveModel`); `reserved` is what memory was over what is
-    described, `activations` once more what of it is no state; `flush_s` what a micro batch takes more where the
-    allocator has to give memory back, None where that is as described. `borrowed`: of the runtime that the one in
-    question is like. `host_speed`: how many times as long the host takes as those that descriptions tell of.
+    `kernel_factor` multiplies kernel times, since clocks, caches and gaps inside a step differ from those of a kernel
+    alone; `layer_factor` also multiplies those of layers, whose many short kernels differ more than the few of a head;
+    `of_shapes` has both factors for shapes of layers that were run. `host` has fields of HostSpec that replace the
+    description's. `collective_factor` multiplies the times of collectives, `network_factor` also those between nodes,
+    to which each crossing adds `crossing_s` (`CollectiveModel`). `reserved` is measured over described memory,
+    `activations` a further factor on memory that is no state. `flush_s` is added to a micro batch where the allocator
+    has to return memory; None: as described. `borrowed`: the costs are those of a similar runtime. `host_speed` is the
+    time of this host over that of the hosts in descriptions.
     """
 
     kernel_factor: float = 1.0
@@ -99,23 +99,23 @@ class RuntimeCosts:
     reserved: float = 1.0
     activations: float = 1.0
     flush_s: float | None = None
-    spread: float = 0.0  # of the runs around the fit
+    spread: float = 0.0  # of the runs around the fit, relative
     runs: int = 0
     borrowed: bool = False
     host_speed: float = 1.0
 
     def factors(self, shape: LayerShape) -> tuple[float, float]:
-        """Return the factor of kernels and that of layers over it, for layers of a shape."""
+        """Return (factor of kernels, further factor of layers) for layers of a shape."""
         return self.of_shapes.get(shape, (self.kernel_factor, self.layer_factor))
 
     def slower(self, factor: float) -> RuntimeCosts:
-        """Return the costs with all kernels longer by a factor."""
+        """Return the costs with all kernel times multiplied by a factor."""
         shapes = {shape: (factor * kernel, layer) for shape, (kernel, layer) in self.of_shapes.items()}
         return replace(self, kernel_factor=factor * self.kernel_factor, of_shapes=shapes)
 
     def held_bytes(self, described: Floats | float, state: Floats | float) -> Floats:
-        """Return the bytes that are held where so many are described, of them `state` parameters, gradients and
-        optimizer.
+        """Return the expected memory where `described` bytes are described, of which `state` are parameters, gradients
+        and optimizer.
         """
         if self.activations == 1.0:
             return np.asarray(self.reserved * described)
@@ -123,19 +123,18 @@ class RuntimeCosts:
         return np.asarray(self.reserved * (kept + self.activations * (described - kept)))
 
     def described_bytes(self, held: float, state: float) -> float:
-        """Return how many bytes are described where so many are held."""
+        """Return the described bytes for which `held_bytes` gives `held`."""
         over = held / self.reserved - state
         return state + over / self.activations if over > 0 else held / self.reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What one machine showed. Parts that were not measured are empty, and answer as the datasheet does.
+    """Measurements of one machine. Parts that were not measured are empty, and return costs from the datasheet.
 
     `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest
-    over its time on a GPU at work. `gpu_measured`: more than collectives is known. `profile` is the fingerprint of the
-    profile that all of it is from; with `current` false it is of another driver or of long ago, and makes nothing
-    surer.
+    over its time on a GPU at work. `gpu_measured`: there is more than collectives. `profile` is the fingerprint of the
+    profile. `current` is false for a profile of another driver or of long ago, which does not narrow any range.
     """
 
     gpu: GpuKind
@@ -151,10 +150,10 @@ class Calibration:
     effects: Effects = field(default_factory=Effects)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
-        """Return what is known of a runtime; neutral where nobody ran it.
+        """Return the costs of a runtime; neutral ones where it was not run.
 
-        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does
-        without.
+        A runtime that was not run has the costs of the runtime that it is like, without the Python work that it does
+        not do.
         """
         spec = runtime_spec(name)
         own = self.runtimes.get((spec.names[0], compiled))
@@ -166,40 +165,43 @@ class Calibration:
 
     @property
     def host_speed(self) -> float:
-        """How many times as long this host takes as those that descriptions tell of; 1 where no runtime showed it."""
+        """The time of this host over that of the hosts in descriptions; 1 where no runtime was run."""
         return next((costs.host_speed for costs in self.runtimes.values()), 1.0)
 
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
     ) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
         if not self.effects.operators:
             plain = datasheet()
             return plain, np.full(plain.shape, DATASHEET)
         return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it; `usual` where not
+        """Return the measured time of FSDP's packing of modules of `nbytes` over its counted time; `usual` where not
         measured.
         """
         return self.operators.packing_factor(nbytes, usual) if self.effects.packing else np.full(1, NOTHING)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
-        """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
+        """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not
+        measured.
+        """
         return self.operators.update_bytes_per_s(param_dtype) if self.effects.operators else None
 
     def clocks(self, duty: Floats, exponent: float) -> Floats:
-        """Return kernel times over those of a GPU that is never idle, for the share of a step that it is busy.
+        """Return the factor of kernel times, relative to a GPU that is never idle, for a GPU that is busy for a share
+        `duty` of a step.
 
-        A power limit holds on average: what idle moments save, busy ones may draw, and arithmetic goes with the
-        `exponent`-th power of what it draws (efficiency.toml), up to the clocks that a rested GPU reaches.
+        The power limit holds on average, so power saved while idle is available while busy. Arithmetic rates go with
+        the `exponent`-th power of the power drawn (efficiency.toml), up to the clocks of a rested GPU.
         """
         if not self.effects.sustained:
             return np.full(duty.shape, self.burst)
         return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
     def contention_of(self, *ops: str) -> Contention | None:
-        """Return what compute and collectives cost each other, or None where that was not measured.
+        """Return by how much compute and collectives slow each other down; None where not measured.
 
         `ops` are the collectives in question; their mean, or that of all where none of them was measured.
         """
@@ -220,7 +222,7 @@ class Calibration:
 
 
 def collectives_on(cluster: Cluster, calibration: Calibration | None) -> CollectiveModel:
-    """Return the collectives of `cluster`, with those that were measured before the model."""
+    """Return the collective times of `cluster`: measured ones, else those of the model."""
     return CollectiveModel(cluster, measured=calibration.collectives if calibration is not None else None)
 
 
@@ -230,7 +232,9 @@ def overlap_of(calibration: Calibration | None) -> SiteRates:
 
 
 def overlap_assumed(tp_overlaps: Iterable[str], calibration: Calibration | None) -> tuple[str, ...]:
-    """Return what estimates of plans with these overlap modes assume, in words; nothing where it was measured."""
+    """Return what estimates of plans with these overlap modes assume, as sentences; empty where the modes were
+    measured.
+    """
     ours = sorted({mode for text in tp_overlaps for mode in modes_in(text) if mode in SITE_MODES})
     if not ours or overlap_of(calibration).source != "assumed":
         return ()
@@ -238,7 +242,7 @@ def overlap_assumed(tp_overlaps: Iterable[str], calibration: Calibration | None)
 
 
 def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compiled: bool) -> RuntimeSpec:
-    """Return a runtime's description with the host costs that its single layers showed."""
+    """Return a runtime's description with the host costs that its runs of single layers showed."""
     if calibration is None:
         return spec
     if not calibration.effects.host:
@@ -253,9 +257,9 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
 
 
 def scaled_host(described: HostSpec, speed: float) -> dict[str, float]:
-    """Return the described host costs of a runtime that was not run, on a host that takes `speed` times as long.
+    """Return the described host costs of a runtime that was not run, multiplied by `speed`.
 
-    Loading data is left out, which runtimes time themselves.
+    Loading data is left out, since runtimes time it themselves.
     """
     costs = {field.name: getattr(described, field.name) for field in fields(described) if field.name not in LOADING}
     return {name: speed * value for name, value in costs.items() if isinstance(value, float)}

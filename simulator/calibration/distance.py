@@ -1,8 +1,8 @@
 """How far a question is from the steps that were measured, and how much wider that makes the range of its step.
 
 `intervals.json` was learned from runs of some GPUs and runtimes on up to some number of GPUs, which it names. Elsewhere
-a prediction is less sure: each thing that was never measured multiplies the width of the range, as a logarithm. The
-factor of another vendor is fitted: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as long as predicted
+a prediction is less sure: each thing that was never measured multiplies the logarithm of the range's ends. The factor
+of another vendor is fitted: three steps of torchtitan on 8 MI300X took 1.3 to 1.6 times as long as predicted
 (pytorch/ao, torchtitan benchmarks), where the upper end of the range was 1.14. No other point has checked it. The other
 factors are assumed.
 """
@@ -15,13 +15,13 @@ from simulator.calibration.intervals import interval_table
 from simulator.config.runtime import Runtime
 from topology.cluster import Cluster
 
-OTHER_VENDORS = {"CDNA": "AMD", "Xe": "Intel"}  # by the beginning of their architectures' names
+OTHER_VENDORS = {"CDNA": "AMD", "Xe": "Intel"}  # by the prefix of their architectures' names
 
 VENDOR, GENERATION, RUNTIME, DOUBLING = 4.0, 2.0, 1.5, 0.1
 
 
 def distance(cluster: Cluster, runtime: Runtime, gpus: int) -> tuple[float, tuple[str, ...]]:
-    """Return how many times as wide the range of a step is as that of measured ones, and what was never measured."""
+    """Return the factor of a range's width relative to measured steps, and the names of what was never measured."""
     kind, known = cluster.slowest_kind, interval_table().measured_on
     vendor = next((name for start, name in OTHER_VENDORS.items() if kind.architecture.startswith(start)), "")
     parts: list[tuple[float, str]] = []
@@ -40,7 +40,7 @@ def distance(cluster: Cluster, runtime: Runtime, gpus: int) -> tuple[float, tupl
 
 
 def distance_text(cluster: Cluster, runtime: Runtime, gpus: int) -> tuple[str, ...]:
-    """Return what makes ranges wider, as an assumption in words; nothing where such steps were measured."""
+    """Return the sentence that states what makes a range wider; empty where such steps were measured."""
     width, names = distance(cluster, runtime, gpus)
     if not names:
         return ()

@@ -1,4 +1,4 @@
-"""Gaussian beliefs, updated by what was measured: the linear-Gaussian update of Kalman's filter.
+"""Gaussian estimates updated by measurements: the linear-Gaussian update of Kalman's filter.
 
 R. E. Kalman, A new approach to linear filtering and prediction problems, J. Basic Eng. 82, 1960.
 """
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 def gain(across: Floats, inner: Floats, noise: ArrayLike) -> Floats:
-    """Return by how much each unknown moves for each observation, shape (unknowns, observations).
+    """Return the Kalman gain: by how much each unknown changes for each observation, shape (unknowns, observations).
 
     `across` (unknowns, observations) is their covariance before anything is seen, `inner` (observations, observations)
     that of the observations without their `noise`, the standard deviations of single observations.
@@ -21,12 +21,12 @@ def gain(across: Floats, inner: Floats, noise: ArrayLike) -> Floats:
 
 
 def observed(inner: Floats, noise: ArrayLike) -> Floats:
-    """Return the covariance of observations with their noise."""
+    """Return the covariance of the observations, their noise included."""
     return np.asarray(inner + np.diag(np.square(noise)))
 
 
 def conditioned(covariance: Floats, seen: Floats, noise: ArrayLike) -> Floats:
-    """Return the covariance of unknowns after `seen @ unknowns` was measured with noise; `seen` is (observations,
+    """Return the covariance of unknowns after a measurement of `seen @ unknowns` with noise; `seen` is (observations,
     unknowns).
     """
     across = covariance @ seen.T

@@ -1,16 +1,16 @@
 """The range in which four of five measurements are expected: one table of factors, learned from whole sources.
 
-`intervals.json` is written by tests/bench/learn_intervals.py from measured runs. A source (a paper, a benchmark, a
-host) is off as a whole before its rows are off by themselves, and the next question is of a source that nobody has
-seen. So with x = log(measured / predicted), source means spread by s_b over k sources and rows within them by s_w, the
-range is
+`intervals.json` is written by tests/bench/learn_intervals.py from measured runs. The rows of a source (a paper, a
+benchmark, a host) share an error, besides the error of each row, and a new question comes from a source that is not in
+the table. So with x = log(measured / predicted), source means spread by s_b over k sources and rows within them by s_w,
+the range is
 
     mean(x) -+ t(0.9, k - 1) * sqrt(s_b^2 (1 + 1/k) + s_w^2)
 
 the prediction interval of a random-effects model (Higgins, Thompson, Spiegelhalter, J. R. Statist. Soc. A 172, 2009).
-Few rows far off widen it beyond what holds 80 %, so with eight sources or more it is the 10 % and 90 % quantiles of all
-rows, each source's counting as one (pooled distributions: Dunn, Wasserman, Ramdas, J. Am. Statist. Assoc. 118, 2023).
-How often it holds is asked of each source with the factors learned from the others; the answers stand in the file.
+A few outliers make it too wide, so with eight sources or more the range is the 10 % and 90 % quantiles of all rows,
+every source having the same weight (pooled distributions: Dunn, Wasserman, Ramdas, J. Am. Statist. Assoc. 118, 2023).
+The file also has the coverage of each source with the factors learned from the others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from topology.codec import convert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """`low` and `high` times the prediction hold 80 %. `left_out` is the share that they hold of each source when
-    learned from the others, and `coverage` its mean over sources; None with fewer than three.
+    """A prediction times `low` and times `high` are the ends of its 80 % range. `left_out` is the share of each
+    source's rows inside the range when factors are learned from the other sources, `coverage` its mean over sources;
+    None with fewer than three.
     """
 
     low: float
@@ -41,7 +42,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of which GPUs and runtimes the steps are that factors were learned from, and the most GPUs of one."""
+    """The GPUs and runtimes of the steps that factors were learned from, and the most GPUs in one of them."""
 
     architectures: tuple[str, ...]
     runtimes: tuple[str, ...]
@@ -50,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalTable:
-    """Factors by what a prediction rests on; where they are from. `held_out` were judged and not learned from."""
+    """Factors by basis of a prediction, and their origin. `held_out` sources were only used to judge them."""
 
     made_on: str
     command: str
@@ -61,13 +62,13 @@ class IntervalTable:
 
 @cache
 def interval_table() -> IntervalTable:
-    """Return the factors as the package has them."""
+    """Return the factors shipped with the package."""
     text = (resources.files("simulator") / "calibration" / "intervals.json").read_text("utf-8")
     return convert(json.loads(text), IntervalTable, where="intervals.json")
 
 
 def basis_of(*, low: bool, several_nodes: bool) -> str:
-    """Return what an uncalibrated step rests on: a key of `IntervalTable.factors`."""
+    """Return the basis of an uncalibrated step: a key of `IntervalTable.factors`."""
     if low:
         return "low_precision"
     return "nodes" if several_nodes else "node"
@@ -82,12 +83,12 @@ def step_factors(
     factors: dict[str, Factors],
     width: float = 1.0,
 ) -> tuple[float, float]:
-    """Return (low, high) over the predicted step.
+    """Return the ends (low, high) of a step's 80 % range as factors of the prediction.
 
-    What was measured, and curves through it, is as sure as calibrated steps were; all else as steps from datasheets.
-    Waiting for the host is as sure as waits were in runs on hosts that nobody had seen. Each is off by itself, so what
-    they add to the range adds up as variances do. `shares` are the step's by source, `host` the share of waiting for
-    the host. The range from datasheets is `width` times as wide (`simulator.calibration.distance`).
+    Measured parts and curves through measurements have the range of calibrated steps, other parts that of steps from
+    datasheets, and waiting for the host that of runs on hosts that were not measured. Their errors are independent, so
+    their widths add as variances do. `shares` are the step's shares by source, `host` is the share of waiting for the
+    host. The range from datasheets is `width` times as wide (`simulator.calibration.distance`).
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
     known, far, waits = factors["calibrated"], factors[basis], factors["host"]
@@ -102,12 +103,14 @@ def step_factors(
 
 
 def memory_factors() -> tuple[float, float]:
-    """Return (low, high) over memory, allocated or reserved, that was predicted by sums."""
+    """Return the ends (low, high) of the 80 % range of memory, allocated or reserved, predicted by sums; factors."""
     memory = interval_table().factors["memory"]
     return memory.low, memory.high
 
 
 def replayed_memory_factors() -> tuple[float, float]:
-    """Return the same over memory that the allocator's replay found (`simulator.memory`)."""
+    """Return the ends (low, high) of the 80 % range of memory predicted by the allocator's replay (`simulator.memory`);
+    factors.
+    """
     memory = interval_table().factors["replayed memory"]
     return memory.low, memory.high

@@ -1,5 +1,5 @@
-"""What a calibration can measure, an item a kind: the planner asks for it (`planner.calibrate`), and as JSON it is an
-item of the executor's jobs (`executor.calibrate`).
+"""What a calibration can measure, one type per kind. The planner requests items (`planner.calibrate`); as JSON they are
+the items of the executor's jobs (`executor.calibrate`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from simulator.config.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorItem:
-    """A kernel to be measured alone: what its sample (`topology.profile.samples.OperatorSample`) says of it."""
+    """A kernel to be measured alone; fields as in `topology.profile.samples.OperatorSample`."""
 
     kind: str
     name: str
@@ -67,7 +67,7 @@ class OverlapItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerItem:
-    """Training steps of a model with so many layers, each of `counts` in turn, on `ranks` GPUs."""
+    """Training steps of a model with each number of layers in `counts`, on `ranks` GPUs."""
 
     ranks: int
     model: Model

@@ -1,8 +1,8 @@
 """Which measured operator stands for which operator of a runtime's description, and with what shape.
 
-Matrix products and attention are the same kernels in every framework: their shape is all. Kernels that move memory
-differ by how a framework writes them, so each measured one names the operators it stands for, in the words of the
-descriptions; its shape is of the axes that those operators are made of.
+Matrix products and attention are the same kernels in every framework, so a shape identifies them. Kernels that move
+memory depend on the framework's code, so each measured one names the operators of the descriptions that it stands for,
+and its shape has the axes of those operators.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Movement:
     """One measured kind of kernel that moves memory: the operators it stands for, and its axes.
 
     Several operators may be one call of the framework (a loss is a cast, a softmax and a lookup); they are measured
-    together and share what is found.
+    together and share one curve.
     """
 
     name: str
     operators: tuple[str, ...]
     axes: tuple[str, ...]
-    runtime: str = ""  # of whose kernels it is; empty: every framework calls the same
+    runtime: str = ""  # the runtime whose kernels these are; empty: the same in every framework
 
 
 MOVEMENTS = (
@@ -48,7 +48,8 @@ MOVEMENTS = (
     Movement(name="cross_entropy", operators=("to_float", "log_softmax", "nll", "loss"), axes=("t", "v")),
     Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax"), axes=("t", "v")),
 )
-# Kernels outside the layers' lists: FSDP's packing and the optimizer, by the parameters of a layer and how many share.
+# Kernels outside the layers' lists: FSDP's packing and the optimizer; their axes are a layer's parameters and the ranks
+# that share them.
 PACKING = ("gather_pack", "gather_unpack", "reduce_pack")
 UPDATES = ("adamw", "clip")
 PARAMETER_AXES = ("h", "q", "kv", "f")
@@ -57,7 +58,7 @@ DIRECTION_OF = {".dgrad": "dgrad", ".wgrad": "wgrad"}
 
 
 def direction_of(work: Work) -> str:
-    """Return a product's direction (its memory layout), or whether a kernel runs forward or backward."""
+    """Return a product's direction (its memory layout); for other kernels `forward` or `backward`."""
     for ending, direction in DIRECTION_OF.items():
         if work.name.endswith(ending):
             return direction
@@ -65,7 +66,9 @@ def direction_of(work: Work) -> str:
 
 
 def movement_of(operator: str, runtime: str) -> Movement | None:
-    """Return what is measured for an operator that moves memory under a runtime (by its description's first name)."""
+    """Return the measured kernel that stands for an operator that moves memory; `runtime` is its description's first
+    name.
+    """
     name = operator.removesuffix(".backward")
     for movement in MOVEMENTS:
         if name in movement.operators and movement.runtime in {"", runtime}:
@@ -74,14 +77,14 @@ def movement_of(operator: str, runtime: str) -> Movement | None:
 
 
 def attention_shape(sizes: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the axes of a fused attention kernel. Keys of a causal kernel that sees a part of the queries are all."""
+    """Return the axes of a fused attention kernel. `S` counts all keys, also those that a causal kernel skips."""
     return {"b": sizes["b"], "a": sizes["a"], "kv": sizes["k"], "s": sizes["s"], "S": sizes["S"], "d": sizes["d"]}
 
 
 def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> list[OperatorItem]:
     """Return the compute operators of one rank, as they are to be measured.
 
-    What cannot be measured as a kernel of its own (compiled fusions) is left out: layers tell of it.
+    Compiled fusions are left out: they are not kernels of their own, and runs of layers include them.
     """
     operators = operators_for(model, runtime)
     table = plan_table([plan], workload, cp_method=operators.spec.context_parallel)

@@ -1,6 +1,7 @@
-"""Operators as they were measured on one GPU model: the very shape where it is known, else a curve through others.
+"""Measured times of operators on one GPU model: of the same shape where it was measured, else from a curve through
+others.
 
-Holds kernels that run alone: products, attention, what moves memory, FSDP's packing and the optimizer's updates. A
+They are kernels that run alone: products, attention, kernels that move memory, FSDP's packing and optimizer updates. A
 roofline asks it first and falls back on the datasheet (`simulator.kernels.roofline.MeasuredKernels`).
 """
 
@@ -38,7 +39,7 @@ class MeasuredOperators:
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
     ) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
         found = None
         if work.kind is WorkKind.MATMUL:
             found = self._matmul(work, dtype)
@@ -60,7 +61,9 @@ class MeasuredOperators:
         return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
-        """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
+        """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not
+        measured.
+        """
         return self.update_rates.get(param_dtype)
 
     def _matmul(self, work: Work, dtype: str) -> tuple[Floats, Floats] | None:
@@ -79,7 +82,7 @@ class MeasuredOperators:
         direction = "backward" if work.backward else "forward"
         if self._attention_curve(dtype, 128.0, direction) is None:
             return None
-        # A rank that sees a part of the keys, or a window of them, does less than the square of the sequence.
+        # A rank that sees part of the keys, or a window of them, computes less than the full square of the sequence.
         whole = 2.0 * np.asarray(work.batch) * work.m * (np.asarray(work.n) + 1) * work.k
         share = np.asarray(work.flops) / (whole * (ATTENTION_BACKWARD if work.backward else 1.0))
 
@@ -88,7 +91,8 @@ class MeasuredOperators:
             for index, (heads, queries, keys, width, part) in enumerate(rows):
                 curve = self._attention_curve(dtype, width, direction)
                 flops = attention_flops({"b": 1, "a": heads, "s": queries, "S": keys, "d": width}, direction) * part
-                # Who sees more keys than it has queries gets them a shard at a time: kernels are as long as a shard.
+                # A rank with more keys than queries gets the keys one shard at a time, so each kernel is as long as a
+                # shard.
                 one = [np.array([value]) for value in (flops, queries, min(queries, keys), heads)]
                 out[index] = curve.seconds(one[0], one[1], one[2], one[3])[0] if curve is not None else np.nan
             return out
@@ -100,7 +104,9 @@ class MeasuredOperators:
     def _looked_up(
         self, kind: tuple[str, ...], columns: tuple[Floats | float, ...], fitted: Callable[[Floats], Floats]
     ) -> tuple[Floats, Floats]:
-        """Return (seconds, source) row by row: the measured shape, else what the curve says, computed once a shape."""
+        """Return (seconds, source) row by row, from the measured shape or else from the curve; each shape is computed
+        once.
+        """
         shape, rows, back = _unique(*columns)
         keys = [(*kind, *row) for row in rows.tolist()]
         new = [index for index, key in enumerate(keys) if key not in self._seen]
@@ -127,7 +133,9 @@ class MeasuredOperators:
 
 
 def _unique(*columns: Floats | float) -> tuple[tuple[int, ...], Floats, Any]:
-    """Return (shape of the columns together, distinct rows rounded to whole sizes, which row each is)."""
+    """Return (broadcast shape of the columns, distinct rows, index of each entry's row); values are rounded to three
+    digits.
+    """
     arrays = np.broadcast_arrays(*(np.asarray(column, dtype=np.float64) for column in columns))
     stacked = np.round(np.stack([array.ravel() for array in arrays], axis=1), 3)
     rows, back = np.unique(stacked, axis=0, return_inverse=True)

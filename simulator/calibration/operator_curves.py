@@ -1,13 +1,13 @@
-"""What operators take on one GPU, as curves of physical form with constants that were fitted to samples of it.
+"""Times of operators on one GPU, as curves of physical form with constants fitted to its samples.
 
-- matrix products: arithmetic at a rate that tiles, waves and the pipeline along k leave, never faster than memory, and
-  a floor for starting. A library that spreads the last wave over all SMs (stream-k) wastes at most `1 - wave_floor` of
-  it.
+- matrix products: arithmetic at the rate left after the losses of tiles, waves and the pipeline along k; never faster
+  than memory allows; plus a fixed start-up time. A library that spreads the last wave over all SMs (stream-k) wastes at
+  most `1 - wave_floor` of it.
 - attention: arithmetic at a rate that longer sequences and more heads fill, for each head width and direction.
 - kernels that move memory: the bytes that the runtime's description counts over a bandwidth that grows with size.
 
-What a curve leaves is smooth in the logarithms of the sizes, so neighbours correct it (`Smooth`). The constants come
-from `simulator.fitting.operator_fit`.
+A curve's residuals are smooth in the logarithms of the sizes, so residuals of neighbouring samples correct it
+(`Smooth`). The constants come from `simulator.fitting.operator_fit`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from simulator.kernels.roofline import TILES, matmul_utilization
 
 Floats = NDArray[np.float64]
 
-# How residuals are smoothed: the width in doublings of each size, and the samples' worth of evidence that a curve is
-# right as it is. Source: leave-one-out errors of the products in examples/profiles/h200x4.json, 2.6 % and least from
+# Smoothing of residuals: the kernel's width in doublings of each size, and the number of samples that a residual of
+# zero counts for. Source: leave-one-out errors of the products in examples/profiles/h200x4.json, 2.6 % and least from
 # 0.55 to 1.0 doublings and 0.3 to 1 sample.
 SMOOTHING_DOUBLINGS = 0.7
 PRIOR_SAMPLES = 0.3
 
-# Measured products show these, too, which matter where one is known to a few percent.
+# Smaller effects in measured products, which matter where a time is known to a few percent.
 FITTED_TILES = (*TILES, (192.0, 128.0, 0.96), (128.0, 192.0, 0.96))
 
 
 @dataclass(frozen=True, slots=True)
 class Smooth:
-    """Residuals of samples at points in the space of log sizes, smoothed. `error` is the leave-one-out mean."""
+    """Smoothed residuals of samples in the space of log sizes. `error` is the mean leave-one-out error."""
 
     points: Floats  # (samples, axes), in doublings
     residuals: Floats  # log(measured / curve)
     error: float
 
     def at(self, points: Floats) -> tuple[Floats, Floats]:
-        """Return (log correction, how many samples' worth of evidence is near), one a row of `points`."""
+        """Return (log of the correction, the effective number of samples nearby), one value per row of `points`."""
         distance = ((points[:, None, :] - self.points[None, :, :]) ** 2).sum(axis=-1)
         weight = np.exp(-distance / (2 * SMOOTHING_DOUBLINGS**2))
         near = weight.sum(axis=1)
@@ -52,9 +52,9 @@ class Smooth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulCurve:
-    """Constants of the products of one dtype; `rest` maps a direction (memory layout) to what the curve leaves."""
+    """Constants of the products of one dtype; `rest` maps a direction (memory layout) to the curve's residuals."""
 
-    flops: float  # arithmetic rate of a product that fills everything
+    flops: float  # arithmetic rate of a product without any of the losses
     ramp_k: float
     wave_floor: float
     floor_s: float
@@ -103,13 +103,13 @@ def attention_flops(shape: Mapping[str, float], direction: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCurve:
-    """A kernel that moves memory: measured over counted time, against the size of what is moved."""
+    """A kernel that moves memory: ratio of measured to counted time, by the bytes it moves."""
 
     points: Floats  # log2 of bytes, ascending
     ratios: Floats  # log(measured / counted)
     error: float
 
     def ratio(self, nbytes: Floats) -> Floats:
-        """Return measured over counted time for a kernel that counts `nbytes`."""
+        """Return the ratio of measured to counted time for a kernel with `nbytes` counted bytes."""
         at = np.log2(np.maximum(nbytes, 1.0))
         return np.asarray(np.exp(np.interp(at, self.points, self.ratios)))

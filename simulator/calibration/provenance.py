@@ -1,7 +1,6 @@
-"""What a step's time rests on.
-
-Shares are of the step: kernels measured at the very shape, kernels from a curve through others, the rest from
-datasheets or assumed. `simulator.calibration.intervals` says how sure that makes us.
+"""Which sources a step's time comes from. Shares are of the step: kernels measured with the same shape, kernels from a
+curve through other shapes, the rest from datasheets or assumed. `simulator.calibration.intervals` has the range for
+each.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Seconds of a step by source, one value a plan."""
+    """Seconds of a step by source, each of shape (plans,)."""
 
     seconds: dict[Source, Floats]
 
     def more(self, source: Source, seconds: Floats) -> Shares:
-        """Return the shares of steps that take `seconds` more, resting on `source`."""
+        """Return the shares of steps that take `seconds` more from `source`."""
         return Shares(seconds={**self.seconds, source: self.seconds[source] + seconds})
 
     def row(self, index: int, step_s: float) -> dict[str, float]:
@@ -43,10 +42,10 @@ def shares(
     runtime: Runtime,
     communication_measured: NDArray[np.bool_],
 ) -> Shares:
-    """Return what each part of a step rests on.
+    """Return the seconds of each step by source.
 
-    `measured` and `fitted` are shares of the time of kernels. A bubble is made of the compute of others, so it rests on
-    the same.
+    `measured` and `fitted` are shares of the time of kernels. A bubble is the compute time of other ranks, so it has
+    the sources of compute.
     """
     step = sum(breakdown_s.values(), np.zeros_like(measured))
     found = {source: np.zeros_like(step) for source in Source}
@@ -74,7 +73,7 @@ def shares(
 
 
 def main_source(row: dict[str, float]) -> Source:
-    """Return the best source that half of a step rests on, with all better ones."""
+    """Return the best source such that it and all better ones cover half of a step."""
     total = 0.0
     for source in Source:
         total += row.get(source.value, 0.0)

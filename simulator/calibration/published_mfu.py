@@ -15,13 +15,15 @@ from simulator.config.runtime import Runtime
 from topology.cluster import Cluster
 from topology.codec import convert
 
-ALIKE = 4  # times as many GPUs, or as few, are a run of like size
-FEWEST = 3  # runs of which the highest says something
+ALIKE = 4  # largest ratio of GPU counts for two runs to be compared
+FEWEST = 3  # least number of comparable runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """A run on `gpus` GPUs with a dense peak of `peak_flops` each, and the MFU that it reached; `source` is its row."""
+    """A run on `gpus` GPUs with a dense peak of `peak_flops` each, and the MFU that it reached; `source` names
+    its row.
+    """
 
     architecture: str
     peak_flops: float
@@ -41,13 +43,15 @@ class PublishedRuns:
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Return the runs as the package has them."""
+    """Return the runs shipped with the package."""
     text = (resources.files("simulator") / "calibration" / "published_mfu.json").read_text("utf-8")
     return convert(json.loads(text), PublishedRuns, where="published_mfu.json").rows
 
 
 def highest_published(cluster: Cluster, peak_flops: float, gpus: int) -> PublishedRun | None:
-    """Return the run of the highest MFU on a like number of such GPUs with products of this peak; None of few."""
+    """Return the run with the highest MFU among those on a similar number of such GPUs and with this peak; None with
+    fewer than `FEWEST`.
+    """
     architecture = cluster.slowest_kind.architecture
     alike = [
         run
@@ -58,8 +62,8 @@ def highest_published(cluster: Cluster, peak_flops: float, gpus: int) -> Publish
 
 
 def exceeded(estimate: Estimate, cluster: Cluster, runtime: Runtime, gpus: int) -> PublishedRun | None:
-    """Return the highest run on like GPUs if a predicted MFU is above it. None where adapters are trained: those runs
-    train all weights.
+    """Return the run with the highest MFU on such GPUs if the predicted MFU exceeds it, else None. None where adapters
+    are trained: those runs train all weights.
     """
     best = None if runtime.adapter is not None else highest_published(cluster, estimate.peak_flops, gpus)
     return None if best is None or round(estimate.mfu, 2) <= round(best.mfu, 2) else best

@@ -1,4 +1,4 @@
-"""What NCCL's communicators take of a rank's memory, from how it connects ranks.
+"""Memory of NCCL's communicators on a rank, from the connections that NCCL makes.
 
 For every channel and peer of its node a rank has a buffer for what it receives, which holds the LL, LL128 and Simple
 protocols' parts (src/init.cc, computeBuffSizes: 0.5, 4.7 and 4 MiB), and a page for what it sends
@@ -29,7 +29,7 @@ CONNECTION_BYTES = -(-sum(PROTOCOL_BYTES) // PAGE) * PAGE + PAGE  # of one chann
 
 
 def communicator_bytes(groups: GroupTimes) -> Floats:
-    """Return the bytes of all groups that a rank of each plan communicates in, the world's included."""
+    """Return the bytes of all groups in which a rank of each plan communicates, the group of all ranks included."""
     table = groups.table
     one = np.ones(len(table))
     world, which = np.unique(table["gpus"], return_inverse=True)
@@ -56,12 +56,12 @@ def communicator_bytes(groups: GroupTimes) -> Floats:
 
 
 def _bytes(groups: GroupTimes, shape: GroupShape, *, rings: int = 0, peers: bool = False) -> float:
-    """Return the bytes of one group's connections: so many rings, trees counted as such, or every peer of the group."""
+    """Return the bytes of one group's connections: rings, trees, or every peer of the group."""
     if shape.ranks <= 1:
         return 0.0
     if peers:
         near = min(shape.ranks, shape.ranks_per_node) - 1
-        away = NET_PEER_CHANNELS if shape.nodes > 1 else 0  # of one node's network buffers, which all peers share
+        away = NET_PEER_CHANNELS if shape.nodes > 1 else 0  # network buffers of one node, which all its peers share
         return float(CONNECTION_BYTES * (near * P2P_CHANNELS + away))
     machine = groups.collectives.communicator(shape).nccl
     channels = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(machine).channels)

@@ -1,4 +1,4 @@
-"""What of the machine a group's collectives depend on, read off the cluster once per group shape."""
+"""The properties of the machine that a group's collectives depend on, found once per group shape."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from topology.cluster import Cluster, GpuKind, LinkKind, Node
 from topology.rates.groups import GroupShape, group_rates
 
 GB = 1e9
-# 2.30.7 believes 40. Before it Blackwell seems to have had Hopper's figure: four GB200 with 2.29.2 leave LL for Simple
-# and never run LL128, which 40 would make them do at 8 MiB (inferred from public tables).
+# NCCL 2.30.7 assumes 40 GB/s. Earlier versions seem to have had Hopper's figure for Blackwell: four GB200 with 2.29.2
+# leave LL for Simple and never run LL128, which 40 would make them do at 8 MiB (inferred from public tables).
 LL128_BLACKWELL_GB_S = 36.7
 
 
 class Fabric(StrEnum):
-    """What joins the ranks of one node."""
+    """What connects the ranks of one node."""
 
     NVLINK = "nvlink"  # switch, bridge or mesh: NCCL sees per-GPU bandwidth either way
     XGMI = "xgmi"
     PCIE = "pcie"
 
 
-# Among GPUs on an NVSwitch one without links poisons the communicator: NCCL's search falls back to two channels through
-# host memory, whatever PCIe could do. A GB300 tray then reaches 4.5 to 6.7 GB/s bus bandwidth in all-reduce (datacrunch
-# report of 2026-08-14, topology file with count=0), which at the efficiency of this path is a link of 9.3 GB/s.
+# One GPU without links among GPUs on an NVSwitch slows the whole communicator: NCCL's search falls back to two channels
+# through host memory, whatever PCIe could do. A GB300 tray then reaches 4.5 to 6.7 GB/s bus bandwidth in all-reduce
+# (datacrunch report of 2026-08-14, topology file with count=0), which at the efficiency of this path is a link of 9.3
+# GB/s.
 LOST_GPU_BYTES_PER_S = 9.3e9
 
 
@@ -40,15 +41,15 @@ class Communicator:
     nodes: int
     fabric: Fabric
     link_bytes_per_s: float  # one GPU's links to the rest of the group inside its node
-    generation: Generation | None  # of NVLink; None on other fabrics
+    generation: Generation | None  # NVLink generation; None on other fabrics
     nvls: bool
-    inter_bytes_per_s: float  # one node's network, this group's part
+    inter_bytes_per_s: float  # bytes/s of this group through the network ports of one node
     hop_s: float  # one network hop as the fabric declares it
     nccl: NcclMachine
     compute_capability: int
     architecture: str = ""
     inter_peer_bytes_per_s: float = 0.0  # the network when every node sends to every other
-    ports_bytes_per_s: float = 0.0  # one node's network, if its ports alone decided
+    ports_bytes_per_s: float = 0.0  # the same, if only the ports limited it
 
     @property
     def ranks_per_node(self) -> int:
@@ -101,7 +102,9 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
 
 
 def _some_on_a_switch(node: Node, positions: tuple[int, ...]) -> bool:
-    """Whether some of the GPUs hang on a working NVSwitch port; with `_scale_up` finding none for all, one is lost."""
+    """Whether at least one GPU has a working NVSwitch port; if `_scale_up` finds no fabric for all, a GPU has lost its
+    links.
+    """
     members = {node.gpus[position].vertex for position in positions if position < len(node.gpus)}
     return any(
         link.kind is LinkKind.NVSWITCH and (link.best_bytes_per_s or 0.0) > 0 and members & {link.a, link.b}
@@ -153,11 +156,11 @@ def _nccl_pcie(node: Node, kind: GpuKind) -> float:
         for link in node.links
         if link.kind in {LinkKind.PCIE, LinkKind.SMP} and link.nccl_bytes_per_s
     ]
-    return min(rates) if rates else 0.76 * kind.pcie_bytes_per_s or 12e9  # 0.76: width x speed / 80 against nominal
+    return min(rates) if rates else 0.76 * kind.pcie_bytes_per_s or 12e9  # width x speed / 80 over nominal
 
 
 def on_slower_ports(comm: Communicator, share: float) -> Communicator:
-    """Return a communicator whose ports have a `share` of their rate; what its host's links carry stays."""
+    """Return a communicator whose ports have `share` of their rate, on the same host links."""
     kept = min(1.0, share * comm.ports_bytes_per_s / comm.inter_bytes_per_s) if comm.inter_bytes_per_s else 1.0
     return replace(
         comm,
@@ -169,7 +172,7 @@ def on_slower_ports(comm: Communicator, share: float) -> Communicator:
 
 
 def on_fitted_links(comm: Communicator) -> Communicator | None:
-    """Return a communicator with NVLink as fast as that on which its curves were fitted; None where it is that fast."""
+    """Return a communicator with the NVLink rate at which its curves were fitted; None where it has that rate."""
     generation = comm.generation
     if generation is None or math.isclose(comm.link_bytes_per_s, generation.link_bytes_per_s):
         return None
@@ -182,7 +185,9 @@ def on_fitted_links(comm: Communicator) -> Communicator | None:
 
 
 def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:
-    """Speed a generation's kernels up for links faster than any it was fitted on. Slower links meet their ceiling."""
+    """Speed a generation's kernels up for links faster than any it was fitted on. On slower links their ceiling
+    applies.
+    """
     if link_bytes_per_s <= 1.2 * generation.link_bytes_per_s:
         return generation
     ratio = generation.link_bytes_per_s / link_bytes_per_s

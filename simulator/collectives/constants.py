@@ -1,7 +1,7 @@
 """Fitted constants by GPU generation; collective_curves.py says what each means and where the tables are from.
 
 Printed by `python -m tests.bench.fit_collectives TABLES` (microseconds, and microseconds per MB), written here in
-seconds. Entries that no table pins down are listed in `assumed` with the reasoning.
+seconds. `assumed` lists the entries that no table determines, with the reasoning.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Physics and choice are separate. `collective_curves` says how long a given algorithm and protocol takes; which one runs
 is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`),
-with their mistakes: a protocol left too early shows as a jump in the tables and in the prediction. All-to-all and
-send/recv, which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed by
-what is fastest.
+mistakes included: where NCCL changes protocol too early, both tables and predictions show a jump. All-to-all and
+send/recv, which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed as
+the fastest candidate.
 
 Sizes are nccl-tests' size column: the input of an all-reduce, broadcast, all-to-all or send; the output of an
 all-gather; the input of a reduce-scatter.
@@ -38,12 +38,12 @@ CUSTOM_ALGORITHMS = ("one_shot", "two_shot", "copy_engine")
 ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
 
 
-# Half-width of the 80 % interval, relative, where no fit covers the machine: what holds 80 % of the points of published
-# tables, each machine counted once (examples/validation/collectives.md, Ranges).
-SPREAD_BEYOND_FIT = 0.31  # NVLink with more ranks than the tables fitted, or a generation without a table
+# Relative half-width of the 80 % interval where no fit covers the machine: it contains 80 % of the points of published
+# tables, every machine having the same weight (examples/validation/collectives.md, Ranges).
+SPREAD_BEYOND_FIT = 0.31  # NVLink with more ranks than the fitted tables, or a generation without a table
 SPREAD_NETWORK = 0.35
 SPREAD_CUSTOM = 0.37  # kernels outside NCCL: one machine
-SPREAD_FLAT = 0.28  # PCIe and xGMI: of the worst machine, since efficiencies were read off the others' peaks
+SPREAD_FLAT = 0.28  # PCIe and xGMI: the worst machine's error; efficiencies come from the others' peaks
 
 # Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
 NET_PEER_CHANNELS = 2
@@ -54,7 +54,9 @@ _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One collective, costed. `channels` is NCCL's count; `sms` what it takes from other kernels (`held_sms`)."""
+    """One collective, costed. `channels` is NCCL's count; `sms` the SMs that it takes from other kernels
+    (`held_sms`).
+    """
 
     algorithm: str
     protocol: str
@@ -73,7 +75,7 @@ class _Options:
 
 
 def _crossings(op: str, nodes: int) -> float:
-    """Return how often the longest chain of an operation crosses between nodes: a tree's both ways, else a ring's."""
+    """Return how often the longest chain of ranks crosses between nodes: up and down a tree, or around a ring."""
     if nodes <= 1:
         return 0.0
     return 1.0 if op == "send_recv" else min(float(nodes), 2.0 * math.ceil(math.log2(nodes)))
@@ -81,10 +83,9 @@ def _crossings(op: str, nodes: int) -> float:
 
 @dataclass(slots=True)
 class CollectiveModel:
-    """Times of collectives on one cluster; measured samples, where there are any, go before the model.
-
-    `crossing_s`: what runs showed beyond that for every time that a chain of ranks crosses from one node to another;
-    `network_factor`: how many times as long as modelled what runs between nodes takes.
+    """Times of collectives on one cluster, measured where there are samples. `crossing_s` is added for every crossing
+    of a chain of ranks from one node to another; `network_factor` multiplies the modelled times of collectives between
+    nodes. Both come from measured runs.
     """
 
     cluster: Cluster
@@ -134,7 +135,7 @@ class CollectiveModel:
         return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def times_s(self, op: str, sizes: Floats, shape: GroupShape, *, algorithm: str | None = None) -> Floats:
-        """Return `time_s` of sizes in one row, each of which is found once."""
+        """Return `time_s` of sizes in one row; each size is cached."""
         known = self._times.setdefault((op, shape, algorithm), {})
         asked = sizes.tolist()
         if missing := [nbytes for nbytes in dict.fromkeys(asked) if nbytes not in known]:
@@ -236,11 +237,12 @@ def held_sms(
     int8: bool = False,
     algorithm: str | None = None,
 ) -> Floats:
-    """Return the SMs that a collective takes from other kernels while it lasts: one for each channel, and no more
-    SM seconds than over slower links.
+    """Return the SMs that a collective takes from other kernels while it lasts: one for each channel, but never more SM
+    seconds than over slower links.
 
     NCCL doubles its channels where links pass a rate (`nccl_model._duplicate`), and then holds twice the SMs for hardly
-    less time. Who wants the SMs can say `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones.
+    less time. A user who needs the SMs can set `NCCL_MAX_CTAS`, so faster links are taken to cost kernels no more than
+    slower ones.
     """
     held = _channels(comm, op, sizes, options)
     if op in {"all_to_all", "send_recv"}:
@@ -258,7 +260,7 @@ def held_sms(
 def _on_any_slower_ports(
     held: Floats, comm: Communicator, op: str, sizes: Floats, options: _Options, *, int8: bool, algorithm: str | None
 ) -> Floats:
-    """Return the SMs, but for no more SM seconds than over a slower network."""
+    """Return the SMs, reduced so that their SM seconds are no more than over any slower network."""
     for nccl in _machines_with_fewer_channels(comm.nccl):
         slower = on_slower_ports(comm, nccl.nic / comm.nccl.nic)
         there = _evaluate(slower, op, sizes, int8=int8, algorithm=algorithm)
@@ -267,13 +269,13 @@ def _on_any_slower_ports(
 
 
 def _for_as_long(held: Floats, there: _Options, here: _Options) -> Floats:
-    """Return the SMs that take as many SM seconds in the times of `here` as `held` ones in those of `there`."""
+    """Return the number of SMs whose SM seconds in `here` equal those of `held` SMs in `there`."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(held * there.time_s / here.time_s)
 
 
 def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> Floats:
-    """Return the SMs of each size: one a channel, none for copy engines."""
+    """Return the SMs for each size: one per channel, none for copy engines."""
     names = [options.names[pick] for pick in options.pick]
     counts = [
         0 if name == "copy_engine" else channel_count(comm, op, name, protocol, float(size))
@@ -284,7 +286,7 @@ def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> 
 
 @lru_cache(maxsize=256)
 def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
-    """Return the machines with slower networks on which NCCL finds fewer ring channels than on any that is faster."""
+    """Return the machines with slower networks on which NCCL finds fewer ring channels than on every faster one."""
     fewest, found = nccl_model.ring_graph(nccl).channels, []
     for rate in reversed(nccl_model.network_rates(nccl)):
         slower = replace(nccl, nic=rate)
@@ -295,7 +297,7 @@ def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
-    """Return the relative half-width of the 80 % interval and what the value rests on."""
+    """Return the relative half-width of the 80 % interval, and the value's source."""
     if custom:
         return SPREAD_CUSTOM, Source.DATASHEET
     if comm.nodes > 1:
@@ -308,7 +310,7 @@ def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, 
 
 
 def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorithm: str | None) -> _Options:
-    """Cost `op` at every size: by NCCL's choice on one NVLink node, else by the fastest candidate."""
+    """Cost `op` at every size: as NCCL chooses on one NVLink node, else as the fastest candidate."""
     if algorithm in CUSTOM_ALGORITHMS:
         return _fastest({(algorithm, "Simple"): custom_s(comm, op, algorithm, sizes)})
     if op in {"all_to_all", "send_recv"}:
@@ -323,7 +325,7 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
         chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
         if (fitted := on_fitted_links(comm)) is None:
             return chosen
-        # What NCCL chooses on other links than these may be slower on faster ones.
+        # With link rates other than the fitted ones, NCCL's choice may be slower on faster links.
         known = _as_nccl_chooses(fitted, op, sizes, int8=int8)
         return _better(chosen, known, faster=fitted.link_bytes_per_s < comm.link_bytes_per_s)
     else:
@@ -341,14 +343,14 @@ def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
 
 
 def _better(options: _Options, others: _Options, *, faster: bool) -> _Options:
-    """Return the faster of two choices at every size, or the slower."""
+    """Return the faster of two choices at every size; the slower one unless `faster`."""
     first = (options.time_s <= others.time_s) == faster
     pick = np.where(first, options.pick, others.pick + len(options.names))
     return _Options((*options.names, *others.names), np.where(first, options.time_s, others.time_s), pick)
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
-    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
+    """Cost what NCCL's formulas pick. A pair without a curve is costed as the ring in Simple."""
     starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not int8)
     names = tuple((line.algorithm, line.protocol) for line in lines)
     piece = np.searchsorted(starts, sizes, side="right") - 1
@@ -366,8 +368,8 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) 
 
 
 def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
-    """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth
-    counts, though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
+    """Cost an all-reduce between nodes without NVLS: NCCL's formulas change from tree to ring for large messages,
+    although on a few nodes the tree sends less. Low-latency protocols cost the same for both.
     """
     starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
     ring = np.array([line.algorithm == "ring" for line in lines])
@@ -384,9 +386,9 @@ def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
 def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Options:
     """Cost an all-reduce between nodes without NVLS so that no faster network makes it slower.
 
-    On faster ports NCCL may leave the tree for the ring at smaller sizes, where the tree over slower ports is faster
-    (examples/validation/monotone.md): that is then the bound. Where the faster of the two runs there is nothing to
-    bound, since neither is slower over faster ports.
+    On faster ports NCCL may change from tree to ring at smaller sizes, where the tree over slower ports is still faster
+    (examples/validation/monotone.md); then the time over slower ports is the bound. Where NCCL runs the faster of the
+    two no bound is needed, since neither is slower over faster ports.
     """
     options = _tree_or_ring(comm, sizes)
     late = options.time_s > np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0) * (1 + 1e-9)
@@ -400,11 +402,12 @@ def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Opt
 
 @lru_cache(maxsize=256)
 def _machines_that_switch_otherwise(nccl: NcclMachine) -> tuple[tuple[NcclMachine, float, float], ...]:
-    """Return the machines with slower networks on which NCCL leaves the tree or the ring at other sizes than on any
-    that is faster, each with the sizes from which on it does not run the tree, and the ring.
+    """Return the machines with slower networks on which NCCL changes between tree and ring at other sizes than on every
+    faster one; each with the size from which it no longer runs the tree, and that from which it no longer runs the
+    ring.
     """
     machines = [replace(nccl, nic=rate) for rate in (*nccl_model.network_rates(nccl), nccl.nic)]
-    fastest = {nccl_model.ring_graph(slower): slower for slower in machines}  # of those with the same channels
+    fastest = {nccl_model.ring_graph(slower): slower for slower in machines}  # of machines with the same channels
     known, found = set[tuple[tuple[float, bool], ...]](), []
     for slower in sorted(fastest.values(), key=lambda one: -one.nic):
         starts, chosen, lines = nccl_model.switches(slower, "all_reduce", allow_nvls=False)
@@ -419,11 +422,12 @@ def _machines_that_switch_otherwise(nccl: NcclMachine) -> tuple[tuple[NcclMachin
 
 
 def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
-    """Return the times of messages, which lie in the pieces `piece` of NCCL's choices, made never to fall with the
-    size.
+    """Return the times of messages, changed so that they never decrease with size; `piece` is the index of NCCL's
+    choice for each message.
 
-    `times` ends with those of every piece's first size. The curves of two algorithms need not meet where NCCL changes
-    from one to the other; more bytes never take less time, so no message takes longer than the first ones behind it.
+    `times` ends with the time of each piece's first size. The curves of two algorithms need not meet where NCCL changes
+    from one to the other. More bytes never take less time, so no message takes longer than the first message of a later
+    piece.
     """
     count = len(piece)
     behind = np.minimum.accumulate(times[count:][::-1])[::-1]
@@ -431,7 +435,7 @@ def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
 
 
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
-    """Return NCCL's channels for one call: one CTA, so one SM, each. Small messages get fewer."""
+    """Return NCCL's channels for one call; each is one CTA on one SM. Small messages get fewer."""
     if algorithm == "p2p":
         if op == "send_recv" and comm.nodes > 1:
             return NET_PEER_CHANNELS
@@ -444,7 +448,7 @@ def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, si
     if algorithm == "copy_engine":
         return 0
     if algorithm in {"one_shot", "two_shot"}:
-        return 24  # assumed: what torch's symmetric-memory all-reduces launch
+        return 24  # assumed: the SMs that torch's symmetric-memory all-reduces use
     most = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(comm.nccl).channels)
     per_channel = _BYTES_PER_CHANNEL[protocol] * (comm.ranks if protocol == "LL" else 1)
     return int(np.clip(np.ceil(size / per_channel), 1, most))

@@ -8,11 +8,11 @@ dependent steps,
     W = max(B * (sent * s + buffer), B * s / (ceiling * link rate))
 
 - L is latency: launching the kernel, and one flag exchange a step. `second` is what a second CTA costs: up to about
-  4 KiB a rank NCCL runs one, above it several, which must all have started and ended.
+  4 KiB a rank NCCL runs one, above it several, and the last of them ends later.
 - W is work. `sent` is seconds for each byte pushed over the link, `buffer` for each byte of the user's buffer that the
-  same CTAs copy locally (first step in, last step out). With both, times at n = 2 and 4 predict those at 8: a bus
-  bandwidth alone cannot, because two ranks copy as much locally as they send. No fabric carries more than `ceiling` of
-  its nominal rate.
+  same CTAs copy locally (first step in, last step out). With both terms, times at n = 2 and 4 predict those at 8. A bus
+  bandwidth alone does not, because two ranks copy as much locally as they send. No fabric carries more than `ceiling`
+  of its nominal rate.
 - p is how much of the latency hides behind the work: 1 adds them, larger values overlap them.
 - F is pipeline fill: chunks grow with the message until they reach the protocol's buffer, and the last one drains
   alone.
@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 # A ring reaches 367 of 450 GB/s on H200 (16 GiB, stas00), 235 of 300 on A100: protocol headers and credits keep
 # NVLink below about 82 % of nominal (NVIDIA/nccl-tests#212 says the same of H100: 370 of 450 is expected).
 LINK_CEILING = 0.82
-# Bytes a rank at which half of what a second thread block adds to the latency has come. Source: assumed.
+# Bytes per rank at which half of the latency of a second thread block has been added. Source: assumed.
 SECOND_CTA_BYTES = 4096.0
 
 
@@ -56,7 +56,7 @@ class Curve:
 
     base_s: float
     step_s: float
-    reduce_step_s: float  # the same for an all-reduce, whose first half also adds
+    reduce_step_s: float  # the same for an all-reduce, whose first half also reduces
     bytes: dict[str, ByteCost]
     second_s: float = 0.0
     sharpness: float = 1.0
@@ -108,45 +108,44 @@ class PeerCurve:
     sent_s: float
     buffer_s: float
     channel_bytes_per_s: float
-    pair_bytes_per_s: float  # one peer at a time, all channels: send/recv's ceiling
+    pair_bytes_per_s: float  # to one peer at a time over all channels: the ceiling of send/recv
 
 
 P2P_CHANNELS = 32  # of a communicator
-P2P_CHANNEL_BYTES = 16 * MIB  # 32 chunks of 512 KiB: the most one channel is given before their number doubles
+P2P_CHANNEL_BYTES = 16 * MIB  # 32 chunks of 512 KiB: beyond that NCCL doubles the channels
 P2P_LL_CHANNEL_BYTES = 128 * 2**10  # send/recv leaves LL above this much a channel (B200 table: dip at 1 MiB on 4)
-LL_STEP_BYTES = 16 * 1024  # of a message, for each of which LL takes a channel more
+LL_STEP_BYTES = 16 * 1024  # LL uses one channel more for each such piece of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Everything the model knows about one NVLink generation."""
+    """All constants of one NVLink generation."""
 
     name: str
     curves: dict[str, Curve]  # "ring/LL", "ring/LL128", "ring/Simple", "nvls/Simple"
     peer: PeerCurve
     spread: float  # half-width of the 80 % interval, relative, on groups like those fitted
     tables: str
-    link_bytes_per_s: float  # one GPU's links, of the machines fitted
-    nccl_bytes_per_s: float  # what NCCL counts for them: links x speed of its topo.h
+    link_bytes_per_s: float  # one GPU's link rate on the fitted machines
+    nccl_bytes_per_s: float  # the rate that NCCL counts for it: links x speed of its topo.h
     fitted_ranks: int  # largest group in the tables
     assumed: tuple[str, ...] = ()
-    fitted: Generation | None = None  # of which this one is an extrapolation to faster links
+    fitted: Generation | None = None  # the generation from which this one is extrapolated to faster links
 
 
 def peer_channels(ranks: int, message: Floats) -> Floats:
-    """Return channels NCCL gives one message of `message` bytes: its share of 32, doubled while one would exceed 16
-    MiB.
-    """
+    """Return channels NCCL gives one message of `message` bytes: its share of 32, doubled until none exceeds 16 MiB."""
     fair = max(1, P2P_CHANNELS // (1 << (ranks - 1).bit_length()))
     doublings = np.ceil(np.log2(np.maximum(message / (fair * P2P_CHANNEL_BYTES), 1.0)))
     return np.asarray(np.minimum(fair * 2.0**doublings, P2P_CHANNELS), dtype=np.float64)
 
 
 def _channel_bytes(ranks: int, message: Floats) -> Floats:
-    """Return the bytes that bound a message's time on its channels, which never fall with its size.
+    """Return the bytes that decide a message's time on its channels; they never decrease with its size.
 
-    Channels double once one would exceed 16 MiB, and then have 8 each. A table of eight B200 shows no faster message
-    there (`HGX B200 x8`: 792, 799 and 808 us for 64, 128 and 256 MiB), so a larger one takes no less than 16 MiB do.
+    When a channel would exceed 16 MiB, the number of channels doubles and each has 8 MiB. A table of eight B200 shows
+    no shorter time there (`HGX B200 x8`: 792, 799 and 808 us for 64, 128 and 256 MiB), so a larger one takes no less
+    than 16 MiB do.
     """
     full = np.minimum(message / max(1, P2P_CHANNELS // (1 << (ranks - 1).bit_length())), P2P_CHANNEL_BYTES)
     return np.maximum(message / peer_channels(ranks, message), full)

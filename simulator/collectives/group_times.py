@@ -16,20 +16,19 @@ from topology.rates.groups import GroupShape, group_shape
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
 
-REMEMBERED = 256  # plans of one group whose times are remembered by their sizes
+REMEMBERED = 256  # largest group of plans whose times are cached by size
 
 
 @dataclass(slots=True)
 class GroupTimes:
-    """Where each plan's groups lie on `cluster`, and what collectives cost there.
+    """Placement of each plan's groups on `cluster`, and the times of their collectives.
 
     Axes: `tp`, `cp`, `etp`, `ep` and `etp_ep` (both), `pp` (neighbouring stages; `pp_across` where they are on
     different nodes), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
 
-    `models_by_plan` has a model for each plan where they run on clusters that differ in the rates of their links.
-    `factor`: how many times as long collectives take in a runtime's steps as by themselves, a column where plans
-    differ in it.
+    `models_by_plan` has a model for each plan where plans run on clusters with different link rates. `factor` is the
+    time of a collective in a runtime's step over its time alone, an array of shape (plans,) where plans differ in it.
     """
 
     cluster: Cluster
@@ -40,7 +39,7 @@ class GroupTimes:
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
     _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
-    # What has been asked: plans that are taken from others ask the same.
+    # Cache shared with tables taken from this one.
     _loads: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
@@ -57,7 +56,7 @@ class GroupTimes:
         return out
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
-        """Return the times of some of the plans, those of `table`."""
+        """Return the times for the plans `rows`, whose table is `table`."""
         models_by_plan = tuple(self.models_by_plan[row] for row in rows) if self.models_by_plan else ()
         shapes = {axis: (shapes, which[rows]) for axis, (shapes, which) in self._shapes.items()}
         return replace(
@@ -76,7 +75,7 @@ class GroupTimes:
         for model, shape, every in self.shapes(axis):
             rows = every & (nbytes > 0)
             if rows.any() and not np.isfinite(model.time_s(op, float(nbytes[rows][0]), shape)):
-                continue  # nothing joins these ranks
+                continue  # no links connect these ranks
             sizes, which = np.unique(nbytes[rows], return_inverse=True)
             key = (id(model), op, shape, sizes.tobytes())
             if key not in self._loads:
@@ -99,7 +98,9 @@ class GroupTimes:
         return across, share, rate
 
     def shapes(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
-        """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
+        """Return (model, shape, rows) for each distinct group along an axis; `rows` is a mask of its plans. Groups of
+        one rank are left out.
+        """
         if axis not in self._same_groups:
             shapes, which = self._axis(axis)
             numbers = {id(model): number for number, model in enumerate(self.models_by_plan)}
@@ -131,7 +132,7 @@ class GroupTimes:
         return self._shapes[axis]
 
     def _orders(self) -> tuple[tuple[Order, ...], NDArray[np.int64]]:
-        """Return (orders of the GPUs of a node, which of them each plan has); () is that which is best for each
+        """Return (the orders of a node's GPUs that plans have, the index of each plan's); () is the best order for each
         group.
         """
         if self._of_row is None:
@@ -152,14 +153,14 @@ class GroupTimes:
         return self._of_row
 
     def _placed(self, shape: GroupShape, order: Order, axis: str) -> GroupShape:
-        """Return `shape` on the GPUs that an order of a node's GPUs gives it."""
+        """Return `shape` with the GPU positions that an order of a node's GPUs gives it."""
         if not order or shape.ranks_per_node < 2:
             return shape
         pattern = (shape.ranks_per_node, shape.stride, axis == "pp")
         return replace(shape, placed=groups_on(order, pattern, node_rates(self.cluster)))
 
     def patterns(self, row: int) -> frozenset[Pattern]:
-        """Return how a plan's groups lie on a node: what decides which orders of its GPUs are worth trying."""
+        """Return the pattern of a plan's groups on a node, which decides what orders of its GPUs are worth trying."""
         found = set()
         for axis in AXES:
             shape = self.shape(axis, row)
@@ -168,7 +169,7 @@ class GroupTimes:
         return frozenset(found)
 
     def shape(self, axis: str, row: int = 0) -> GroupShape:
-        """Return how one plan's groups along `axis` lie on the machine."""
+        """Return the shape of one plan's groups along `axis` on the machine."""
         shapes, which = self._axis(axis)
         return shapes[int(which[row])]
 
@@ -191,7 +192,7 @@ class GroupTimes:
                 return t["ep"], expert_stride
             case "etp_ep":
                 return t["ep"] * t["etp"], one
-            case "tp_pair" | "cp_pair":  # two neighbours of a ring; those that are furthest apart decide
+            case "tp_pair" | "cp_pair":  # of the pairs of neighbours, those furthest apart decide
                 size, stride = self.extent(axis.removesuffix("_pair"))
                 node = float(self.cluster.gpus_per_node)
                 return np.minimum(size, 2.0), np.where(size * stride > node, np.maximum(stride, node), stride)
@@ -214,7 +215,7 @@ class GroupTimes:
         raise ValueError(axis)
 
 
-# What a plan's ranks talk along; see `GroupTimes.extent`.
+# Axes along which a plan's ranks communicate; see `GroupTimes.extent`.
 AXES = (
     *("tp", "cp", "etp", "ep", "etp_ep", "pp", "pipeline", "fsdp", "replicate", "dp", "expert_fsdp", "expert_dp"),
     *("tp_pair", "cp_pair"),

@@ -1,4 +1,4 @@
-"""How a kernel gets onto the GPU, which decides small messages more than the wire does."""
+"""How a kernel is launched, which matters more than the wire for small messages."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class LaunchMode(StrEnum):
 
 # torch 2.11 on a 4 x H200 host issues a collective every 17.5 us, whatever the op, up to 1 MiB (measured there).
 EAGER_ISSUE_S = 17.5e-6
-# all_reduce_bench.py waits for each call: 8 x H200 takes 40 us at 32 KiB, nccl-tests 18 us; 20 to 25 us at all sizes
-# (github.com/stas00/ml-engineering @744d01e1 against github.com/ai-dynamo/aiconfigurator @095f58a5).
+# all_reduce_bench.py waits for each call: 8 x H200 takes 40 us at 32 KiB where nccl-tests takes 18; the difference is
+# 20 to 25 us at all sizes (github.com/stas00/ml-engineering @744d01e1, github.com/ai-dynamo/aiconfigurator @095f58a5).
 ISOLATED_HOST_S = 22e-6
 
 
 def launched(
     device_s: NDArray[np.float64], launch: LaunchMode, *, issue_s: float = EAGER_ISSUE_S
 ) -> NDArray[np.float64]:
-    """Return what the caller waits for, given device time; `issue_s` is the host's time per eager call."""
+    """Return the time that the caller waits, from the device time; `issue_s` is the host's time per eager call."""
     if launch is LaunchMode.EAGER:
         return np.maximum(device_s, issue_s)
     if launch is LaunchMode.ISOLATED:
@@ -41,7 +41,7 @@ def launched(
 
 
 def device_time_s(time_s: float, launch: LaunchMode, *, issue_s: float = EAGER_ISSUE_S) -> float | None:
-    """Return the device time inside a measured time, or None where the host hid it."""
+    """Return the device time within a measured time, or None where the host's time hid it."""
     if launch is LaunchMode.EAGER:
         return time_s if time_s > 1.3 * issue_s else None
     if launch is LaunchMode.ISOLATED:

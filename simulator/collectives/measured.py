@@ -1,11 +1,12 @@
-"""Collectives measured on this very machine, and what they say about sizes, groups and ops in between.
+"""Collectives measured on this machine, and times between the measured sizes, groups and operations.
 
-Between two measured sizes a straight line in log-log is wrong where the protocol changes: the time jumps. The model
-knows where such regions lie, so what is interpolated is the *ratio* measured / model, in log-log, and the result is the
-model bent through the samples. As a time cannot fall with size inside a region, it is kept between its neighbours.
-Outside the measured range the end's ratio fades, by half every factor of 64 in size, as latency says nothing of
-bandwidth; other group sizes and ops get half of the ratio for each step away, since part of an error is the machine's
-(a slow host, a link at half rate) and part is the curve's.
+A straight line in log-log between two measured sizes is wrong where the protocol changes, since the time jumps. The
+model knows these sizes, so the *ratio* measured / model is interpolated in log-log, which bends the model through the
+samples. A time cannot decrease with size inside a region, so it is kept between its neighbours.
+
+Outside the measured range the ratio of the last sample fades by half for every factor of 64 in size, as latency says
+nothing of bandwidth. Other group sizes and operations get half of the ratio for each step away, since part of an error
+belongs to the machine (a slow host, a link at half rate) and part to the curve.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ Model = Callable[[str, Floats, GroupShape], Floats]
 Ratios = dict[tuple[str, GroupShape], Floats]  # log(measured / model) by op and group
 
 NOISE = 0.033  # two runs of one point differ by 3.3 % in the median (public tables)
-# Beyond the measured range half of a correction is left after this factor in size. Source: assumed.
+# Beyond the measured range a correction is halved for every such factor in size. Source: assumed.
 FADE = 64.0
 DEVICE_ALONE = (LaunchMode.GRAPH, LaunchMode.QUEUED)
-# A size counts as known when a sample lies within this factor on either side. Source: assumed.
+# A size counts as measured when a sample lies within this factor on both sides. Source: assumed.
 REACH_BYTES = 4.0
 
 
@@ -75,15 +76,14 @@ class MeasuredCollectives:
         }
 
     def issue_s(self, op: str) -> float:
-        """Return how long this machine's host takes to issue an eager call of `op`, as far as the samples show it."""
+        """Return the host's time to issue an eager call of `op`, as far as the samples show it."""
         return self._issue_s.get(op, EAGER_ISSUE_S)
 
     def blend(
         self, op: str, sizes: Floats, shape: GroupShape, model: Model, ratios: Ratios | None = None
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return (seconds, which of them rest on samples of this very op and group).
-
-        `ratios` belongs to `model`: what measured times are over its own, found when first needed.
+        """Return (seconds, mask of those from samples of this op and group). `ratios` caches measured over modelled
+        times of `model`.
         """
         ratios = {} if ratios is None else ratios
         base = model(op, sizes, shape)
@@ -117,7 +117,7 @@ class MeasuredCollectives:
         if key not in ratios:
             logs = np.log(series.times / model(op, series.sizes, shape))
             power = float(np.mean(logs**2))
-            # Where model and samples agree within the noise, the noise is not worth following.
+            # Differences within the noise are not corrected.
             ratios[key] = logs * power / (power + NOISE**2)
         inside = np.interp(np.log(np.maximum(sizes, 1.0)), np.log(series.sizes), ratios[key])
         beyond = np.maximum(np.maximum(series.sizes[0] / np.maximum(sizes, 1.0), sizes / series.sizes[-1]), 1.0)
@@ -125,9 +125,8 @@ class MeasuredCollectives:
 
 
 def _issue_times(samples: tuple[CollectiveSample, ...]) -> dict[str, float]:
-    """Return the host's time per eager call, by op: what eager calls take where the device alone is well below it.
-
-    Only sizes measured both eagerly and without the host tell the two apart.
+    """Return the host's time per eager call, by op: the time of eager calls where the device's time is well below it.
+    Only sizes measured both eagerly and without the host separate the two.
     """
     alone = {(s.op, s.ranks, s.nodes, s.nbytes): s.time_s for s in samples if s.launch in DEVICE_ALONE}
     hosts: dict[str, list[float]] = defaultdict(list)
@@ -139,7 +138,7 @@ def _issue_times(samples: tuple[CollectiveSample, ...]) -> dict[str, float]:
 
 
 def _neighbours(series: _Series, sizes: Floats) -> tuple[Floats, Floats]:
-    """Return the least and most a time can be between its measured neighbours (no limit beyond the ends)."""
+    """Return the least and greatest time between measured neighbours (no limit beyond the ends)."""
     at = np.searchsorted(series.sizes, sizes, side="right")
     below = np.where(at > 0, series.times[np.maximum(at - 1, 0)], 0.0)
     above = np.where(at < len(series.sizes), series.times[np.minimum(at, len(series.times) - 1)], np.inf)

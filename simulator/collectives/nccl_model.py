@@ -1,10 +1,10 @@
-"""What NCCL 2.30.7 believes a collective costs, and so which algorithm and protocol it picks.
+"""NCCL 2.30.7's own cost model, and the algorithm and protocol that it chooses.
 
 NCCL chooses by a cost model of its own: it searches the topology for channels, gives every (algorithm, protocol) pair
-a latency and a bandwidth, and takes the smallest `latency + bytes / bandwidth`. This file is that model written from
-its description (github.com/NVIDIA/nccl @5067397c, src/graph/{topo.h,search.cc,tuning.cc}, src/sym_kernels.cc). It has
-two uses: a baseline to be measured against, and the *choice* inside our own model, since a wrong belief of NCCL's is a
-real cost on the machine (it leaves LL for Simple at 8 MiB on four GB200 although LL would be faster there).
+a latency and a bandwidth, and takes the smallest `latency + bytes / bandwidth`. This module implements that model from
+its source (github.com/NVIDIA/nccl @5067397c, src/graph/{topo.h,search.cc,tuning.cc}, src/sym_kernels.cc). It has two
+uses: a baseline to be measured against, and the *choice* inside our own model, since a wrong choice of NCCL costs real
+time (it leaves LL for Simple at 8 MiB on four GB200 although LL would be faster there).
 
 Units inside are NCCL's: microseconds, and GB/s (1e9 bytes per second). The public functions speak seconds and bytes.
 """
@@ -38,9 +38,10 @@ _INTER_SPEEDS: _Speeds = {
     100: (96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 }
 MAX_CHANNELS = 32
-LL128_BLACKWELL = 40.0  # GB/s a ring channel, 2.30.7
+LL128_BLACKWELL = 40.0  # GB/s per ring channel, 2.30.7
 _NVLS_HEADS = 8
-# Slower than any speed of the SM100 list: PCIe cards of that generation. Which speeds NCCL tries there is not known.
+# PCIe cards of the SM100 generation are slower than every speed of its list. It is not known which speeds NCCL tries
+# there.
 _PCIE_SPEEDS = (15, 12, 9, 6, 3)
 
 # tuning.cc. Rows are LL, LL128, Simple.
@@ -66,7 +67,7 @@ _TREE_LL128_PER_CHANNEL = ((20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (36.7, 36.7, 
 _TREE_PER_CHANNEL = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 _NVLS_TREE_PER_CHANNEL = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 57.7, 45.5), (0.0, 96.0, 80.0))
 _NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
-# How far trees stay behind the straight line, by log2(bytes / 64) and protocol (tuning.cc).
+# By how much trees stay below the straight line, by log2(bytes / 64) and protocol (tuning.cc).
 _TREE_CORRECTION = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1),
@@ -76,7 +77,7 @@ _TREE_CORRECTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclMachine:
-    """What of a communicator and its machine enters NCCL's formulas. Rates are GB/s of NCCL's own topology model.
+    """The inputs of NCCL's formulas about a communicator and its machine. Rates are GB/s of NCCL's own topology model.
 
     `nvlink` is per GPU and direction, 0 without NVLink; `pcie` is the narrowest PCIe or socket link on the path
     between neighbours; `nic` is one port, `nics` how many ports a node gives this communicator.
@@ -91,8 +92,8 @@ class NcclMachine:
     nics: int = 0
     nvls: bool = False
     amd_cpu: bool = False
-    net_latency: float = 0.0  # microseconds NCCL reads from the network plugin
-    ll128_blackwell: float = LL128_BLACKWELL  # GB/s a Blackwell ring channel is believed to carry in LL128
+    net_latency: float = 0.0  # microseconds, which NCCL reads from the network plugin
+    ll128_blackwell: float = LL128_BLACKWELL  # GB/s that NCCL assumes for a Blackwell ring channel in LL128
 
     @property
     def ranks_per_node(self) -> int:
@@ -123,7 +124,9 @@ def _speed_list(table: _Speeds, compute_capability: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def ring_graph(machine: NcclMachine) -> Graph:
-    """Return the ring channels: the per-channel speed whose whole number of channels uses most of the links."""
+    """Return the ring channels: of all per-channel speeds, the one whose whole number of channels uses the
+    links best.
+    """
     intra = machine.nvlink or machine.pcie
     inside = machine.ranks_per_node > 1
     speeds = _speed_list(_INTRA_SPEEDS if machine.nodes == 1 else _INTER_SPEEDS, machine.compute_capability)
@@ -146,8 +149,8 @@ def ring_graph(machine: NcclMachine) -> Graph:
 
 
 def network_rates(machine: NcclMachine) -> tuple[float, ...]:
-    """Return the rates of NICs in GB/s, up to the machine's, just below which the search of channels finds others,
-    rising.
+    """Return the NIC rates in GB/s, ascending and up to the machine's, just below which NCCL's search finds other
+    channels.
     """
     if machine.nodes == 1:
         return ()
@@ -166,7 +169,7 @@ def _duplicate(machine: NcclMachine, speed: float, channels: int) -> Graph:
 
 
 def tree_graph(machine: NcclMachine) -> Graph:
-    """Return the tree channels: as many as the ring has, at the speed a chain through the node leaves room for.
+    """Return the tree channels: as many as the ring has, at the speed that a chain through the node allows.
 
     A chain over n GPUs loads each port (n - 1)/n of the time when the ends rotate. Two real graph dumps agree: two
     H200 12 x 60, four GB300 16 x 50 (a perfectly balanced 60 is not found, so 5 % must stay free above two GPUs).

@@ -64,7 +64,9 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One predicted point. `error` is predicted / measured - 1; `known` marks a size that the model was given."""
+    """One predicted point. `error` is predicted / measured - 1; `known` marks a size that was given to the model as a
+    sample.
+    """
 
     machine: str
     op: str
@@ -87,7 +89,9 @@ class SkippedTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Mean and median absolute relative error, median predicted / measured, and how many lie in their interval."""
+    """Mean and median absolute relative error, median predicted / measured, and how many points lie in their
+    interval.
+    """
 
     points: int
     mean_error: float
@@ -118,12 +122,12 @@ def read_tables(path: str | Path) -> list[JsonObject]:
 
 
 def cluster_for_machine(text: str, gpus: int, nodes: int, interconnect: str) -> Cluster | None:
-    """Return the catalogue's cluster for a machine described in words, or None if no GPU of ours is named.
+    """Return the catalogue's cluster for a machine described in words, or None if it names no GPU of the catalogue.
 
     The driver's name in parentheses counts first, then words. Ranks that share one multi-node NVLink domain get one
     node. `NIC` speed is read from words such as `8x400G`.
     """
-    catalog: Any = import_module("topology.catalog.clusters")  # loads data files: only when tables are asked for
+    catalog: Any = import_module("topology.catalog.clusters")  # loads data files, so it is imported only when needed
     names: Any = import_module("topology.catalog.gpus")
 
     words = f"{text} {interconnect}".lower()
@@ -165,7 +169,7 @@ def evaluate(
 
     `model` is one of COST_MODELS. With `known_every` k, rows 0, k, 2k, ... of each table are given to the model as
     samples of the machine and only the others are predicted. `samples_of` gives what a profile measured on a cluster.
-    `launch` and `algorithm` are taken instead of what a table says. Intervals of NCCL's formulas are the value itself.
+    `launch` and `algorithm` override those of a table. NCCL's formulas have intervals of width zero.
     """
     if model not in COST_MODELS:
         raise BadInput(f"unknown cost model {model!r}", remedy=f"use one of {', '.join(COST_MODELS)}")
@@ -222,7 +226,7 @@ class _Table:
         ]
         if not rows:
             raise _SkipTableError("no row says how many bytes it moved")
-        # One node: bandwidths are what is printed where a time is missing.
+        # For one node: the bandwidths of rows that do not give a time.
         factor = steps_and_share(op, gpus)[1] if op not in {"send_recv", "broadcast"} else 1.0
         return _Table(
             machine=str(table.get("machine", "")),
@@ -272,7 +276,7 @@ def _predict(
     known = models[key]
     if known is None:
         raise _SkipTableError("no GPU of the catalogue is named in the machine's description")
-    # A node is what shares NVLink: several hosts of a rack are one.
+    # Hosts of a rack that share NVLink count as one node.
     nodes = -(-table.gpus // known.cluster.gpus_per_node)
     shape = GroupShape(ranks=table.gpus, ranks_per_node=-(-table.gpus // nodes))
     given = [known_every is not None and i % known_every == 0 for i in range(len(table.sizes))]
@@ -362,7 +366,7 @@ def band_of(size: int) -> str:
 
 
 def score(rows: Iterable[TableRow]) -> Score | None:
-    """Return the error of rows that were measured, or None when there are none."""
+    """Return the errors of the measured rows, or None when there are none."""
     scored = [row for row in rows if row.error is not None and row.measured_s is not None]
     if not scored:
         return None

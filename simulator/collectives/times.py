@@ -21,8 +21,8 @@ from simulator.collectives.curves import (
 )
 from simulator.collectives.nccl_model import LL_CAP
 
-# PCIe and xGMI: share of the nominal rate a large NCCL, RCCL or oneCCL message reaches. PCIe: RTX PRO 6000 x8 24.7 to
-# 46.5 of 63 GB/s by switch set-up, L40S x2 20 of 31.5, Arc Pro B60 19 of 31.5. xGMI: MI300X x8 313 of 448, MI355X x8
+# PCIe and xGMI: share of the nominal rate that a large NCCL, RCCL or oneCCL message reaches. PCIe: RTX PRO 6000 x8 24.7
+# to 46.5 of 63 GB/s by switch set-up, L40S x2 20 of 31.5, Arc Pro B60 19 of 31.5. xGMI: MI300X x8 313 of 448, MI355X x8
 # 407 of 535. (hardware measurements listed in stas00/ml-engineering, aiconfigurator, rtx6kpro.)
 PCIE_EFFICIENCY = 0.6
 XGMI_EFFICIENCY = 0.72
@@ -42,11 +42,11 @@ LOAD_STORE_EFFICIENCY, COPY_ENGINE_EFFICIENCY = 0.76, 0.82
 # One-shot kernels take 3.2 to 5.2 us at 256 B (TensorRT-LLM, H100 and B200), 4.7 in a graph (vLLM, H100); one more flag
 # exchange for two-shot.
 CUSTOM_BASE_S, CUSTOM_SYNC_S = 4.5e-6, 1.5e-6
-COPY_ENGINE_BASE_S, COPY_ENGINE_CALL_S = 8e-6, 2e-6  # assumed: a stream memory operation each side, one copy a peer
+COPY_ENGINE_BASE_S, COPY_ENGINE_CALL_S = 8e-6, 2e-6  # assumed: one stream memory operation per side, one copy per peer
 
 
 def steps_and_share(op: str, ranks: int) -> tuple[int, float]:
-    """Return a ring's dependent steps and the share of the buffer each rank sends."""
+    """Return the number of a ring's dependent steps, and the share of the buffer that each rank sends."""
     if op == "all_reduce":
         return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
     if op == "broadcast":
@@ -67,7 +67,7 @@ def _flat_curves(comm: Communicator) -> dict[str, Curve]:
 
     if comm.architecture.startswith("Xe"):
         # oneCCL on Arc Pro B60, 2 and 4 GPUs: no low-latency protocol, and an all-gather takes as long as n
-        # reduce-scatters (9.5 and 4.6 GB/s bus against 19), so each rank seems to fetch every part on its own.
+        # reduce-scatters (9.5 and 4.6 GB/s bus against 19), so each rank seems to fetch every part separately.
         direct = curve(12.0e-6, 0.9e-6, per_byte)
         gather = {op: ByteCost(sent_s=per_byte * comm.ranks, buffer_s=0.0) for op in ("all_gather", "broadcast")}
         direct = replace(direct, bytes=direct.bytes | gather)
@@ -86,7 +86,7 @@ def curve_of(comm: Communicator, algorithm: str, protocol: str) -> Curve | None:
     key = f"{algorithm}/{protocol}"
     if key in curves:
         return curves[key]
-    # A tree inside one node is a chain with the ring's steps; NVLS where no table fits it borrows nothing.
+    # Inside one node a tree is a chain with as many steps as the ring. NVLS without a table has no substitute.
     return curves.get(f"ring/{protocol}") if algorithm == "tree" else None
 
 
@@ -100,7 +100,7 @@ def single_node_s(
     steps, share = steps_and_share(op, comm.ranks)
     fill_scale = 1.0
     if algorithm == "nvls":
-        # The switch adds: a port carries the buffer once up and one n-th of it back, whatever the number of ranks.
+        # The switch does the sum: a port carries the buffer once up and one n-th of it back, for any number of ranks.
         # Every GPU is a head with its own pipeline: 8 B200 fill 45 us, 72 GB200 about nine times that.
         steps, share, fill_scale = 1, 1.0, comm.ranks / 8
     return curve_time_s(
@@ -133,7 +133,7 @@ def _multi_node_peer_s(comm: Communicator, op: str, size: Floats) -> Floats:
     n, ppn = comm.ranks, comm.ranks_per_node
     hop = NET_STEP_S + comm.hop_s
     network = comm.inter_peer_bytes_per_s * NET_PEER
-    if op == "send_recv":  # all the node's ranks cross at once in the worst case: pipeline stages on separate nodes
+    if op == "send_recv":  # worst case: all ranks of the node cross at once, as with pipeline stages on separate nodes
         return np.asarray(12e-6 + hop + size * ppn / network)
     outside = size * ppn * (n - ppn) / n / network
     local = np.zeros_like(size)
@@ -148,9 +148,9 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     """Return {(algorithm, protocol): seconds} over several nodes: low latency by tree or ring, bulk by (NVLS) tree or
     ring.
 
-    Bulk work is the slower of what a node does inside and what its network carries, joined by a 4-norm since the two
-    are pipelined. A tree sends 2 (k - 1) / k of the buffer per node of k, a ring 2 (n - 1) / n for an all-reduce of n
-    ranks and (n - 1) / n for a gather or scatter.
+    The time of large messages is the 4-norm of the time inside a node and that on the network, since the two are
+    pipelined. A tree sends 2 (k - 1) / k of the buffer per node of k, a ring 2 (n - 1) / n for an all-reduce of n ranks
+    and (n - 1) / n for a gather or scatter.
     """
     n, k, ppn = comm.ranks, comm.nodes, comm.ranks_per_node
     if not comm.inter_bytes_per_s:
@@ -203,8 +203,8 @@ def _both(a: Floats, b: Floats) -> Floats:
 def custom_s(comm: Communicator, op: str, algorithm: str, size: Floats) -> Floats:
     """Return seconds of kernels outside NCCL's tuner, on one node; infinite where they cannot do `op`.
 
-    `one_shot` and `two_shot` are all-reduces over peer memory; `nvls` there is the multimem kernel. `copy_engine`
-    moves without SMs, so it cannot reduce.
+    `one_shot` and `two_shot` are all-reduces over peer memory; `nvls` there is the multimem kernel. `copy_engine` uses
+    no SMs, so it cannot reduce.
     """
     n, link = comm.ranks, comm.link_bytes_per_s
     _, share = steps_and_share(op, n)

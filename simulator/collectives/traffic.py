@@ -1,4 +1,4 @@
-"""What a collective sends through the ports of its ranks, and what these carry."""
+"""Bytes that a collective sends through the ports of its ranks, and the rates of these ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
-# Which share of what a collective's ranks send through their ports each of them carries, per byte of the buffer.
+# Bytes through each rank's port per byte of the buffer, by number of ranks.
 TRAFFIC: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -17,7 +17,7 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "send_recv": lambda _: 1.0,
 }
 
-# Algorithms that reduce inside a node before anything leaves it.
+# Algorithms that reduce inside a node before they send to other nodes.
 REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})
 
 
@@ -29,10 +29,10 @@ def port_share(op: str, algorithm: str, shape: GroupShape) -> float:
 
 
 def bottleneck_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
-    """Return (what a group's traffic passes at every rank: "port" or "nic", how much of a rank's rate passes there).
+    """Return ("port" or "nic", whichever limits a rank's traffic; the share of that traffic that passes it).
 
-    A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the ranks'
-    NICs.
+    A ring enters and leaves every node once, however many ranks it has there, and its channels spread that over the
+    ranks' NICs.
     """
     return ("port", 1.0) if nodes == 1 else ("nic", 1.0 / ranks_per_node)
 

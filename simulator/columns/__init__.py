@@ -1,4 +1,4 @@
-"""Many plans at once, as columns: the form in which thousands of candidates are judged and costed.
+"""Many plans at once, as columns: the form in which rules and costs are applied to thousands of candidates.
 
 May import `config`.
 """

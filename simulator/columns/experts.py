@@ -1,4 +1,4 @@
-"""Experts on ranks: who splits them, who shares them, and how many rows of tokens reach a rank."""
+"""Experts on ranks: how many ranks split each expert, how many share them, and how many rows of tokens reach a rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from simulator.config.model import MixtureOfExperts
 from simulator.config.workload import Workload
 
 Floats = NDArray[np.float64]
-# What ranks of tensor parallelism do with experts where a plan does not say: leave each whole, split each, or split
-# them where there is no expert parallelism.
+# What the ranks of tensor parallelism do with experts where a plan does not state it: keep each expert whole, split
+# each, or split each only without expert parallelism.
 EXPERT_SPLITS = ("whole", "tp", "alone")
 
 
 def expert_split(given: PlanColumns, default: str) -> NDArray[np.int64]:
-    """Return how many ranks split each expert. Without sequence parallelism all ranks of tensor parallelism do: they
-    hold the same tokens.
+    """Return how many ranks split each expert. Without sequence parallelism these are all ranks of tensor parallelism,
+    which hold the same tokens.
     """
     split = {"whole": np.ones_like(given.tp), "tp": given.tp, "alone": np.where(given.ep > 1, 1, given.tp)}[default]
     chosen = np.where(given.etp > 0, given.etp, np.where(given.sequence_parallel, split, given.tp))
@@ -30,9 +30,10 @@ def expert_split(given: PlanColumns, default: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRanks:
-    """How ranks share experts, a column each: `tp` ranks of tensor parallelism, with other tokens each where they are
-    `apart`; `ep` ranks that share the experts, `etp` that split each; the `capacity` of an expert over its mean load, 0
-    where it has none, which it is filled up to if it `pads`. `domain` ranks reach each other without a network.
+    """How ranks share experts, one array per field: `tp` ranks of tensor parallelism, each with other tokens where
+    `apart`; `ep` ranks among which the experts are divided; `etp` ranks that split each expert; the `capacity` of an
+    expert over its mean load, 0 without a limit. Where it `pads`, an expert always computes its full capacity. `domain`
+    ranks reach each other without a network.
     """
 
     tp: Floats
@@ -47,12 +48,12 @@ class ExpertRanks:
 def expert_sizes(
     workload: Workload, moe: MixtureOfExperts, ranks: ExpertRanks, *, tokens: Floats, gate: float, spread: float
 ) -> dict[str, Floats | float]:
-    """Return the axes of experts, of which a rank sends `tokens`; see `simulator.columns.plan_table.axis_sizes`."""
+    """Return the axes of experts for a rank that sends `tokens`; see `simulator.columns.plan_table.axis_sizes`."""
     tp, ep, etp = ranks.tp, ranks.ep, ranks.etp
-    # Ranks that split experts compute each other's rows as well, unless they hold the same tokens anyway: those of
-    # tensor parallelism without sequence parallelism.
+    # Ranks that split experts also compute each other's rows, unless they hold the same tokens anyway (tensor
+    # parallelism without sequence parallelism).
     others = np.where(ranks.apart, etp, etp / np.minimum(tp, etp))
-    # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
+    # The busiest rank decides: its share of the rows, or what the capacity of its experts admits.
     sent = tokens * moe.experts_per_token
     uneven = _uneven(workload, ep, moe, spread)
     let_in = ranks.capacity if ranks.pads else np.minimum(uneven, np.maximum(ranks.capacity, 1.0))
@@ -75,8 +76,8 @@ def expert_sizes(
 
 
 def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float) -> Floats:
-    """Return the tokens of the busiest rank of expert parallelism over the mean: as counted, as said, or as routers
-    have them.
+    """Return the load of the busiest rank of expert parallelism over the mean: from counted tokens, as stated, or from
+    the spread of routers.
     """
     counts = workload.expert_counts
     if counts and len(counts) == moe.experts and sum(counts):
@@ -91,10 +92,10 @@ def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float
     return busiest_load(ep, routed_spread(workload.routing, spread))
 
 
-# DeepEP's and HybridEP's messages move at the rate of the network, copies that stay in a node counted with the others:
-# 43, 58 and 51 GB/s of 50 with 16, 32 and 64 ranks (DeepEP's docs/legacy.md, normal kernels across nodes). Two nodes,
-# where half stay, so take no less than more. NCCL's all-to-all, as which they are timed, moves at 0.6 of the rate what
-# leaves a node (`simulator.collectives.times.NET_PEER`).
+# DeepEP and HybridEP move messages at the rate of the network if copies that stay inside a node are counted too: 43, 58
+# and 51 GB/s of 50 with 16, 32 and 64 ranks (DeepEP's docs/legacy.md, normal kernels across nodes). So two nodes, where
+# half of the copies stay inside, are no faster than more nodes. These kernels are timed as an NCCL all-to-all, which
+# moves what leaves a node at 0.6 of the rate (`simulator.collectives.times.NET_PEER`).
 FUSED_NETWORK = 0.6
 
 
@@ -110,8 +111,8 @@ def _visits(moe: MixtureOfExperts, ranks: ExpertRanks, tokens: Floats, uneven: F
 
 
 def places_visited(moe: MixtureOfExperts, places: Floats) -> Floats:
-    """Return how many of so many places a token visits on average, each with an equal part of the experts, of which a
-    token visits any as likely as any other.
+    """Return how many of `places` a token visits on average, if each has an equal part of the experts and the token's
+    experts are drawn uniformly without replacement.
     """
     missed = np.ones_like(places)
     for chosen in range(moe.experts_per_token):
@@ -120,24 +121,24 @@ def places_visited(moe: MixtureOfExperts, places: Floats) -> Floats:
     return np.asarray(places * (1.0 - missed))
 
 
-# The spread of a router that nothing forces to be even (`routing` natural), where the runtime's description has none of
-# its own: the busiest of 8 ranks then has 1.4 times its share, of 16 1.7 times. Source: assumed.
+# Spread of a router that is not balanced (`routing` natural), where the runtime's description has none: the busiest of
+# 8 ranks then has 1.4 times its share, of 16 ranks 1.7 times. Source: assumed.
 NATURAL_SPREAD = 0.1
 
 
 def routed_spread(routing: str, described: float) -> float:
-    """Return the spread of the load of ranks with experts: none where the load is forced to be even."""
+    """Return the spread of load over ranks with experts; 0 where routing is balanced."""
     if routing == "balanced":
         return 0.0
     return max(described, NATURAL_SPREAD) if routing == "natural" else described
 
 
 def busiest_load(ranks: Floats, spread: float) -> Floats:
-    """Return the tokens of the busiest of `ranks` ranks that share experts, over the mean; from 1 to `ranks`.
+    """Return the load of the busiest of `ranks` ranks that share experts over the mean load; from 1 to `ranks`.
 
-    `spread` is the standard deviation of the load of one of two ranks, over the mean. That of one of more is larger by
-    sqrt(ranks - 1), as if few experts had all the tokens, wherever they are; loads add up to all tokens, and are else
-    taken to be normal. Source of the largest of normal values: Blom (1958).
+    `spread` is the standard deviation of the load of one of two ranks, over the mean. With more ranks it is larger by
+    sqrt(ranks - 1), as if a few experts, anywhere, had all tokens. Loads are normal apart from their fixed sum. Source
+    of the expected largest of normal values: Blom (1958).
     """
     counts, back = np.unique(ranks, return_inverse=True)
     loads = np.array([_load(count, spread) if count > 1 else 1.0 for count in counts.tolist()])

@@ -1,4 +1,4 @@
-"""Plans as a struct of arrays: the form in which candidates are enumerated, judged by rules and costed."""
+"""Plans as a struct of arrays: the form in which candidates are enumerated, checked by rules and costed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DTYPES: dict[Kind, type] = {
     Kind.SWITCH: np.bool_,
     Kind.WORD: np.str_,
 }
-# What stands in a column for None.
+# The value that a column has for None, by kind of field.
 _NONE: dict[Kind, Any] = {Kind.COUNT: -1, Kind.NUMBER: 0.0, Kind.SWITCH: -1, Kind.WORD: ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanColumns:
-    """One entry a plan, a column for each of `PLAN_FIELDS` that is no list. None is -1 for a whole number or for what
-    is on or off (then 0 or 1), 0 for a number, "" for a word.
+    """Plans as columns: an array of shape (plans,) for each of `PLAN_FIELDS` that is not a list. None is stored as -1
+    in columns of whole numbers and of switches (0 or 1), as 0 in columns of numbers, as "" in columns of words.
 
     `listed` marks plans that spell out their layers per stage. The lists themselves, recomputation per stage and
-    placement are not carried: who needs them keeps the plans alongside the columns. `placing` is which of
-    `topology.rates.orders.node_orders` the GPUs of every node have, -1 for none in particular.
+    placement are not carried: a caller that needs them keeps the plans too. `placing` is the index in
+    `topology.rates.orders.node_orders` of the order that every node's GPUs have, -1 for none in particular.
     """
 
     dp_replicate: NDArray[np.int64]
@@ -70,7 +70,7 @@ class PlanColumns:
         return self.pp * self.virtual_stages
 
     def rounds(self, global_batch_size: int) -> NDArray[np.int64]:
-        """Micro batches a step, rounded down where they do not divide (another rule's business)."""
+        """Micro batches per step, rounded down where the batch does not divide (a rule of its own reports that)."""
         return np.asarray(global_batch_size // (self.dp * self.micro_batch_size), dtype=np.int64)
 
     def take(self, which: Any) -> Self:
@@ -82,14 +82,14 @@ class PlanColumns:
         return Plan(**{name: _value(known, getattr(self, name)[row]) for name, known in CARRIED.items()})
 
 
-# The fields of a plan that are columns.
+# The fields of a plan that are stored as columns.
 CARRIED = {name: known for name, known in PLAN_FIELDS.items() if not known.kind.listed}
 if missing := set(CARRIED) - {one.name for one in fields(PlanColumns)}:
     raise TypeError(f"PlanColumns has no column for {', '.join(sorted(missing))}, which plans have")
 
 
 def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
-    """Return plans as columns; what columns do not carry stays behind."""
+    """Return plans as columns, without their lists."""
     return PlanColumns(
         **{name: _column(known, [getattr(plan, name) for plan in plans]) for name, known in CARRIED.items()},
         listed=np.array([bool(plan.layers_per_stage) for plan in plans], dtype=np.bool_),
@@ -117,7 +117,7 @@ def _value(known: PlanField, coded: Any) -> Any:
 
 
 def _is_one_value(column: NDArray[Any]) -> bool:
-    """Return whether a column is a single value, stored once, however many rows it has."""
+    """Return whether a column is one value broadcast to all rows."""
     return column.strides == (0,)
 
 
@@ -134,7 +134,7 @@ def taken(column: NDArray[Any], which: Any) -> NDArray[Any]:
 
 
 def words(column: NDArray[np.str_]) -> tuple[str, ...]:
-    """Return the different words of a column of few, in alphabetical order: sooner than by sorting them all."""
+    """Return the distinct words of a column that has few, in alphabetical order; faster than sorting the column."""
     found, rest = [], column[:1] if _is_one_value(column) else column
     while len(rest):
         found.append(str(rest[0]))
@@ -143,7 +143,7 @@ def words(column: NDArray[np.str_]) -> tuple[str, ...]:
 
 
 def concatenate(parts: Sequence[PlanColumns]) -> PlanColumns:
-    """Return the rows of several columns, one after the other."""
+    """Return the rows of several sets of plans, one after the other."""
     return PlanColumns(**{f.name: _together([getattr(part, f.name) for part in parts]) for f in fields(PlanColumns)})
 
 
@@ -154,27 +154,27 @@ def _together(columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return (one row of each distinct combination, which of those every row equals).
+    """Return (the first row of each distinct combination, the index of every row's combination).
 
     Column by column with integer codes: sorting rows as records takes ten times as long.
     """
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
-        if _is_one_value(column) or (column == column[:1]).all():  # as most are: sooner seen than by sorting
+        if _is_one_value(column) or (column == column[:1]).all():  # as most are; faster than sorting
             continue
         count, of_row = _numbered(column)
         # Renumbered after each column, so that codes stay below the square of the number of rows.
         code = _numbered(code * count + of_row)[1]
     count, which = _numbered(code)
     rows = np.empty(count, dtype=np.intp)
-    rows[which[::-1]] = np.arange(len(which))[::-1]  # the first row of each, which is written last
+    rows[which[::-1]] = np.arange(len(which))[::-1]  # assigned last, the first row of each combination is the one kept
     return rows, which
 
 
 def _numbered(column: NDArray[Any]) -> tuple[int, NDArray[np.intp]]:
-    """Return how many different values there are, and every row's place among them in their order.
+    """Return the number of distinct values, and the rank of every row's value among them.
 
-    Whole numbers that are close together are counted, which takes a tenth of the time of sorting them.
+    Whole numbers in a small range are ranked by counting, which takes a tenth of the time of sorting.
     """
     whole = column
     if column.dtype.kind == "f" and np.isfinite(column).all():

@@ -26,18 +26,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTable(PlanColumns):
-    """Columns of one length: those of the plans, their sizes as floats by name (`table["tp"]`), micro batches, and what
-    each kind of state is sharded over. `schedule` is 1F1B where a pipeline has none.
+    """Columns of one length: those of the plans, their sizes as floats by name (`table["tp"]`), micro batches, and the
+    number of ranks that shard each kind of state. `schedule` is 1F1B where a plan names none.
 
     `columns["etp"]` is how many ranks split each expert, the runtime's default where a plan states none.
-    `plans` are the same rows as objects where there are any, for what columns do not carry: layers and recomputation
-    listed stage by stage. `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`,
-    `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
-    expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
-    a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
-    nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters
-    stay gathered between forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from
-    one rank. `offloaded`: which of them keep a kind of state in host memory.
+    `plans`, if given, are the same rows as objects, for what columns do not have: layers and recomputation by stage.
+    `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`, `gradients`, `optimizer`) for
+    everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
+    divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, `autocast`
+    (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else), the three
+    methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
+    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, even if from one rank only.
+    `offloaded`: by kind of state, the plans that keep it in host memory.
     """
 
     plans: tuple[Plan, ...]
@@ -52,13 +52,13 @@ class PlanTable(PlanColumns):
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
-        """Every recompute mode that some layer of some plan runs under."""
+        """Every recompute mode of any layer of any plan."""
         per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
         return tuple(sorted({*words(self.recompute)} | per_stage))
 
     @property
     def paired(self) -> NDArray[np.bool_]:
-        """Which plans run forward and backward passes of two micro batches at the same time."""
+        """Rows of the plans that run forward and backward passes of two micro batches at the same time."""
         return np.asarray(self.ep_overlap != "none")
 
     def __getitem__(self, name: str) -> Floats:
@@ -66,11 +66,13 @@ class PlanTable(PlanColumns):
 
     @property
     def overlap_modes(self) -> tuple[str, ...]:
-        """Every overlap mode that runs at some site of some plan, without none."""
+        """Every overlap mode at any site of any plan, except none."""
         return tuple(sorted({mode for text in words(self.tp_overlap) for mode in modes_in(text)}))
 
     def overlap_at(self, site: str) -> NDArray[np.str_]:
-        """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
+        """Return the overlap mode of each plan at a site; "" stands for all places outside the four sites where tokens
+        move.
+        """
         texts = words(self.tp_overlap)
         modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
         return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
@@ -104,8 +106,8 @@ def plan_table(
 ) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
-    `cp_method` is the runtime's own, and so is `splits_experts` (`EXPERT_SPLITS`). `wraps_one`: tensor- and
-    pipeline-parallel plans that shard nothing are wrapped as if they did, for the sake of narrow types. Raises BadPlan
+    `cp_method` and `splits_experts` (`EXPERT_SPLITS`) are the runtime's defaults. `wraps_one`: tensor- and
+    pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute. Raises BadPlan
     for a method or an overlap mode that does not exist.
     """
     return table_of_columns(
@@ -127,7 +129,7 @@ def table_of_columns(
     splits_experts: str = "whole",
     plans: Sequence[Plan] = (),
 ) -> PlanTable:
-    """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
+    """Return the table of plans that are columns already; arguments and errors as for `plan_table`."""
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
     for name in words(method):
         if name not in CP_METHODS:
@@ -137,7 +139,7 @@ def table_of_columns(
     columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in SIZES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage
-    # Where the runtime speaks of ZeRO, the data-parallel ranks it shards over are whichever degree was given.
+    # Where the runtime uses ZeRO, the ranks it shards over are those of whichever data-parallel degree was given.
     spoken = np.where(columns["dp_shard"] > 1, columns["dp_shard"], columns["dp_replicate"])
     group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
     stage = np.where(zero < 0, 3, zero)
@@ -173,10 +175,10 @@ def table_of_columns(
             "ep": columns["ep"] > 1,
             "etp": columns["etp"] > 1,
         },
-        # The default under pipelining is to keep them.
+        # Under pipelining, parameters stay gathered by default.
         keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
         fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one) | parameters_away,
-        # Sharded gradients go where the optimizer is; whole ones stay.
+        # Sharded gradients are where the optimizer is; unsharded ones stay on the GPU.
         offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},
     )
 
@@ -194,22 +196,22 @@ def axis_sizes(
 ) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
-    `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in
-    it. `expert_spread` is how far the load of one of two ranks with experts scatters, over the mean, where the workload
-    does not say how uneven ranks are. `domain` is the number of ranks that reach each other without a network.
-    `pads`: experts that have fewer rows than their capacity are given as many for nothing.
+    `autocast_width` is the width of a parameter over that of the type of products; under autocast, operators other than
+    products keep the wider type. `expert_spread` is the standard deviation of the load of one of two ranks with experts
+    over the mean, where the workload does not state loads. `domain` is the number of ranks that reach each other
+    without a network. `pads`: experts with fewer rows than their capacity are padded to it.
 
     b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
-    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
-    stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value
-    heads; q, kv and qkv their widths, qkx where keys are repeated until each
-    rank of an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E
-    experts in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest
-    receives and r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens
-    of all ranks that share experts; z rows that reach a rank where each token is sent once to a rank, and y what an
-    all-to-all that takes as long would move. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk
-    and vv total head widths, kx expanded keys/values. R is the `rank` of adapters.
+    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the width of the
+    residual stream in numbers of the products' type (larger under autocast, which adds in the wider type); d head
+    width; a query and k key/value heads; q, kv and qkv their widths, qkx the same with keys repeated until each rank of
+    an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E experts
+    in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest receives and
+    r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens of all ranks
+    that share experts; z rows that reach a rank where each token is sent once to a rank, and y the rows of an
+    all-to-all that takes as long. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total
+    head widths, kx expanded keys/values. R is the `rank` of adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -262,7 +264,7 @@ def axis_sizes(
 
 
 def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[str, Floats | float]:
-    """Return the axes of latent attention, with so many query heads on a rank."""
+    """Return the axes of latent attention for a rank with `heads` query heads."""
     return {
         "ql": latent.q_lora_rank,
         "cl": latent.kv_lora_rank,

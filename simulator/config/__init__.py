@@ -1,4 +1,4 @@
-"""What is asked and answered, as values: the network, the workload, the plan, the software, the estimate.
+"""The value types of a question and its answer: model, workload, plan, runtime, estimate.
 
 The lowest package: may import `topology` only.
 """

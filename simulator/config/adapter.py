@@ -1,4 +1,5 @@
-"""What of a network is trained: adapters next to frozen weights, or some modules; and how frozen ones are kept.
+"""Which parts of a model are trained: adapters next to frozen weights, or some modules; and the format of frozen
+weights.
 
 LoRA adds to a frozen product the product of two thin matrices of `rank` (Hu et al., arXiv 2106.09685); DoRA scales the
 sum by a trained vector (Liu et al., arXiv 2402.09353); IA3 scales keys, values and the feed-forward's inner activations
@@ -22,8 +23,8 @@ KINDS = (LORA, DORA, IA3, FROZEN)
 ALL_LINEAR = "all-linear"
 MOST_RANK = 1 << 16
 
-# Bytes of a frozen weight by how it is kept. NF4 has a float8 scale for each block of 64 and a float32 one for each 256
-# of those (double quantisation; arXiv 2305.14314, section 3). GPTQ, and int4 of torchao, have 16-bit scales and 4-bit
+# Bytes of a frozen weight by its format. NF4 has a float8 scale for each block of 64 and a float32 one for each 256 of
+# those (double quantisation; arXiv 2305.14314, section 3). GPTQ, and int4 of torchao, have 16-bit scales and 4-bit
 # zeros for each group of 128 (AutoGPTQ's default group_size). Float8 has one scale a tensor.
 BASE_BYTES = {
     "float32": 4.0,
@@ -34,16 +35,16 @@ BASE_BYTES = {
     "int4": 0.5 + 2.5 / 128,
     "gptq": 0.5 + 2.5 / 128,
 }
-PACKED = ("float8", "nf4", "int4", "gptq")  # that products do not read as they are
-# Kernels that make 16-bit copies of a packed weight: NF4 first takes its scales apart and adds their mean
+PACKED = ("float8", "nf4", "int4", "gptq")  # formats that products cannot read without unpacking
+# Kernels that make 16-bit copies of a packed weight: NF4 first unpacks its scales and adds their mean
 # (bitsandbytes/functional.py, dequantize_4bit of a nested state).
 UNPACKING_LAUNCHES = {"float8": 1.0, "nf4": 3.0, "int4": 1.0, "gptq": 1.0}
 
 _KINDS_BY_WORD = {"qlora": (LORA, "nf4"), "gptq-lora": (LORA, "gptq"), "qdora": (DORA, "nf4")}
 _BASES_BY_WORD = {"gptq-4bit": "gptq", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8"}
 
-# Matrices of a layer that adapters go to, as they are called here, and the modules of frameworks that are one or
-# several of them. A fused module has one adapter: `qkv` and `gate_up` are that.
+# Matrices of a layer that can have adapters, by our names, and the modules of frameworks that consist of one or several
+# of them. A fused module has one adapter: `qkv` and `gate_up` are that.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up", "q_a", "q_b", "kv_a", "kv_b", "router")
 _ONE = {
     "q": ("q_proj", "wq", "query"),
@@ -61,15 +62,15 @@ _ONE = {
     "kv_b": ("kv_b_proj",),
 }
 MODULES = {word: (name,) for name, words in _ONE.items() for word in (name, *words)} | {"c_proj": ("o", "down")}
-# Families whose attention is one matrix for queries, keys and values, and has no modules of the names of others.
+# Families with one attention matrix for queries, keys and values; their modules do not have the names used by others.
 FUSED_FAMILIES = frozenset({"gpt", "gpt2", "gpt_bigcode", "gpt_neox", "falcon"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """`target_modules` are names of `PROJECTIONS`, or `all-linear`; of kind `frozen` they are patterns of modules that
-    stay as they are. `base_weights`: how frozen matrices of layers are kept (`BASE_BYTES`); empty: as parameters are.
-    `dropout` is the share of an adapter's inputs that are dropped.
+    """`target_modules` are names of `PROJECTIONS`, or `all-linear`; with kind `frozen` they are patterns of modules
+    that are not trained. `base_weights` is the format of the layers' frozen matrices (`BASE_BYTES`); empty: that of
+    parameters. `dropout` is the share of an adapter's inputs that are dropped.
     """
 
     kind: str = LORA
@@ -85,12 +86,12 @@ class Adapter:
 
     @property
     def freezes_all(self) -> bool:
-        """Whether nothing that the network itself has is trained."""
+        """Whether none of the model's own weights is trained."""
         return self.kind != FROZEN
 
     @property
     def title(self) -> str:
-        """What people call it: `QLoRA of rank 16 on q, v`."""
+        """The usual name: `QLoRA of rank 16 on q, v`."""
         named = {LORA: "LoRA", DORA: "DoRA", IA3: "IA3", FROZEN: "frozen"}[self.kind]
         if self.kind in {LORA, DORA}:
             named = ("Q" if self.base_weights == "nf4" else "") + f"{named} of rank {self.rank}"
@@ -100,7 +101,9 @@ class Adapter:
 
 
 def adapter_kind(word: str) -> tuple[str, str]:
-    """Return the kind that a word means, and the type of frozen weights that it implies or nothing. Raises BadPlan."""
+    """Return the kind that a word means, and the format of frozen weights that it implies ("" for none). Raises
+    BadPlan.
+    """
     kind, base = _KINDS_BY_WORD.get(word.lower(), (word.lower(), ""))
     if kind not in KINDS:
         raise BadPlan(f"adapter.kind {word[:40]!r} is unknown", why=f"known: {', '.join((*KINDS, *_KINDS_BY_WORD))}")
@@ -108,7 +111,7 @@ def adapter_kind(word: str) -> tuple[str, str]:
 
 
 def base_type(word: str) -> str:
-    """Return the type of frozen weights that a word means. Raises BadPlan."""
+    """Return the format of frozen weights that a word means. Raises BadPlan."""
     name = _BASES_BY_WORD.get(word.lower(), word.lower())
     if name not in BASE_BYTES:
         raise BadPlan(f"adapter.base_weights {word[:40]!r} is unknown", why=f"known: {', '.join(BASE_BYTES)}")
@@ -116,9 +119,8 @@ def base_type(word: str) -> str:
 
 
 def projections_named(words: Iterable[str], *, fused: bool) -> tuple[str, ...]:
-    """Return the projections that modules are, each once; `fused`: of a network whose attention is one matrix.
-
-    Names that only other networks have are passed over where others of them are found, as PEFT does it.
+    """Return the projections that the named modules consist of, each once; `fused`: the model has one attention matrix.
+    Names that only other models have are ignored if at least one name matches, as PEFT does.
     """
     found: list[str] = []
     for word in words:
@@ -132,8 +134,9 @@ def projections_named(words: Iterable[str], *, fused: bool) -> tuple[str, ...]:
 
 
 def frozen_parts(patterns: Iterable[str], model: Model) -> frozenset[str]:
-    """Return the parts of a network that patterns of module names freeze: projections, `experts`, `norms`, `embedding`,
-    `final_norm`, `head`. A pattern with wildcards matches a whole name, one without any part of it.
+    """Return the parts of a model that patterns of module names freeze: projections, `experts`, `norms`, `embedding`,
+    `final_norm`, `head`. A pattern with wildcards must match a whole name; a pattern without matches any name that
+    contains it.
 
     Raises BadPlan for a pattern that matches nothing, and where only some layers are frozen.
     """
@@ -163,7 +166,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _parts(model: Model) -> dict[str, list[str]]:
-    """Return the names of the modules of each part, as Hugging Face's decoders have them."""
+    """Return the module names of each part, as Hugging Face's decoders have them."""
     layer = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {"norms": "input_layernorm"}
     layer |= {name: f"mlp.{name}_proj" for name in (("gate", "up", "down") if model.gated_mlp else ("up", "down"))}
     if model.moe:

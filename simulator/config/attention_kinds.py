@@ -1,4 +1,6 @@
-"""Kinds of attention besides the usual one, read from a config.json: latent, and linear in most layers."""
+"""Kinds of attention other than softmax over keys and values, read from a config.json: latent, and linear in most
+layers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def _indexer(reader: ConfigReader) -> Indexer:
 
 
 def linear_attention(reader: ConfigReader, layers: int) -> LinearAttention | None:
-    """Return the layers with linear attention: those that `layer_types` names, else all but every fourth."""
+    """Return which layers have linear attention: those that `layer_types` names, else all but every fourth."""
     named = layers_of_type(reader, layers, "layer_types", ("full_attention", "linear_attention"))
     every = reader.integer("full_attention_interval", high=MAX_LAYERS) or 4
     if reader.config.get("attn_output_gate") is not None and not reader.flag("attn_output_gate", default=True):
@@ -51,7 +53,9 @@ def linear_attention(reader: ConfigReader, layers: int) -> LinearAttention | Non
 
 
 def layers_of_type(reader: ConfigReader, layers: int, key: str, known: tuple[str, str]) -> tuple[int, ...] | None:
-    """Return which layers a list of types, one a layer, says are of the second of two; None when it is absent."""
+    """Return which layers have the second of two types in a list with one type per layer; None when the list is
+    absent.
+    """
     types = reader.stated(key)
     if types is None:
         return None

@@ -1,7 +1,7 @@
 """Typed, bounded access to an untrusted config.json that has been decoded to plain values.
 
-Whoever reads a key through `ConfigReader` gets a value of the right type within bounds, or a BadModel that names the
-key. The reader remembers what was read, so that what was not can be refused or reported.
+`ConfigReader` returns the value of a key with the right type and within bounds, or raises BadModel with the key's name.
+It remembers which keys were read, so that the others can be refused or reported.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from simulator.config.model_families import IRRELEVANT, SHAPE_CHANGING, Family
 from topology.codec import JsonObject
 from topology.errors import BadModel
 
-MAX_WIDTH = 2**31 - 1  # no tensor library indexes a wider dimension
+MAX_WIDTH = 2**31 - 1  # no tensor library indexes a larger dimension
 MAX_LAYERS = 100_000
-SHOWN_UNKNOWN = 12  # how many unknown keys are named one by one
+SHOWN_UNKNOWN = 12  # largest number of unknown keys that are named
 
 
 def show(value: object) -> str:
-    """Return an untrusted value as short text that cannot flood or garble a terminal."""
+    """Return an untrusted value as short text without control characters."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, (dict, list, tuple, set)):
@@ -111,7 +111,7 @@ class ConfigReader:
         return frozenset(value)
 
     def report_unread(self) -> None:
-        """Refuse keys that change shapes and were not read; note the ones that nobody knows."""
+        """Refuse keys that change shapes and were not read; note unknown ones."""
         unknown = []
         for key, value in self.config.items():
             if value is None or key in self.read or key in IRRELEVANT:

@@ -1,4 +1,4 @@
-"""What a plan is predicted to cost, with how sure we are and why."""
+"""The predicted cost of a plan, with ranges and sources."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from math import erf, exp, inf, log, sqrt
 from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
-RATHER_SURE = 0.7  # from which a plan that is faster than those that surely fit is worth a row next to them
-# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to where the
-# probability below is SURE and RATHER_SURE.
+RATHER_SURE = 0.7  # from which a plan is listed if it is faster than all that surely fit
+# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to the values with
+# probability SURE and RATHER_SURE below them.
 NORMAL_80 = 1.2816
 _NORMAL_AT = {SURE: 1.6449, RATHER_SURE: 0.5244}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A value and the range it is expected in (80% of cases), with where it came from."""
+    """A value, the range that holds it in 80 % of cases, and its source."""
 
     value: float
     low: float
@@ -26,22 +26,23 @@ class Interval:
     source: Source
 
     def at(self, value: float) -> Interval:
-        """Return another value with the same relative range and source."""
+        """Return `value` with this interval's relative range and source."""
         scale = value / self.value if self.value else 1.0
         return replace(self, value=value, low=self.low * scale, high=self.high * scale)
 
 
 class Fit(StrEnum):
-    """Whether memory is enough, given how far predictions of it are off: the probability that it is."""
+    """Whether memory is enough: classes of the probability that it is, given the errors of predicted memory."""
 
     YES = "yes"  # at least SURE
-    LIKELY = "likely"  # the predicted value fits, but may be too small
-    UNLIKELY = "unlikely"  # the predicted value does not fit, but may be too large
-    NO = "no"  # below 1 - SURE
+    LIKELY = "likely"  # the predicted value fits, but may be too low
+    UNLIKELY = "unlikely"  # the predicted value does not fit, but may be too high
+    NO = "no"  # probability below 1 - SURE
 
 
 def fit_probability(needed: float, low: float, high: float, capacity: float) -> float:
-    """Return the probability that `needed` bytes, of 80% range `low` to `high`, are at most `capacity`.
+    """Return the probability that a need predicted as `needed` bytes, with the 80 % range `low` to `high`, is at most
+    `capacity`.
 
     Errors are taken as log-normal on either side of the value, as `simulator.calibration.intervals` learns them.
     """
@@ -54,7 +55,8 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
 
 
 def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -> float:
-    """Return the bytes that may be predicted for a plan to fit `capacity` with a probability, SURE or RATHER_SURE.
+    """Return the largest prediction in bytes for which a plan fits `capacity` with probability `sure` (SURE or
+    RATHER_SURE).
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
@@ -63,34 +65,32 @@ def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Peak memory of the worst rank. `peak_bytes` is what is allocated; `reserved_bytes` what the allocator holds.
-
-    `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
-    is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups
-    talk, so what the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times:
-    such a plan may run, but never surely fits. `headroom_bytes` are left alongside both, negative where bytes are
+    """Peak memory of the worst rank. `peak_bytes` is allocated memory, `reserved_bytes` what the allocator took from
+    the GPU. `fits` compares the predicted values; `fit` also uses the 80 % range of reserved memory, which has the same
+    relative width as that of the allocated peak. NCCL uses `communicator_bytes` of the capacity once its groups
+    communicate. An allocator that needs more than the rest returns cached memory and retries, `retries_per_step` times;
+    such a plan may run but never surely fits. `headroom_bytes` is what both leave free, negative where bytes are
     missing. `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the
-    host memory that offloaded state of a rank takes, at most, of `host_capacity_bytes` that the node has for each of
-    its GPUs, where that is known. `paged_bytes` of an optimizer's states are where there is room; they take `paging_s`
-    of a step to come and go.
+    most host memory that a rank's offloaded state takes; the node has `host_capacity_bytes` per GPU, where known.
+    `paged_bytes` of optimizer state move between GPU and host as memory allows, which takes `paging_s` of a step.
     """
 
     peak_bytes: Interval
     reserved_bytes: float
-    by_category: dict[str, float]  # bytes at the peak of the worst rank
+    by_category: dict[str, float]  # bytes at the peak of the fullest rank
     worst_rank: int
-    capacity_bytes: float  # what a rank can use
+    capacity_bytes: float  # bytes of the GPU that a rank can use
     fits: bool
     by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline rank
     host_bytes: float = 0.0
     host_capacity_bytes: float | None = None
     paged_bytes: float = 0.0
     paging_s: float = 0.0
-    reserved_by_stage: tuple[float, ...] = ()  # what the allocator holds, one entry per pipeline rank
+    reserved_by_stage: tuple[float, ...] = ()  # reserved bytes, one entry per pipeline rank
     communicator_bytes: float = 0.0
     retries_per_step: int = 0
     fragmentation: float = 0.0
-    # Derived, with defaults only so that documents of before can be read.
+    # Derived from the above; the defaults only serve documents of earlier versions.
     reserved_low_bytes: float = field(init=False, default=0.0)
     reserved_high_bytes: float = field(init=False, default=0.0)
     headroom_bytes: float = field(init=False, default=0.0)
@@ -143,13 +143,13 @@ def chance(probability: float) -> str:
 class Estimate:
     """One training step, predicted. `breakdown_s` adds up to `step_s.value`.
 
-    Rates follow from the step and from what a GPU does in it, `tokens_per_gpu` and `model_flops_per_gpu` (no
-    recompute): `mfu` is against `peak_flops`, the dense datasheet rate of `compute_dtype`, `tflops_per_gpu` in 1e12
-    FLOP/s.
+    Rates follow from the step and from a GPU's work in it, `tokens_per_gpu` and `model_flops_per_gpu` (without
+    recomputation): `mfu` is relative to `peak_flops`, the dense datasheet rate of `compute_dtype`, `tflops_per_gpu` in
+    1e12 FLOP/s.
     """
 
     step_s: Interval
-    tokens_per_gpu: float = 0.0  # documents may have rates in place of these two
+    tokens_per_gpu: float = 0.0  # documents may have rates in the place of these two
     model_flops_per_gpu: float = 0.0
     tokens_per_s_per_gpu: float = field(init=False, default=0.0)
     mfu: float = field(init=False, default=0.0)
@@ -158,7 +158,7 @@ class Estimate:
     memory: MemoryEstimate
     breakdown_s: dict[str, float]
     exposed_by_axis_s: dict[str, float] = field(default_factory=dict)  # parts of breakdown_s['exposed_communication']
-    sources: dict[str, float] = field(default_factory=dict)  # share of the step by what it rests on; adds up to 1
+    sources: dict[str, float] = field(default_factory=dict)  # share of the step by source; adds up to 1
     assumed: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

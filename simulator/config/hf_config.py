@@ -1,8 +1,8 @@
-"""From a Hugging Face `config.json` to a `Model`, reading it as data.
+"""Read a Hugging Face `config.json` as a `Model`, from data alone.
 
 The file is a dictionary of plain values and nothing else: code that it names (`auto_map`) is never imported and
 nothing is downloaded. Every key is either read, known to change no shape, or reported; a key that would change shapes
-in a way the family here does not have is refused, because a wrong count is worse than none.
+in a way that its family here does not have is refused, because a wrong count is worse than none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topology.codec import JsonObject, read_json
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
+_STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's name for decoder_sparse_step
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -72,7 +72,7 @@ def load_model(name_or_path: str) -> Model:
 
 
 def named_model(name: str) -> Model | None:
-    """Return the model of a name here or on the Hub, without a look at files; None for a name that is not known.
+    """Return the model of a name here or on the Hub, without reading other files; None for a name that is not known.
 
     Raises BadModel for a model with a part that is not modelled.
     """
@@ -90,7 +90,7 @@ def named_model(name: str) -> Model | None:
 
 
 def is_known(name: str) -> bool:
-    """Return whether `load_model` knows a name without a file, be it to refuse the model."""
+    """Return whether `load_model` knows a name without a file, models that it refuses included."""
     key = name.strip().casefold()
     try:
         return key in shipped_models() or key in _hub_names() or hub_model(name) is not None
@@ -159,7 +159,7 @@ def _refuse_family(config: JsonObject, model_type: object, name: str) -> None:
 
 
 def _read(reader: ConfigReader) -> Model:
-    """Read every key that has a meaning for the family. The order is that of a forward pass."""
+    """Read every key that has a meaning for the family, in the order of a forward pass."""
     family = reader.family
     layers = reader.size("num_hidden_layers", *(["n_layer"] if family.positions_default else []), high=MAX_LAYERS)
     hidden = reader.size("hidden_size", *(["n_embd"] if family.positions_default else []))
@@ -184,7 +184,7 @@ def _read(reader: ConfigReader) -> Model:
         parallel = reader.flag("use_parallel_residual", default=True)
     qk_norm = reader.flag(family.qk_norm_key, default=family.qk_norm) if family.qk_norm_key else family.qk_norm
     if qk_norm and reader.config.get("use_qk_norm") is True:
-        reader.read.add("use_qk_norm")  # some files of the family say what its class always does
+        reader.read.add("use_qk_norm")  # some files of the family repeat what its class always does
     tied = reader.flag("tie_word_embeddings", default=family.tied)
     if reader.config.get("tie_word_embeddings") is None:
         reader.assume("tie_word_embeddings", family.tied)
@@ -315,7 +315,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
 
 
 def _shared_experts(reader: ConfigReader, expert_width: int | None) -> int:
-    """Return the total width of the experts that every token visits."""
+    """Return the total width of the shared experts, which every token visits."""
     family = reader.family
     width = reader.integer("shared_expert_intermediate_size", low=0)
     if width is None and family.shared_expert_width is not None:
@@ -337,16 +337,16 @@ def _feed_forward(
     if width is None and reader.family.inner_is_4h and not gated:
         width = 4 * hidden
     if width is None and moe is not None and all_sparse:
-        width = moe.ffn  # no dense layer has it
+        width = moe.ffn  # no layer is dense
     return reader.size(*keys) if width is None else width
 
 
 def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
     """Return (window in tokens, the layers that attend within it only); (0, ()) when every layer is full.
 
-    The kinds are the rules that the config classes apply: `all` layers; `qwen` layers from max_window_layers on,
-    `qwen-moe` every other layer below it and `qwen-all` all, each only if use_sliding_window; `every-other`, from
-    the first; `three-of-four`; `five-of-six`. `layer_types`, where the family knows it, is the last word.
+    The rules of the config classes are: `all` layers; `qwen` layers from max_window_layers on, `qwen-moe` every other
+    layer below it and `qwen-all` all, each only if use_sliding_window; `every-other`, from the first; `three-of-four`;
+    `five-of-six`. Where the family has `layer_types`, it decides.
     """
     family, kind = reader.family, reader.family.sliding
     stated = layers_of_type(reader, layers, "layer_types", ("full_attention", "sliding_attention"))
@@ -391,7 +391,7 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
     """Return whether the query/key/value, the attention output and the feed-forward projections have biases."""
     family = reader.family
     qkv, out, mlp = family.qkv_bias, family.out_bias, family.mlp_bias
-    if reader.model_type == "gpt":  # --disable-bias-linear, said positively, is the default of the finer keys
+    if reader.model_type == "gpt":  # --disable-bias-linear, inverted, is the default of the finer keys
         qkv = out = mlp = reader.flag("use_bias", default=True)
         if reader.config.get("use_bias") is None:
             reader.assumed.append("use_bias not stated: every linear layer has a bias (Megatron-LM's default)")
@@ -405,9 +405,8 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
 
 
 def _stretched(reader: ConfigReader) -> int:
-    """Return the positions that a stretched rotary embedding reaches: the factor times those it was trained with.
-
-    Of Llama 3.1's kind, and where no original is given, `max_position_embeddings` says what was reached.
+    """Return the positions that a scaled rotary embedding reaches: the factor times the number it was trained with. For
+    Llama 3.1's kind, and where no original number is given, this is `max_position_embeddings`.
     """
     scaling = reader.config.get("rope_scaling") or reader.config.get("rope_parameters")
     kinds = ("yarn", "linear", "dynamic")

@@ -1,7 +1,7 @@
 """Models by the names they have on the Hugging Face Hub: `models/HUB.json`, read as data; nothing is downloaded.
 
-A name is found in any capitals, with or without its organisation. The name of a quantised copy (`-AWQ`, `-FP8`) and of
-a copy by an organisation that publishes other people's models is that of its original: neither changes a shape.
+A name is found in upper or lower case, with or without its organisation. A quantised copy (`-AWQ`, `-FP8`) and a copy
+by an organisation that republishes models are found as their original, which has the same shapes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")  # a folder of huggin
 ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
 _SITE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _SUFFIX = re.compile(r"-(it|pt|instruct|base|chat|hf)$")
-_MOST_WORDS = 3  # of a name that say how it is quantised: "-unsloth-bnb-4bit"
+_MOST_WORDS = 3  # endings of names that say how a copy is quantised: "-unsloth-bnb-4bit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
     """One shape and the names that have it.
 
-    `like` is a shipped model, `config` the fields of a config.json or those that differ from it. `parameters` is the
-    count that `counted` describes, as published, with the digits that were stated. `left_out` names parts that the
-    shape does not have; `weights` is the format of its checkpoint where that is not 16 bits (of `like`, when not said),
-    `also` other spellings.
+    `config` has the fields of a config.json, or those that differ from the shipped model `like`. `parameters` is the
+    published count that `counted` describes, with the digits that were stated. `left_out` names parts that the shape
+    lacks; `weights` is the format of its checkpoint where that is not 16 bits (default: that of `like`), `also` other
+    spellings.
     """
 
     ids: tuple[str, ...]
@@ -45,13 +45,13 @@ class HubModel:
     also: tuple[str, ...] = ()
 
     def shape(self) -> JsonObject:
-        """Return the config.json that says the shape."""
+        """Return the config.json that describes the shape."""
         return {**(read_json(SHIPPED / f"{self.like}.json") if self.like else {}), **self.config}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedModel:
-    """Names of models with a part that is not modelled, and which."""
+    """Names of models with a part that is not modelled, and that part."""
 
     ids: tuple[str, ...]
     why: str
@@ -92,7 +92,7 @@ def hub_model(name: str) -> tuple[str, HubModel] | None:
 
 
 def _spelt_out(said: str) -> str:
-    """Return the name in the table that a short one has the letters and digits of: `llama3.1-8b`, `phi4`.
+    """Return the table's name with the same letters and digits as a short one: `llama3.1-8b`, `phi4`.
 
     `-Instruct` and the like may be left out. A name that is in the table, or may mean several shapes, stays as it is.
     """
@@ -116,8 +116,8 @@ def _by_letters() -> dict[str, str]:
 
 
 def name_of_file(path: Path, config: Any) -> str:
-    """Return what to call the model of a file: its name on the Hub where the cache of huggingface_hub holds the file,
-    what the file itself says, its kind and size where its folder was not said, and the folder.
+    """Return the name of a file's model: its name on the Hub for a file in the cache of huggingface_hub, else the name
+    in the file, else its kind and size if no folder was given, else the folder.
     """
     if path.name != "config.json":
         return path.stem
@@ -135,7 +135,7 @@ def name_of_file(path: Path, config: Any) -> str:
 
 
 def hub_names_near(name: str) -> list[str]:
-    """Return names of the table that are spelled much as `name`."""
+    """Return names of the table with a spelling near to `name`."""
     key = _SITE.sub("", name.strip()).casefold()[:100]
     canonical = {i.casefold(): i for row in hub_table().rows for i in row.ids}
     if "/" not in key:
@@ -144,7 +144,7 @@ def hub_names_near(name: str) -> list[str]:
 
 
 def _spellings(said: str) -> list[tuple[str, bool]]:
-    """Return the keys to try, most literal first, and whether each is the name itself."""
+    """Return the keys to try, the most literal first, and whether each is the full name."""
     table, key = hub_table(), said.casefold()
     keys = [(key, True)]
     organisation, _, last = key.rpartition("/")
@@ -168,7 +168,7 @@ def _same(name: str, key: str) -> bool:
 
 @cache
 def _index() -> dict[str, HubModel | RefusedModel]:
-    """Return rows by lower-case name, and by that without the organisation where no two rows share it."""
+    """Return rows by lower-case name, and by name without organisation where only one row has it."""
     table = hub_table()
     whole: dict[str, HubModel | RefusedModel] = {}
     short: dict[str, list[HubModel | RefusedModel]] = {}

@@ -1,4 +1,4 @@
-"""The network, as shapes. Exact parameter counts and FLOPs follow from them; nothing is looked up by name.
+"""The model as shapes. Exact parameter counts and FLOPs follow from them; nothing is looked up by name.
 
 Read from a Hugging Face `config.json` by `simulator.config.hf_config`. Symbols in comments: L layers, h hidden, a query
 heads, k key/value heads, d head width, f feed-forward width, V vocabulary, E experts, s sequence length.
@@ -50,7 +50,7 @@ class LatentAttention:
 class LinearAttention:
     """Gated delta networks in the place of attention (transformers' Qwen3NextGatedDeltaNet). Widths in elements."""
 
-    layers: int  # of the model, how many have it
+    layers: int  # number of the model's layers that have it
     key_heads: int
     value_heads: int
     key_dim: int
@@ -59,7 +59,7 @@ class LinearAttention:
 
     @property
     def mixed(self) -> int:
-        """Width of queries, keys and values of a token, which the convolution runs over."""
+        """Width of a token's queries, keys and values, the input of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def matmul_parameters(self, hidden: int) -> int:
@@ -68,15 +68,17 @@ class LinearAttention:
         return hidden * (self.mixed + gate + 2 * self.value_heads) + gate * hidden
 
     def parameters(self, hidden: int) -> int:
-        """Parameters of one layer: projections, convolution, decay and step of each head, the norm of the output."""
+        """Parameters of one layer: projections, convolution, decay and step of each head, and the norm of the
+        output.
+        """
         return self.matmul_parameters(hidden) + self.kernel * self.mixed + 2 * self.value_heads + self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
     """Sparse feed-forward layers. `dense_layer_ids` names the layers that stay dense; where only their number
-    `dense_layers` is given, they come first, as in DeepSeek's networks. What each layer is, `Model.layer_kinds`
-    answers.
+    `dense_layers` is given, they come first, as in DeepSeek's networks. `Model.layer_kinds` gives the kind of each
+    layer.
     """
 
     experts: int
@@ -84,11 +86,11 @@ class MixtureOfExperts:
     ffn: int  # width of one expert
     shared_ffn: int = 0  # total width of the experts every token visits
     shared_gate: bool = False  # a scalar gate on the shared expert (qwen2-moe)
-    expert_bias: bool = False  # biases on the routed experts (of transformers' classes gpt-oss has them)
+    expert_bias: bool = False  # biases on the routed experts (in transformers' classes only gpt-oss has them)
     router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
     dense_layers: int = 0
     dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
-    groups: int = 1  # of experts, of which a token visits so many at most (deepseek-v3's n_group and topk_group)
+    groups: int = 1  # groups of experts, and the most groups that a token visits (deepseek-v3's n_group and topk_group)
     groups_per_token: int = 1
 
     def __post_init__(self) -> None:
@@ -101,8 +103,8 @@ class Model:
     """A decoder-only transformer. All widths in elements, all counts exact.
 
     Biases: `qkv_bias` and `attention_out_bias` with `latent` mean the biases that DeepSeek's modules have (on the
-    compressing projections and on the output), never one on the up-projections. `assumed` lists, in words, what the
-    configuration did not say and what of it was ignored.
+    compressing projections and on the output), never one on the up-projections. `assumed` lists, as sentences, defaults
+    for what the configuration does not state, and the keys that were ignored.
     """
 
     name: str
@@ -128,12 +130,12 @@ class Model:
     mlp_bias: bool = False
     head_bias: bool = False
     latent: LatentAttention | None = None
-    attention_gate: bool = False  # attention's output is gated, by as many more columns as queries have (qwen3-next)
-    linear: LinearAttention | None = None  # of the layers that have it in the place of attention
+    attention_gate: bool = False  # attention's output is gated, by as many columns as queries have (qwen3-next)
+    linear: LinearAttention | None = None  # layers that have linear attention in the place of softmax attention
     moe: MixtureOfExperts | None = None
     sliding_window: int = 0
     sliding_layers: int | tuple[int, ...] = (
-        0  # which layers attend within `sliding_window` only, or how many: spread evenly
+        0  # which layers attend only within `sliding_window`, or how many, spread evenly
     )
     max_positions: int = 0
     multi_token_layers: int = 0  # extra prediction layers that the base count leaves out (deepseek-v3's MTP)
@@ -145,12 +147,12 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What every layer is, first layer first. All counts and costs of layers follow from it."""
+        """The kind of every layer, in order. All counts and costs of layers follow from it."""
         return self._layer_table[0]
 
     @property
     def dense_before(self) -> tuple[int, ...]:
-        """Of each place between layers, L + 1 in all, how many dense layers come before it."""
+        """The number of dense layers before each of the L + 1 places between layers."""
         return self._layer_table[1]
 
     @property
@@ -159,7 +161,7 @@ class Model:
         return _layer_table(self.layers, placed, self.sliding_window, self.sliding_layers)
 
     def dense_among(self, start: int, stop: int) -> int:
-        """How many of the layers from `start` up to `stop` (left out) are dense."""
+        """The number of dense layers among layers `start` to `stop`, `stop` excluded."""
         return self.dense_before[stop] - self.dense_before[start]
 
     @property
@@ -177,7 +179,7 @@ class Model:
 
     @property
     def windowed_layers(self) -> int:
-        """How many layers attend within the sliding window only."""
+        """The number of layers that attend only within the sliding window."""
         return sum(kind.window > 0 for kind in self.layer_kinds)
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class Model:
 
     @property
     def attention_matmul_parameters_of_all(self) -> int:
-        """Weights of the matrices of all layers' attention, be it linear."""
+        """Weights of the attention matrices of all layers, linear attention included."""
         linear = self.linear.layers * self.linear.matmul_parameters(self.hidden) if self.linear else 0
         return (self.layers - self.linear_layers) * self.attention_matmul_parameters + linear
 
@@ -339,7 +341,9 @@ class Model:
 
     @property
     def layer_matmul_parameters(self) -> int:
-        """Matrix weights of all layers that one token is multiplied with: chosen experts only, head left out."""
+        """Matrix weights of all layers that one token is multiplied with, of experts only the chosen ones; without the
+        head.
+        """
         total = self.attention_matmul_parameters_of_all
         total += self.dense_layers * self.mlp_matmul_parameters(self.ffn)
         if self.moe:
@@ -366,7 +370,8 @@ class Model:
         return (self.layers - self.windowed_layers - self.linear_layers) * full + self.windowed_layers * windowed
 
     def keys_by_layers(self, seq_len: int) -> tuple[float, float]:
-        """Return the parts of layers with windows and of others in the mean number of keys that a causal query meets.
+        """Return the mean number of keys that a causal query meets, in two parts: from layers with windows, and from
+        the others.
 
         Exact, the diagonal counted: what kernels compute, while `attended_keys` follows the published formulas.
         """
@@ -394,14 +399,14 @@ class Model:
 
 
 def causal_keys(seq_len: float, window: int = 0) -> float:
-    """Return how many keys a causal query meets, its own among them, on average over a sequence."""
+    """Return the number of keys that a causal query meets, its own included, on average over a sequence."""
     reach = min(window or seq_len, seq_len)
     # The first `reach` positions see 1 .. reach keys, all later ones exactly `reach`.
     return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
 
 
 def evenly(number: int, layers: int) -> tuple[int, ...]:
-    """Return so many layers spread over all, the first layer first: every other one, five of six, as Gemma's are."""
+    """Return `count` layers spread evenly, the first layer first: every other one, or five of six, as in Gemma."""
     return tuple(i for i in range(layers) if -(-(i + 1) * number // layers) > -(-i * number // layers))
 
 
@@ -411,7 +416,7 @@ def _layer_table(
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return (the kind of every layer, dense layers before each).
 
-    `placed` are (how many, which) layers of a mixture of experts stay dense, None for a dense model.
+    `placed` is (number, indices) of the layers that stay dense in a mixture of experts; None for a dense model.
     """
     slide = frozenset((evenly(sliding, layers) if isinstance(sliding, int) else sliding) if window else ())
     number, ids = placed if placed is not None else (layers, ())

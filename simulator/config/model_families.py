@@ -1,12 +1,12 @@
-"""What each family of models is, as data: the shapes its modules have and the defaults its config class gives.
+"""Families of models as data: the shapes of their modules and the defaults of their config classes.
 
 `config_class` is the class of Hugging Face transformers 5.23 (src/transformers/models/<family>/configuration_*.py)
 whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py next to it.
 One family has no such class: `gpt` is Megatron-LM's GPTModel with the defaults of its command line
 (megatron/training/arguments.py: biases, LayerNorm, learned positions, output tied to the embedding).
 
-Sizes (layers, hidden, heads, feed-forward, vocabulary, experts) never have a default here: a class's own default size
-is one particular model, and to assume it would be to answer for another network.
+Sizes (layers, hidden, heads, feed-forward, vocabulary, experts) never have a default here: a class's default sizes are
+those of one particular model, which need not be the one asked about.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Family:
     """Shapes and defaults of one `model_type`.
 
     `kv_heads` and `head_dim` are what the class assumes for an absent key (None: as many as query heads; hidden over
-    heads). A bias is fixed when its `*_key` is empty, else the key decides and the value here is its default.
-    Latent attention takes the widths of DeepSeek's classes, which are the same in V2 and V3 (`LATENT_DEFAULTS`).
+    heads). A bias is fixed when its `*_key` is empty; otherwise the value here is the key's default. Latent attention
+    takes the widths of DeepSeek's classes, which are the same in V2 and V3 (`LATENT_DEFAULTS`).
     """
 
     config_class: str
@@ -44,7 +44,7 @@ class Family:
     head_bias: bool = False
     multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
     latent: bool = False
-    indexed: bool = False  # queries of latent attention meet keys that an indexer chooses
+    indexed: bool = False  # queries of latent attention meet only the keys that an indexer chooses
     experts: str = "optional"  # optional (dense without the keys), required
     expert_width_keys: tuple[str, ...] = ("moe_intermediate_size",)
     attention_gate: bool = False
@@ -52,13 +52,13 @@ class Family:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
-    shared_experts: int | None = None  # default of n_shared_experts; None: the family has none unless it says so
+    shared_experts: int | None = None  # default of n_shared_experts; None: none unless the key is given
     shared_expert_width: int | None = None  # default of shared_expert_intermediate_size
     dense_first: int = 0  # default of first_k_dense_replace
     sliding: str = "none"  # see hf_config._sliding
     sliding_window: int = 0  # default when the key is absent; 0: none
-    generic: bool = False  # stands for a kind of network, and takes keys that its class does not have
-    dropout: bool = False  # of the residual stream, by default
+    generic: bool = False  # a generic kind of network, which accepts keys that its class does not have
+    dropout: bool = False  # dropout of the residual stream, by default
     inner_is_4h: bool = False  # feed-forward width is 4 h unless stated
     positions_default: int = 0  # rows of the learned position table when unstated
 
@@ -417,8 +417,8 @@ IRRELEVANT = frozenset({
     "mtp_use_dedicated_embeddings",
 })  # fmt: skip
 
-# Keys that do change shapes. A family that does not know one of these refuses it rather than answer for a network
-# that the file does not describe; false, null, 0 and an empty list say that the feature is absent.
+# Keys that do change shapes. A family without such a key refuses it, since its counts would be wrong; false, null, 0
+# and an empty list say that the feature is absent.
 SHAPE_CHANGING = frozenset({
     "text_config", "vision_config", "audio_config", "encoder", "is_encoder_decoder", "add_cross_attention",
     "cross_attention_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",

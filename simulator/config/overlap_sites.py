@@ -13,8 +13,8 @@ all of them, or names sites:
     attention_in=fused,attention_out=none,mlp_in=fused,mlp_out=chunked
 
 A site that is not named runs none. One mode at all of them is the same as its word. The canonical text names all four
-in the order above. Beyond the four (the embedding, the head) only `async` reaches, where it is the plan's one word: it
-is a pass over the whole graph.
+in the order above. Outside the four (embedding, head) only `async` has an effect, and only as the plan's one word,
+since it is a pass over the whole graph.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from topology.errors import BadPlan
 
 # What our executor runs; what each does: simulator.overlap.modes.
 MODES = ("none", "chunked", "ring", "copy_engine", "fused")
-# What `executor.overlap` calls NCCL and then the product.
+# What `executor.overlap` calls an NCCL collective followed or preceded by the product.
 EXECUTOR_NAMES = {"none": "nccl"}
 # Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.site_costs`)
 # and torch's.
 USERBUFFERS = "userbuffers"
-ASYNC = "async"  # a pass of torch's over a compiled graph (`simulator.overlap.torch_async`)
+ASYNC = "async"  # a pass of torch's compiler over a graph (`simulator.overlap.torch_async`)
 WORDS = (*MODES, ASYNC, USERBUFFERS)
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
@@ -58,17 +58,19 @@ def modes_by_site(tp_overlap: str) -> tuple[str, ...]:
 
 
 def executor_name(mode: str) -> str:
-    """Return the name under which `executor.overlap` has a mode of a plan."""
+    """Return the name that `executor.overlap` has for a mode of a plan."""
     return EXECUTOR_NAMES.get(mode, mode)
 
 
 def canonical(tp_overlap: str) -> str:
-    """Return the one way to write what `tp_overlap` says. Raises BadPlan as `modes_by_site` does."""
+    """Return the canonical text of `tp_overlap`. Raises BadPlan as `modes_by_site` does."""
     return written(dict(zip(SITES, modes_by_site(tp_overlap), strict=True)))
 
 
 def written(modes: Mapping[str, str]) -> str:
-    """Return the canonical text of modes by site, sites left out running none. Raises BadPlan for what is neither."""
+    """Return the canonical text of modes by site, where sites left out run none. Raises BadPlan for an unknown site or
+    mode.
+    """
     text = ",".join(f"{site}={mode}" for site, mode in modes.items()) or NONE
     each = modes_by_site(text)
     if len(set(each)) == 1:
@@ -77,7 +79,7 @@ def written(modes: Mapping[str, str]) -> str:
 
 
 def mode_at(tp_overlap: str, site: str) -> str:
-    """Return the mode of a site; for "", which is none of `SITES`, what reaches beyond them.
+    """Return the mode of a site; for "", the mode outside the four sites.
 
     Raises BadPlan as `modes_by_site` does.
     """
@@ -88,7 +90,9 @@ def mode_at(tp_overlap: str, site: str) -> str:
 
 
 def modes_in(tp_overlap: str) -> tuple[str, ...]:
-    """Return the modes other than none that run somewhere, in order of first use. Raises BadPlan likewise."""
+    """Return the modes other than none that run somewhere, in order of first use. Raises BadPlan as `modes_by_site`
+    does.
+    """
     return tuple(dict.fromkeys(mode for mode in modes_by_site(tp_overlap) if mode != NONE))
 
 

@@ -1,4 +1,4 @@
-"""How the work is spread over ranks: the degrees, the schedule, and the one mapping from rank to coordinates."""
+"""A plan: degrees of parallelism, schedule and memory policy, and the one mapping from rank to mesh coordinates."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from simulator.config.plan_schema import MAX_GPUS, MAX_LAYERS, Kind, PlanField, 
 
 # What is kept in host memory: nothing, the optimizer's state, or parameters and gradients as well.
 OFFLOADS = ("none", "optimizer", "parameters")
-# How experts' all-to-all runs alongside compute: not, alongside passes of another micro batch, and with gradients of
-# weights delayed as well (`simulator.overlap.combined`).
+# How the experts' all-to-all overlaps compute: not at all, with passes of another micro batch, or also with delayed
+# weight gradients (`simulator.overlap.combined`).
 EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 
 # Mesh axes, slowest first: neighbours in rank share tensor-parallel groups, stages are furthest apart. This is the
 # order of torchtitan's mesh and of Megatron's default tp-cp-ep-dp-pp (which lists the fastest first).
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-# The schedules of pipelines whose plans name none: of one stage a rank, and of several.
+# The default schedules of pipelines: with one stage per rank, and with several.
 PLAIN_SCHEDULE, INTERLEAVED_SCHEDULE = "1F1B", "Interleaved1F1B"
 
 
 def default_schedule(virtual_stages: int) -> str:
-    """Return the schedule of a pipeline whose plan names none."""
+    """Return the default schedule of a pipeline."""
     return INTERLEAVED_SCHEDULE if virtual_stages > 1 else PLAIN_SCHEDULE
 
 
@@ -33,22 +33,22 @@ def default_schedule(virtual_stages: int) -> str:
 class Plan:
     """Degrees of parallelism, schedule and memory policy of one training run: the one table of a plan's fields.
 
-    Each is an entry (`simulator.config.plan_schema.PlanField`), from which flags, keys of cases, columns, limits of
-    searches and words follow.
+    Each field has an entry (`simulator.config.plan_schema.PlanField`) from which flags, keys of cases, columns, limits
+    of searches and texts follow.
 
-    `dp_replicate * dp_shard * cp * tp * pp` is the number of GPUs; `ep` divides within it. `zero_stage` is set where
-    the runtime speaks of ZeRO (then `dp_replicate` is the data-parallel degree and `zero_stage` says what is sharded
-    over it); otherwise sharding is `dp_shard` (FSDP2: parameters, gradients and optimizer). `recompute` is `none`,
-    `selective`, `selective-op`, `full` or a runtime's own word. `placement` lists, rank by rank, the physical GPU
-    (node * gpus_per_node + index); empty means rank r runs on GPU r.
+    `dp_replicate * dp_shard * cp * tp * pp` is the number of GPUs; `ep` divides within it. `zero_stage` is set for
+    runtimes with ZeRO (then `dp_replicate` is the data-parallel degree and `zero_stage` says what is sharded over it);
+    otherwise sharding is `dp_shard` (FSDP2: parameters, gradients and optimizer). `recompute` is `none`, `selective`,
+    `selective-op`, `full` or a mode of the runtime's own. `placement` lists, rank by rank, the physical GPU (node *
+    gpus_per_node + index); empty means rank r runs on GPU r.
 
-    `cp_method` is how ranks see each other's keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
-    `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
-    `offload` is what is kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`.
-    `ep_overlap` is how the all-to-all of experts runs alongside compute (`EP_OVERLAPS`).
-    `etp` ranks split each expert; None is the framework's default, which is `tp` in Megatron-LM.
-    `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.config.overlap_sites`. With
-    `capacity_factor` every expert computes that multiple of its mean load, padded or dropped; None is dropless.
+    `cp_method` is how ranks exchange keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
+    `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and overrides `recompute`. `offload`
+    is the state kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`. `ep_overlap`
+    is how the all-to-all of experts overlaps compute (`EP_OVERLAPS`). `etp` ranks split each expert; None is the
+    framework's default, which is `tp` in Megatron-LM. `tp_overlap` is one overlap mode, or one for each site of a
+    block: see `simulator.config.overlap_sites`. With `capacity_factor` every expert computes that multiple of its mean
+    load, padded or dropped; None is dropless.
     """
 
     dp_replicate: int = degree(
@@ -151,7 +151,7 @@ class Plan:
         needs="tp",
     )
     reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
-    # Empty: as even as the runtime makes it.
+    # Empty: the runtime's most even split.
     layers_per_stage: tuple[int, ...] = entry(
         (),
         "layers by stage",
@@ -203,7 +203,7 @@ class Plan:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different sequences."""
+        """Number of ranks that see different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -213,11 +213,11 @@ class Plan:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule of the plan's pipeline: the one that it names, else the default."""
+        """The schedule that the plan names, else the default."""
         return self.schedule or default_schedule(self.virtual_stages)
 
     def micro_batches(self, global_batch_size: int) -> int:
-        """Micro batches each data-parallel rank runs per step. Raises ValueError when they do not divide."""
+        """Micro batches each data-parallel rank runs per step. Raises ValueError when the batch does not divide."""
         per_round = self.data_parallel * self.micro_batch_size
         if global_batch_size % per_round:
             raise ValueError(
@@ -232,15 +232,15 @@ class Plan:
 
 # Every field of a plan, by name and in the order of `Plan`.
 PLAN_FIELDS: Mapping[str, PlanField] = fields_of(Plan)
-# Degrees, stages on a rank and the micro batch: whole numbers that every plan has, which multiply.
+# Degrees, stages per rank and the micro batch: whole numbers that every plan has, whose product is bounded.
 SIZES = tuple(name for name, known in PLAN_FIELDS.items() if known.kind is Kind.COUNT and not known.optional)
 
 
 def rank_grid(plan: Plan) -> NDArray[np.int64]:
     """Return ranks as an array of shape (pp, dp_replicate, dp_shard, cp, tp): `MESH_AXES`, slowest axis first.
 
-    Everything that needs to know who talks to whom indexes this array: a tensor-parallel group is a row along the
-    last axis, a pipeline is a column along the first.
+    Everything that needs the members of a group indexes this array: a tensor-parallel group is a row along the last
+    axis, a pipeline is a column along the first.
     """
     shape = tuple(int(getattr(plan, axis)) for axis in MESH_AXES)
     return np.arange(plan.gpus, dtype=np.int64).reshape(shape)

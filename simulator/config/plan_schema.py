@@ -1,7 +1,7 @@
-"""What is known of a field of a plan besides its type and default: how it is named, stated, bounded and chosen.
+"""Metadata of a plan's fields besides type and default: names, flags, bounds, and how searches choose them.
 
 Every field of `simulator.config.plan.Plan` is one entry of this kind. Flags, keys of cases, columns, limits of searches
-and words of answers follow from it, so that a new field is an entry there and the physics that reads it.
+and words of answers follow from it, so a new field needs only an entry there and the model that reads it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MAX_GPUS = 1 << 20  # of one plan
 MAX_COUNT = 1 << 31  # a batch or length beyond this is a mistake, and would overflow 64-bit products
 MAX_LAYERS = 100_000
 MAX_WORD = 64  # characters of a name
-_KEY = "plan"  # of the metadata of a dataclass field
+_KEY = "plan"  # key of the metadata of a dataclass field
 
 
 class Kind(StrEnum):
-    """What the value of a field is."""
+    """The kind of a field's value."""
 
     COUNT = "whole number"
     NUMBER = "number"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 
     @property
     def listed(self) -> bool:
-        """Whether it is a list: columns carry none, and no search varies one."""
+        """Whether it is a list: it has no column, and no search varies it."""
         return self in {Kind.COUNTS, Kind.WORDS}
 
 
@@ -48,13 +48,12 @@ _KINDS = {
 class PlanField:
     """One field of a plan. `name`, `kind`, `optional` and `default` are those of the dataclass.
 
-    `words` is what people call it, `short` its sign in a product of degrees and in names of plans.
-    `flag` and `help` are the option of commands about one plan, "" where there is none. `search_help` ends the help of
-    the option of `suggest` that lets a search choose among stated values only; "" where a search takes none.
-    `least` and `most` are the range of whole numbers; `choices` the words there are, none of them where a framework may
-    have words of its own; `longest` the characters of a word. `yes` is the word for a source that says just true.
-    `needs` is the degree without which (at 1) the field says nothing; `follows` are the fields with which it is chosen
-    anew, unless it is stated with them.
+    `words` is its name in texts, `short` its symbol in products of degrees and in names of plans. `flag` and `help` are
+    the option of commands about one plan, "" without one. `search_help` is the end of the help text of the `suggest`
+    option that limits a search to stated values; "" without such an option. `least` and `most` are the range of whole
+    numbers; `choices` the allowed words, empty where a framework may have its own; `longest` the most characters of a
+    word. `yes` is the word that `true` means in a source. `needs` is the degree that must exceed 1 for the field to
+    have a meaning. When a field in `follows` is changed, this one is chosen again, unless it is stated as well.
     """
 
     name: str = ""
@@ -81,12 +80,12 @@ class PlanField:
 
     @property
     def title(self) -> str:
-        """Its words as a label has them, with a capital."""
+        """The field's name as a label, with a capital letter."""
         return self.words[:1].upper() + self.words[1:]
 
     @property
     def is_degree(self) -> bool:
-        """Whether it is a number of ranks, or of stages on a rank, which multiplies with others of its kind."""
+        """Whether it is a number of ranks, or of stages on a rank, and so a factor of a product of degrees."""
         return self.kind is Kind.COUNT and self.most == MAX_GPUS and not self.optional
 
 
@@ -96,12 +95,12 @@ def entry(default: Any, words: str = "", **known: Any) -> Any:
 
 
 def degree(words: str, **known: Any) -> Any:
-    """Return a field that is 1 unless stated, and at most as large as a plan has GPUs."""
+    """Return a field with default 1 whose value is at most the number of GPUs."""
     return entry(1, words, least=1, most=MAX_GPUS, **known)
 
 
 def fields_of(plan: type) -> Mapping[str, PlanField]:
-    """Return the fields of a dataclass of entries, by name and in its order."""
+    """Return the entries of a dataclass by field name, in order."""
     hints = get_type_hints(plan)
     found = {}
     for one in fields(plan):

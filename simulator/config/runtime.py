@@ -1,4 +1,4 @@
-"""The software that runs the plan: which framework, eager or compiled, in which types."""
+"""The runtime of a plan: framework, eager or compiled, number formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from simulator.config.adapter import Adapter
 from simulator.config.optimizers import OPTIMIZERS, why_no_optimizer
 from simulator.config.savers import BF16_GRADIENTS, LINEAR_LOSS, SAVERS
 
-# Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
+# Bytes of a number, by the short type names in operators and sharding texts; and the types that a run can be configured
+# with.
 ELEMENT_BYTES = {
     "c128": 16,
     **dict.fromkeys(("f64", "i64", "u64", "c64"), 8),
@@ -21,9 +22,10 @@ DTYPE_BYTES = {
     name: ELEMENT_BYTES[short]
     for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
 }
-# Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
+# Types that only matrix products can compute in; everything else stays in 16 bits, and nothing is stored or reduced in
+# them.
 LOW_PRECISION = ("float8", "float4")
-# A type that products of float32 tensors may compute in, as torch's float32 matmul precision "high" has it; nothing is
+# A type that products of float32 tensors may compute in, as with torch's float32 matmul precision "high"; nothing is
 # stored in it.
 TF32 = "tf32"
 COMPUTE_ONLY = (*LOW_PRECISION, TF32)
@@ -36,7 +38,7 @@ MOE_DISPATCHERS = ("allgather", "alltoall", "deepep", "hybridep")
 # module after another.
 EXPERT_PRODUCTS = ("grouped", "te_grouped", "loop")
 
-# Kernels of others, by the part of a source's word for them that names them, and what they fuse. Liger-Kernel
+# Third-party kernels, by a part of the name that sources use, and the operators they fuse. Liger-Kernel
 # (linkedin/Liger-Kernel, ops/fused_linear_cross_entropy.py) multiplies with the head and computes the loss and its
 # gradient piece by piece; foak (foundation-model-stack/fms-acceleration, plugins/fused-ops-and-kernels, after unsloth)
 # writes the loss's gradient over the logits. Both have norms and rotary positions in a kernel each.
@@ -46,26 +48,25 @@ FUSED_KERNELS = {
         "layers",
         "loss",
         "packed_adapters",
-    ),  # framework_plugin_fast_kernels.py: fused_lora of quantized models alone
+    ),  # framework_plugin_fast_kernels.py: fused_lora is for quantized models only
     "unsloth": ("layers", "loss", "adapters"),
 }
 
-DEFAULT_RUNTIME = "torchtitan"  # of what names none
+DEFAULT_RUNTIME = "torchtitan"  # for a source that names no kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
+    """`name` selects a description of operator sequences (`runtimes/*.toml`); the other fields are its configuration.
 
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
     are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
     `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
     replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
-    to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's own.
-    `fused` are the kernels of others that were put in the place of its own (`FUSED_KERNELS`).
-    `adapter` says what is trained where that is not everything. `savers` take less memory (`simulator.config.savers`):
-    those that were asked for; `all_savers` are all. `reentrant` are torch's checkpoints where that is not the
-    description's own.
+    to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's
+    default. `fused` are third-party kernels that replace its own (`FUSED_KERNELS`). `adapter` is set where not all
+    weights are trained. `savers` are the memory savers asked for (`simulator.config.savers`); `all_savers` also has
+    those implied by other fields. `reentrant` overrides the kind of torch's checkpoints.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -92,7 +93,7 @@ class Runtime:
 
     @property
     def all_savers(self) -> tuple[str, ...]:
-        """All memory savers, those among them that are kernels of others or a type of gradients."""
+        """All memory savers, including those that are third-party kernels or a type of gradients."""
         also = {LINEAR_LOSS: "linear_loss" in self.fused, BF16_GRADIENTS: self.reduce_dtype == "bfloat16"}
         return tuple(word for word in SAVERS if word in self.savers or also.get(word))
 
@@ -109,14 +110,14 @@ class Runtime:
 
     @property
     def activation_dtype(self) -> str:
-        """What everything but products computes in: the type of tokens between layers."""
+        """The type of tokens between layers, in which everything except products computes."""
         if self.compute_dtype == TF32:
             return "float32"
         return "bfloat16" if self.low else self.compute_dtype
 
     @property
     def not_modelled(self) -> str:
-        """Why nothing can be predicted of this runtime, or nothing: a type or an optimizer that is not modelled."""
+        """Why this runtime cannot be predicted (a type or an optimizer that is not modelled); empty if it can."""
         stated = {
             "parameters": self.param_dtype,
             "gradient reduction": self.reduce_dtype,

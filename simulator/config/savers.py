@@ -1,12 +1,12 @@
-"""Memory savers: what a run is configured with that takes less memory for the same step, and what each of them is.
+"""Memory savers: options of a run that reduce memory without changing the step's result.
 
 `chunked_loss` computes head and loss for a piece of the tokens at a time (torchtune's LinearCrossEntropyLoss, TRL's
 chunked_nll, torchtitan's ChunkedLossWrapper); `fused_linear_loss` in kernels that give the gradients of tokens and head
-at once (Liger-Kernel). `activation_offload` has what layers save for backward in host memory meanwhile
-(`simulator.step.away`). `optimizer_in_backward` updates parameters as soon as their gradients are there, which then go
-(`torch.Tensor.register_post_accumulate_grad_hook`; torchtune's optimizer_in_bwd). `bf16_gradients` adds gradients up
-and reduces them in bfloat16 (Megatron-LM's --grad-reduce-in-bf16). How each runs, and which software has it, its
-description says (`simulator/runtimes/*.toml`: savers).
+at once (Liger-Kernel). `activation_offload` keeps what layers save for backward in host memory in the meantime
+(`simulator.step.away`). `optimizer_in_backward` updates parameters as soon as their gradients are computed, and frees
+these (`torch.Tensor.register_post_accumulate_grad_hook`; torchtune's optimizer_in_bwd). `bf16_gradients` adds gradients
+up and reduces them in bfloat16 (Megatron-LM's --grad-reduce-in-bf16). The runtimes' descriptions state which savers
+each has and how it runs them (`simulator/runtimes/*.toml`: savers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TITLES = {
     OPTIMIZER_IN_BACKWARD: "optimizer in backward",
     BF16_GRADIENTS: "gradients added up in bfloat16",
 }
-# How sources say it, in the words of one clause.
+# Patterns for savers in plain text, within one clause.
 _SAID = {
     CHUNKED_LOSS: r"chunked[ -_]?(ce|nll|loss|losses|cross[ -_]entropy|output loss)\b",
     LINEAR_LOSS: r"(fused )?linear cross[ -_]entropy|\bliger\b",
@@ -38,13 +38,13 @@ _SAID = {
     r"|offload(s|ed|ing)? (of )?(activations?|checkpoints?)",
     OPTIMIZER_IN_BACKWARD: r"optimi[sz]er[ -](fused )?in(to)?[ -]b(ack)?wa?r?d|fuses the optimi[sz]er into backward",
 }
-# Others that sources name and that have no cost here.
+# Savers that sources name and that have no cost here.
 _NOT_MODELLED = {"feed-forward networks in tiles": r"(mlp|ffn)s? (tiling|in tiles)|tiled (mlp|ffn)"}
 _NEGATED = re.compile(r"\b(without|no|not|never|off)\b")
 
 
 def canonical_savers(words: Iterable[str]) -> tuple[str, ...]:
-    """Return savers in the order of `SAVERS`, each once. Raises BadPlan for a word that is none."""
+    """Return savers in the order of `SAVERS`, each once. Raises BadPlan for an unknown word."""
     given = [word.strip().lower().replace("-", "_") for word in words]
     for word in given:
         if word not in SAVERS:
@@ -53,12 +53,12 @@ def canonical_savers(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def not_modelled_said(text: str) -> tuple[str, ...]:
-    """Return the savers that a text speaks of and that have no cost here."""
+    """Return the savers named in a text that have no cost here."""
     return tuple(name for name, said in _NOT_MODELLED.items() if re.search(said, text.lower()))
 
 
 def optimizer_said(text: str) -> str:
-    """Return the optimizer whose state a text in plain words says is paged or in 8 bits, or nothing."""
+    """Return the paged or 8-bit optimizer that a plain text names; empty if none."""
     clauses = [clause for clause in re.split(r"[;,()]", text.lower()) if not _NEGATED.search(clause)]
     said = " ".join(clause for clause in clauses if re.search(r"\b(optimi[sz]er|adamw?)\b", clause))
     narrow, paged = re.search(r"\b8[ -]?bit\b", said), re.search(r"\bpaged\b", said)
@@ -66,6 +66,6 @@ def optimizer_said(text: str) -> str:
 
 
 def savers_said(text: str) -> tuple[str, ...]:
-    """Return the savers that a text in plain words says a run had; what a clause denies is not among them."""
+    """Return the savers that a plain text says a run had, without those that a clause denies."""
     clauses = [clause for clause in re.split(r"[;,()]", text.lower()) if not _NEGATED.search(clause)]
     return tuple(saver for saver, said in _SAID.items() if any(re.search(said, clause) for clause in clauses))

@@ -1,4 +1,4 @@
-"""In which format a checkpoint holds its weights, where that is not 16 bits: as its configuration or its name says."""
+"""The format of a checkpoint's weights where it is not 16 bits, from its configuration or its name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from simulator.config.hub_models import hub_model
 from topology.codec import read_json
 from topology.errors import BadInput, BadModel
 
-# Words of names on the Hub, the first that is found. Source: the quantised checkpoints of NVIDIA, Red Hat AI and Qwen.
+# Parts of names on the Hub; the first that matches decides. Source: the quantised checkpoints of NVIDIA, Red Hat AI and
+# Qwen.
 _WORDS = (("mxfp4", "mxfp4"), ("fp4", "float4"), ("awq|gptq|int4|w4a16", "int4"), ("fp8|w8a8-float", "float8"))
-# `quant_method` of transformers' quantization_config; those of several widths say theirs in `bits` or `config_groups`.
+# `quant_method` of transformers' quantization_config; methods with several widths state them in `bits` or
+# `config_groups`.
 _METHODS = {"fp8": "float8", "fbgemm_fp8": "float8", "mxfp4": "mxfp4", "awq": "int4", "gptq": "int4"}
 _ALGORITHMS = {"FP8": "float8", "NVFP4": "float4"}  # `quant_algo` of modelopt
 
@@ -44,13 +46,13 @@ def stored_weights(source: str) -> str:
 
 
 def of_name(name: str) -> str:
-    """Return the format that the name of a checkpoint says, or nothing."""
+    """Return the format in a checkpoint's name; empty if none."""
     last = name.rsplit("/", 1)[-1].lower()
     return next((format_ for words, format_ in _WORDS if re.search(rf"(?<![a-z0-9])n?v?({words})\b", last)), "")
 
 
 def of_config(config: Any) -> str:
-    """Return the format that a config.json's `quantization_config` says, or nothing."""
+    """Return the format in a config.json's `quantization_config`; empty if none."""
     said = config.get("quantization_config") if isinstance(config, dict) else None
     if not isinstance(said, dict):
         return ""
@@ -68,7 +70,7 @@ def of_config(config: Any) -> str:
 
 @cache
 def _published() -> dict[str, str]:
-    """Return formats of shipped models that are published in other than 16 bits, by our name and the Hub's."""
+    """Return the formats of shipped models not published in 16 bits, by our name and by the Hub's."""
     sources = json.loads((resources.files("simulator") / "models" / "SOURCES.json").read_text("utf-8"))
     found: dict[str, str] = {}
     for name, entry in sources.items():

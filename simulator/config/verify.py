@@ -1,8 +1,8 @@
-"""What a model, a plan, a workload, a runtime and an estimate may be at all, before anybody asks what a framework runs.
+"""Range checks of a model, a plan, a workload, a runtime and an estimate, which hold for every framework.
 
-Files decode into the right types, but any number passes as a degree. Here every field has its range, so that nothing
-below meets a negative count, a product beyond 64 bits or a number format without a width. Whether a plan is legal on
-given GPUs is for `simulator.legality` to say.
+Decoding a file checks types, not values. Here every field has a range, so that later code never meets a negative count,
+a product beyond 64 bits or a number format without a width. `simulator.legality` decides whether a plan is legal on
+given GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from simulator.config.workload import ROUTINGS, Workload
 from topology.errors import BadModel, BadPlan
 from topology.ranges import Range, out_of_range
 
-MAX_PARAMETERS = 1 << 53  # exact as a float; a thousand times the largest network
+MAX_PARAMETERS = 1 << 53  # exact as a float; a thousand times the largest model
 NORMS = ("rmsnorm", "layernorm")
 MODEL_RANGES: dict[str, Range] = {
     **dict.fromkeys(
@@ -76,7 +76,7 @@ def verify_model(model: Model, *, where: str) -> None:
 
 
 def verify_estimate(estimate: Estimate, *, where: str) -> None:
-    """Raise BadPlan, with the field and what is allowed, unless every number of `estimate` is one a plan can have."""
+    """Raise BadPlan, with the field and what is allowed, unless every number of `estimate` is possible for a plan."""
     for problem in out_of_range(estimate, ESTIMATE_RANGES, path="estimate"):
         raise BadPlan(f"{where}: {problem}")
     for name, interval in (("step_s", estimate.step_s), ("memory.peak_bytes", estimate.memory.peak_bytes)):
@@ -98,7 +98,7 @@ def _verify_interval(interval: Interval, where: str) -> None:
 def verify_plan(plan: Plan, *, where: str) -> None:
     """Raise BadPlan, with the field and what is allowed, unless every number of `plan` has a meaning.
 
-    `where` begins the message: the file or case that the plan is from.
+    `where` begins the message: the file or case that contains the plan.
     """
     for name, known in PLAN_FIELDS.items():
         _verify_value(getattr(plan, name), known, f"{where}: plan.{name}")
@@ -125,8 +125,8 @@ def _verify_value(value: Any, known: PlanField, where: str) -> None:
 
 
 def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
-    """Raise BadPlan where a list of a plan does not match its stages or ranks, the model's layers, the cluster's
-    GPUs.
+    """Raise BadPlan where a list of a plan does not have one entry for each stage or rank, or does not match the
+    model's layers or the cluster's GPUs.
     """
     stages = plan.stages
     listed, placed = plan.layers_per_stage, plan.placement

@@ -1,4 +1,4 @@
-"""What is asked of the model."""
+"""The workload: a training step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROUTINGS = ("balanced", "natural")
 class Workload:
     """One optimizer step of training: `global_batch_size` sequences of `seq_len` tokens.
 
-    `expert_imbalance` is the load of the busiest expert rank over the mean; it belongs to data and router, not a plan.
-    `routing` is `balanced` where every expert is given as many tokens, `natural` where the router decides, "" where the
-    runtime's description says (`ROUTINGS`). `expert_counts` are the tokens that a router gave to each expert.
+    `expert_imbalance` is the load of the busiest expert rank over the mean; it depends on data and router, not on the
+    plan. `routing` is `balanced` where all experts get equally many tokens, `natural` where the router decides, "" for
+    the runtime's default (`ROUTINGS`). `expert_counts` are the tokens that a router sent to each expert.
     """
 
     task: str = "train"

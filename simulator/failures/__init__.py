@@ -1,1 +1,1 @@
-"""Runs of days and weeks: what failures, restarts and checkpoints leave of their time."""
+"""Long runs with failures, restarts and checkpoints: expected times, and the share of time that counts."""

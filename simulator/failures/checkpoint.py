@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how long it stops the run."""
+"""The size of a run's checkpoint, and for how long writing it stops the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topology.rates.host import host_rates
 
 
 def checkpoint_bytes(scenario: Scenario) -> float:
-    """Return the bytes that have to be written to go on from: what is trained, and the optimizer's state of it."""
+    """Return the bytes of a checkpoint: trained parameters and their optimizer state."""
     table = plan_table([Plan()], scenario.workload)
     context = cost_context(scenario, table, calibrated_operators(scenario))
     model, held = scenario.model, local_parameters(scenario.model, context)

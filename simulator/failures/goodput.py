@@ -1,9 +1,9 @@
-"""Failures of a long run, and the checkpoints against them: the expected time, and the interval that makes it least.
+"""The expected time of a long run with failures and checkpoints, and the checkpoint interval that minimises it.
 
-Failures come at a constant rate, to whichever GPU. Each loses what was computed since the last checkpoint, and the run
-restarts from it. The expected time is Daly's complete model (J. T. Daly, A higher order estimate of the optimum
-checkpoint interval for restart dumps, FGCS 22, 2006), the best interval its estimate of higher order, which for rare
-failures is Young's sqrt(2 d M) (1974).
+Failures occur at a constant rate. Each loses the work since the last checkpoint, from which the run restarts. The
+expected time is Daly's complete model (J. T. Daly, A higher order estimate of the optimum checkpoint interval for
+restart dumps, FGCS 22, 2006), the best interval its estimate of higher order, which for rare failures is Young's sqrt(2
+d M) (1974).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A failure for every so many hours of a GPU. Source: Llama 3 405B, 419 unexpected interruptions in 54 days of 16,384
-# H100 (arXiv 2407.21783, section 3.3.4). Its range: 6.50 and 2.34 failures a thousand node-days of 8 A100 (Kokolis et
-# al., arXiv 2410.21680, RSC-1 and RSC-2).
+# Mean GPU hours between failures. Source: Llama 3 405B, 419 unexpected interruptions in 54 days of 16,384 H100 (arXiv
+# 2407.21783, section 3.3.4). Range: 6.50 and 2.34 failures per thousand node-days of 8 A100 (Kokolis et al., arXiv
+# 2410.21680, RSC-1 and RSC-2).
 GPU_HOURS = 54 * 24 * 16_384 / 419
 GPU_HOURS_RANGE = (1000 * 24 * 8 / 6.50, 1000 * 24 * 8 / 2.34)
-# From a failure to the step after it, without reading the checkpoint. Source: MegaScale detects, diagnoses and recovers
-# within 10 minutes on average (arXiv 2402.15627, section 6.3).
+# Seconds from a failure to the next step, without reading the checkpoint. Source: MegaScale detects, diagnoses and
+# recovers within 10 minutes on average (arXiv 2402.15627, section 6.3).
 RESTART_S = 600.0
-# What storage takes of checkpoints for each GPU. Source: Llama 3's 2 TB/s sustained for 16,384 GPUs (section 3.3.1).
+# Bytes/s that storage accepts per GPU. Source: Llama 3's 2 TB/s sustained for 16,384 GPUs (section 3.3.1).
 STORAGE_BYTES_PER_S = 2e12 / 16_384
 
 
@@ -28,8 +28,8 @@ class Failures:
     """A run is interrupted every `mtbf_s` on average and computes again `restart_s` later; a checkpoint stops it for
     `save_s`, and another cannot begin within `least_interval_s`.
 
-    What interrupted it is back after `repair_s`: a node that is repaired, or one that a provider has to give again. One
-    of `spares` takes its place meanwhile; where none is left, the run waits.
+    A failed node is back after `repair_s`, repaired or replaced by the provider. One of `spares` takes its place in the
+    meantime; without a spare the run waits.
     """
 
     mtbf_s: float
@@ -41,9 +41,9 @@ class Failures:
 
     @property
     def waiting(self) -> float:
-        """The share of the time in which more is out than there are spares. While the run computes, failures come at a
-        constant rate, and while it waits none: of a queue of as many servers as spares and one more, whose lost calls
-        these are, the share of lost calls (Erlang's B).
+        """The share of time in which more nodes are out than there are spares. Failures come at a constant rate while
+        the run computes and not while it waits, so this is the blocking probability (Erlang's B) of a queue with one
+        server more than there are spares.
         """
         load, share = self.repair_s / self.mtbf_s, 1.0
         for servers in range(1, self.spares + 2):
@@ -63,12 +63,12 @@ class Failures:
         return up / (1.0 - self.waiting)
 
     def goodput(self, interval_s: float) -> float:
-        """Return the share of the time that is spent on steps that count."""
+        """Return the share of the run's time that is spent on its steps."""
         return 1.0 / self.total_s(1.0, interval_s)
 
     @property
     def best_interval_s(self) -> float:
-        """Seconds of steps between checkpoints at which the run ends soonest."""
+        """Seconds of steps between two checkpoints that minimise the run's time."""
         d, m = self.save_s, self.mtbf_s
         if d >= 2 * m:
             return max(m, self.least_interval_s)
@@ -78,4 +78,4 @@ class Failures:
 
 
 MOST_EXPONENT = 500.0
-MINIMUM_S = 1.0  # of an interval, where a checkpoint costs nothing
+MINIMUM_S = 1.0  # shortest interval, for checkpoints that cost nothing

@@ -1,4 +1,4 @@
-"""A run with failures on SimPy: one history after another, of which the ends say how far a run may be off its mean."""
+"""Runs with failures simulated on SimPy; the spread of their times is the range of the expected time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import simpy
 from simulator.failures.goodput import Failures
 
 HISTORIES = 60
-MOST_FAILURES = 20_000  # of all histories together: what a second or so simulates
+MOST_FAILURES = 20_000  # events of all simulated runs together: about a second of simulation
 
 
 class _Run:
-    """One history: a trainer, and failures that interrupt it."""
+    """One simulated run: a trainer, and failures that interrupt it."""
 
     def __init__(self, failures: Failures, work_s: float, interval_s: float, draw: random.Random) -> None:
         self.failures, self.left_s, self.interval_s, self.draw = failures, work_s, interval_s, draw
@@ -40,7 +40,7 @@ class _Run:
                     self.waits = False
                     yield self.env.timeout(self.failures.restart_s)
                     down, begun = False, self.env.now
-                # A checkpoint follows each whole interval; the last steps need none.
+                # A checkpoint follows each full interval; the last steps need none.
                 yield self.env.timeout(self.left_s + self.failures.save_s * _checkpoints(self.left_s, self.interval_s))
                 self.left_s = 0.0
             except simpy.Interrupt:
@@ -69,7 +69,7 @@ def _checkpoints(left_s: float, interval_s: float) -> int:
 
 
 def histories(failures: Failures, work_s: float, interval_s: float, *, seed: int = 0) -> list[float]:
-    """Return the seconds of several histories of a run, in order; fewer where each has very many failures."""
+    """Return the sorted times of several simulated runs in seconds; fewer runs where each has very many failures."""
     each = failures.total_s(work_s, interval_s) / failures.mtbf_s
     count = max(2, min(HISTORIES, int(MOST_FAILURES / max(each, 1.0))))
     draw = random.Random(seed)  # noqa: S311 - a simulation
@@ -77,8 +77,8 @@ def histories(failures: Failures, work_s: float, interval_s: float, *, seed: int
 
 
 def spread(failures: Failures, work_s: float, interval_s: float) -> tuple[float, float]:
-    """Return the ends of the range that four of five histories end in, over their mean, which is one of them where few
-    histories have a failure at all.
+    """Return the ends of the range that holds four of five runs, over their mean. An end is the mean itself where few
+    runs have a failure.
     """
     ends = histories(failures, work_s, interval_s)
     mean = sum(ends) / len(ends)

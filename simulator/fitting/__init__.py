@@ -1,4 +1,4 @@
-"""From samples to numbers: a profile's measurements become a calibration (`calibration_fit.calibrated`).
+"""Fit a calibration to a profile's samples (`calibration_fit.calibrated`).
 
-May import every other package; only those who load a profile import this one.
+May import every other package; only code that loads a profile imports this one.
 """

@@ -1,7 +1,5 @@
-"""From a profile to the `Calibration` that costs are asked with: once, where a program reads its inputs.
-
-Only samples of the software that the profile's head names are used. A profile of other GPUs than the cluster's says
-nothing of it.
+"""Make the `Calibration` of a profile; a program does this once, where it reads its inputs. Only samples of the
+software that the profile's head names are used. A profile of other GPUs than the cluster's is not used.
 """
 
 from __future__ import annotations
@@ -35,9 +33,8 @@ from topology.profile.store import current_samples
 
 
 def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
-    """Return what `profile` says of the GPUs of `cluster`; None without a profile, or where it is of other GPUs.
-
-    The runtimes that ran single layers are fitted on `cluster`; that takes a second or two.
+    """Return the calibration of `cluster` from `profile`; None without a profile, or if it is of other GPUs. Fitting
+    the runtimes that ran single layers takes a second or two.
     """
     kind = cluster.slowest_kind
     if profile is None or not same_gpu(profile, kind):
@@ -63,8 +60,8 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
 
 
 def _burst(samples: Sequence[OperatorSample], operators: MeasuredOperators, cluster: Cluster) -> float:
-    """Return what products after a rest take over those of a GPU at work, as measured. Without any operator measured,
-    steps of one GPU keep what is described of such GPUs, as without a profile (`simulator.analytical.clocks`).
+    """Return the measured time of products on a rested GPU over that on a busy one. If no operator was measured, one
+    GPU has the ratio of its architecture, as without a profile (`simulator.analytical.clocks`).
     """
     if not samples and cluster.gpu_count == 1:
         return Roofline(gpu=cluster.slowest_kind).rested
@@ -77,7 +74,7 @@ def _collectives(profile: Profile) -> MeasuredCollectives | None:
 
 
 def standalone_times(profile: Profile, kind: GpuKind) -> StandaloneTimes | None:
-    """Return what a profile knows of operators that run alone on GPUs of `kind`; None where it knows nothing."""
+    """Return the measured times of operators that run alone on GPUs of `kind`; None without any."""
     if not profile.calibrated or not same_gpu(profile, kind):
         return None
     operators = measured_operators(current_samples(profile).operators, kind)
@@ -88,8 +85,8 @@ def standalone_times(profile: Profile, kind: GpuKind) -> StandaloneTimes | None:
 
 
 def with_rates(profile: Profile, cluster: Cluster) -> Profile:
-    """Return `profile` with rates fitted to its overlap samples, as far as they are of one software; unchanged
-    without.
+    """Return `profile` with rates fitted to its overlap samples, if these are of one software; unchanged without
+    samples.
     """
     timed = [mode for _, mode in timed_modes(current_samples(profile).overlap, *_machine(profile, cluster))]
     if not timed:
@@ -98,7 +95,9 @@ def with_rates(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def rate_errors(profile: Profile, cluster: Cluster) -> dict[str, tuple[float, int]]:
-    """Return (mean of |predicted / measured - 1|, how many times) by mode, and of `all`, under the profile's rates."""
+    """Return (mean of |predicted / measured - 1|, number of times) for each mode and for `all`, with the profile's
+    rates.
+    """
     samples, machine = current_samples(profile).overlap, _machine(profile, cluster)
     same = same_gpu(profile, cluster.slowest_kind)
     rates = (site_rates(samples, profile.overlap_rates, *machine) if same else SiteRates()).rates
@@ -120,7 +119,7 @@ def _machine(profile: Profile, cluster: Cluster) -> tuple[Roofline, CollectiveMo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """How far a curve is from samples that it did not see: each left out in turn, the mean of absolute errors."""
+    """The leave-one-out error of a curve: the mean absolute error on samples left out in turn."""
 
     what: str
     samples: int

@@ -1,5 +1,5 @@
-"""What one profile says of several machines, and whether it may be of them. Its samples are fitted when they are asked
-for.
+"""Calibrations of several clusters from one profile, and doubts about whether it applies to them. Samples are fitted
+when first asked for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from topology.errors import BadCluster, Stale
 if TYPE_CHECKING:
     from topology.profile.profile import Profile
 
-MAX_AGE_DAYS = 180  # of a profile: drivers, libraries and machines change more often
+MAX_AGE_DAYS = 180  # of a profile; drivers, libraries and machines change within this time
 
 
 @dataclass(slots=True)
 class Calibrations:
-    """What one profile says of several machines, found once for each. `strict` refuses a profile that is in doubt."""
+    """Calibrations from one profile, computed once for each cluster. With `strict`, a profile in doubt is refused."""
 
     profile: Profile | None
     strict: bool = False
@@ -36,15 +36,14 @@ class Calibrations:
             if known == cluster:
                 return calibration
         self.check(cluster)
-        fit: Any = import_module("simulator.fitting.calibration_fit")  # and all fits, which nothing else needs
+        fit: Any = import_module("simulator.fitting.calibration_fit")  # imports all fits, which nothing else needs
         self._found.append((cluster, fit.calibrated(self.profile, cluster)))
         return self._found[-1][1]
 
     def check(self, cluster: Cluster) -> list[str]:
         """Return `doubts`.
 
-        Raises BadInput where the profile's samples are faster than the cluster, Stale where it is in doubt and
-        `strict`.
+        Raises BadInput if the profile's samples are faster than the cluster, Stale if it is in doubt and `strict`.
         """
         doubts = self.doubts(cluster)
         if doubts and self.strict:
@@ -58,11 +57,11 @@ class Calibrations:
         return doubts
 
     def all_doubts(self) -> list[str]:
-        """Return the doubts about all machines that were asked about, each once."""
+        """Return the doubts about all clusters that were asked about, each once."""
         return list(dict.fromkeys(doubt for cluster, _ in self._found for doubt in self.doubts(cluster)))
 
     def doubts(self, cluster: Cluster) -> list[str]:
-        """Return why the profile may not tell of `cluster`, one sentence each."""
+        """Return the reasons why the profile may not apply to `cluster`, one sentence each."""
         return [] if self.profile is None else doubts_of(self.profile, cluster)
 
 
@@ -70,7 +69,7 @@ UNMEASURED = Calibrations(None)
 
 
 def doubts_of(profile: Profile, cluster: Cluster, *, today: datetime | None = None) -> list[str]:
-    """Return why `profile` may not tell of `cluster`: other GPUs, another driver, or measured long ago."""
+    """Return the reasons why `profile` may not apply to `cluster`: other GPUs, another driver, or measured long ago."""
     kind = cluster.slowest_kind
     if not same_gpu(profile, kind):
         return [f"the profile was taken on {profile.gpu}, the cluster has {kind.title}: it is not used"]
@@ -95,7 +94,7 @@ def _date(text: str) -> datetime | None:
 
 
 def same_gpu(profile: Profile, kind: GpuKind) -> bool:
-    """Return whether a profile was taken on GPUs of `kind`. One that the catalogue does not know is not this one."""
+    """Return whether a profile was taken on GPUs of `kind`. A GPU that is not in the catalogue is not of this kind."""
     try:
         return gpu_kind(profile.gpu).name == kind.name
     except BadCluster:

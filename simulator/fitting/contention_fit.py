@@ -1,8 +1,7 @@
-"""What a collective and a kernel alongside it cost each other, from pairs measured alone and together.
-
-A kernel loses SMs and memory bandwidth: so much of its time, which differs between large products, small ones and
-copies, and little between collectives. A collective loses bandwidth, and is kept waiting: NCCL's kernel gets SMs only
-when blocks of the product in flight have ended, which is a share of that product's time whatever the message. So
+"""By how much a collective and a concurrent kernel slow each other down, from pairs measured alone and together. A
+kernel loses SMs and memory bandwidth. The factor differs between large products, small ones and copies, and little
+between collectives. A collective loses bandwidth and waits: NCCL's kernel gets SMs only when blocks of the running
+product end, which takes a share of that product's time for every message size. So
 
     kernel alongside     = slowdown(kernel) * kernel alone
     collective alongside = share * collective alone + wait * kernel alone
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import scipy  # its parts are loaded when first used
+import scipy  # submodules are imported when first used
 from numpy.typing import NDArray
 
 from simulator.calibration.calibration import Contention
@@ -25,9 +24,9 @@ Floats = NDArray[np.float64]
 
 
 def fit_contention(samples: Sequence[ContentionSample]) -> dict[str, Contention]:
-    """Return what compute and each collective cost each other in a step.
+    """Return by how much compute and each collective slow each other down in a step.
 
-    Pairs count by how long their compute takes: a step's time is in its large products.
+    Pairs are weighted by the time of their compute, since large products take most of a step.
     """
     found = {}
     pairs = valid(samples)
@@ -49,7 +48,7 @@ def valid(samples: Sequence[ContentionSample]) -> list[ContentionSample]:
 
 
 def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] | None:
-    """Return the mean errors of (kernel, collective) times at the same time, each pair from all the others.
+    """Return the mean errors of concurrent (kernel, collective) times, each pair predicted from all others.
 
     None with too few pairs to leave one out.
     """
@@ -70,7 +69,7 @@ def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] 
 
 
 def fit_collective(samples: Sequence[ContentionSample], compute: str) -> tuple[float, float] | None:
-    """Return (share, wait) for collectives alongside one kind of compute, least squares of relative errors."""
+    """Return (share, wait) of collectives next to one kind of compute, by least squares of relative errors."""
     mine = [s for s in samples if s.compute == compute]
     if not mine:
         return None

@@ -1,11 +1,10 @@
-"""What hosts take for layers and steps, from all runs of narrow layers at once.
-
-A run so narrow that its device waits for its host takes what its host takes: so many launches, layers that are sharded,
-cut or run again, a step's own work. These add up, so a run is a row of how often each cost occurs in it, and the costs
-are found for all rows together. Few calibrations have a run for every cost. What was not run is what the runtime's
-description says, at the speed of this host: hosts are quicker or slower as a whole (examples/profiles/hosts.md), and
-every run shows by how much. So costs are least squares of logarithms around the description, a run counted by how far
-steps scatter, a cost by how far hosts do; they reproduce what was measured as far as a sum of costs can.
+"""Host times of layers and steps, fitted to all runs of narrow layers at once. A run whose layers are so narrow that
+the device waits for the host takes the host's time: launches, layers that are sharded, divided or recomputed, and the
+step's own work. These add up, so a run is a row with the number of times each cost occurs, and the costs are fitted to
+all rows together. Few calibrations have a run for every cost. A cost without a run has the value of the runtime's
+description, scaled by the speed of this host: hosts are faster or slower as a whole (examples/profiles/hosts.md), and
+every run shows by how much. So costs are fitted by least squares of logarithms around the description. A run is
+weighted by the spread of its steps, a cost by its spread over hosts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy  # its parts are loaded when first used
+import scipy  # submodules are imported when first used
 from numpy.typing import NDArray
 
 from simulator.config.plan import Plan
@@ -26,7 +25,7 @@ from topology.profile.samples import LAYER_CUT, LAYER_PLAIN, HostSample
 Floats = NDArray[np.float64]
 Costs = dict[str, float]
 
-# Costs that are found, as fields of HostSpec. A launch is one cost wherever it happens.
+# Costs that are fitted, as fields of HostSpec. All kinds of launch have one cost.
 LAUNCHES = ("launch_s", "backward_launch_s", "dtensor_launch_s")
 SINGLE = (
     "fsdp_layer_s",
@@ -46,43 +45,44 @@ SINGLE = (
     "tp_rest_s",
     "cp_rest_s",
 )
-# In launches and in what parallelism adds: described as zero everywhere.
+# Included in launches and in what parallelism adds, so these fields are set to zero.
 CONTAINED = ("collective_s", "forward_layer_s", "backward_layer_s")
-# Spreads of logarithms. Of a run's median step around any description: so much, and a share of how far its steps
-# scatter, which is not all chance from step to step: the same layer on one host takes 4 to 9 % more or less in another
-# process. Of hosts as a whole, and of launches and other costs beyond that: launches say how quick a host is, what
-# parallelism adds differs by 2 to 5 from the fastest to the slowest (examples/profiles/hosts.md).
+# Standard deviations of logarithms. RUN_NOISE and STEP_SHARE: of a run's median step around any description, a constant
+# plus a share of the spread of its steps; that spread is not only chance, since the same layer takes 4 to 9 % more or
+# less in another process of one host. HOST_SPREAD: of hosts as a whole. LAUNCH_SPREAD and COST_SPREAD: of launches and
+# of other costs beyond that; launches follow the host's speed closely, what parallelism adds differs by a factor of 2
+# to 5 between hosts (examples/profiles/hosts.md).
 RUN_NOISE = 0.03
 STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
-LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm
-# What any cost may be off by, in addition to its spread: one described as next to nothing says little (assumed).
+LEAST_S = 0.1e-3  # stands for a described cost of zero, which has no logarithm
+# Error of any cost in addition to its spread, since a described cost near zero says little (assumed).
 UNSURE_S = 0.35e-3
-LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
+LEVEL = 3.0  # multiple of the described costs at which every narrow run waits for its host
 
 
 # Processor seconds of `executor.calibrate.host_alone` on the processor of hosts.md's table (torch 2.13; between runs of
-# `host_cost.py`, whose layer takes 1398 us in that table), and how many times as long the hosts of GPUs take, as there.
+# `host_cost.py`, whose layer takes 1398 us in that table), and the time of GPU hosts over it, from the same table.
 REFERENCE_S = {LAYER_PLAIN: 0.53e-3, LAYER_CUT: 7.1e-3}
 GPU_HOSTS = 1.3
-# Of the logarithm of what is found so, around what layers on a GPU take. Source: assumed; torchtitan's tensor
-# parallelism came out at 7.8 ms that way where whole models take 8 to 9 (hosts.md).
+# Standard deviation of the logarithm of costs found on the CPU alone around those of layers on a GPU. Source: assumed;
+# for torchtitan's tensor parallelism the CPU alone gave 7.8 ms where whole models take 8 to 9 (hosts.md).
 ALONE_SPREAD = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAlone:
-    """What the CPU alone showed: how many times as long this host takes as those described (`speed`), and how many
-    times as long DTensor's dispatch of a layer that is cut (`dtensors`), in the torch that is here.
+    """Measurements on the CPU alone, as times over those of the described hosts: of this host (`speed`), and of
+    DTensor's dispatch of a divided layer (`dtensors`) in the installed torch.
     """
 
     speed: float
     dtensors: float
 
     def costs(self, described: HostSpec) -> Costs:
-        """Return the described costs that DTensor's dispatch decides, as this host has them."""
+        """Return the described costs that depend on DTensor's dispatch, scaled to this host."""
         fields = () if described.plain_tensors else OF_DTENSORS
         return {name: self.dtensors * getattr(described, name) for name in fields}
 
@@ -91,7 +91,7 @@ OF_DTENSORS = ("tp_layer_s", "fsdp_tp_layer_s")
 
 
 def host_alone(samples: Sequence[HostSample]) -> HostAlone | None:
-    """Return what samples of layers on the CPU alone say, or None where there are none."""
+    """Return the ratios from samples of layers on the CPU alone; None without samples."""
     seen = {one.name: one.seconds for one in samples}
     if not all(seen.get(name) for name in REFERENCE_S):
         return None
@@ -102,8 +102,9 @@ def host_alone(samples: Sequence[HostSample]) -> HostAlone | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRuns:
-    """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which
-    costs can occur in each, and `predict`, which gives the steps of some of them for fields of HostSpec.
+    """Narrow runs of one runtime: their seconds, the spread of their steps as (90th - 10th percentile) / median, the
+    costs that can occur in each, and `predict(runs, fields)`, which returns the seconds of some runs for fields of
+    HostSpec.
     """
 
     described: HostSpec
@@ -115,7 +116,7 @@ class HostRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFit:
-    """`speed`: how many times as long this host takes as those described. `costs` by runtime, as fields of HostSpec."""
+    """`speed` is the time of this host over that of described hosts. `costs` are fields of HostSpec by runtime."""
 
     speed: float
     costs: list[Costs]
@@ -123,8 +124,9 @@ class HostFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Seconds of runs as a sum: `fixed`, and how often each cost of `names` occurs. `usual` is what it is described
-    as. `alone`: logarithms of what the CPU alone showed of a cost over that, NaN where it showed nothing.
+    """Seconds of runs as linear functions of costs: `fixed`, plus `counts` times the costs in `names`. `usual` has
+    their described values. `alone` is the logarithm of a cost measured on the CPU alone over its described value, NaN
+    where not measured.
     """
 
     names: tuple[str, ...]
@@ -142,7 +144,7 @@ class _Rows:
 
 
 def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
-    """Return the costs that can occur in a step under `plan`; `sparse`: of a model with experts."""
+    """Return the costs that can occur in a step under `plan`; `sparse`: for a model with experts."""
     sharded = plan.dp_shard * plan.cp > 1
     kinds = {
         "fsdp_layer_s": sharded,
@@ -151,7 +153,7 @@ def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
         "ddp_rest_s": plan.dp_replicate > 1,
         "tp_layer_s": plan.tp > 1,
         "tp_rest_s": plan.tp > 1,
-        "fsdp_tp_layer_s": plan.tp > 1,  # which is wrapped where types differ, though nothing is sharded
+        "fsdp_tp_layer_s": plan.tp > 1,  # wrapped for mixed types even where nothing is sharded
         "cp_layer_s": plan.cp > 1,
         "cp_rest_s": plan.cp > 1,
         "moe_layer_s": sparse,
@@ -166,7 +168,7 @@ def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
 
 
 def usual_costs(described: HostSpec) -> Costs:
-    """Return the described costs that a fit may change; a launch is called `launch_s`."""
+    """Return the described costs that a fit may change; the cost of a launch is called `launch_s`."""
     found = {name: getattr(described, name) for name in ("launch_s", *SINGLE)}
     if described.selective_s is None:
         del found["selective_s"]
@@ -181,14 +183,14 @@ def spread_of(name: str, described: HostSpec) -> float:
 
 
 def as_host_fields(costs: Mapping[str, float]) -> Costs:
-    """Return every cost as fields of HostSpec."""
+    """Return the costs as fields of HostSpec, set for every kind of launch."""
     single = {name: value for name, value in costs.items() if name != "launch_s"}
     return dict.fromkeys(CONTAINED, 0.0) | dict.fromkeys(LAUNCHES, costs["launch_s"]) | single
 
 
 def fit_hosts(groups: Sequence[HostRuns], alone: HostAlone | None = None) -> HostFit:
-    """Return the costs of every group's runtime, and the speed that their common host has; `alone` is what its CPU
-    showed, which they begin with.
+    """Return the costs of every group's runtime and the speed of their common host. `alone` has measurements on its
+    CPU, from which the fit starts.
     """
     if not groups:
         return HostFit(speed=1.0 if alone is None else alone.speed, costs=[])
@@ -215,7 +217,7 @@ def fit_hosts(groups: Sequence[HostRuns], alone: HostAlone | None = None) -> Hos
 
 
 def _taken_apart(group: HostRuns, alone: HostAlone | None) -> _Rows:
-    """Return runs as sums of costs: each cost raised by itself shows how often it occurs."""
+    """Return runs as linear functions of costs; raising each cost in turn shows how often it occurs."""
     usual = usual_costs(group.described)
     high = {name: LEVEL * value for name, value in usual.items()}
     runs = range(len(group.seconds))

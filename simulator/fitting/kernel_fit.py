@@ -1,6 +1,6 @@
 """From samples of single kernels to `MeasuredOperators`: curves through products, attention and what moves memory.
 
-Only valid, sustained samples are used, and those from inside steps for shapes that nobody measured alone.
+Only valid, sustained samples are used; samples from inside steps only for shapes not measured alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topology.profile.samples import OperatorSample
 
 
 def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> MeasuredOperators:
-    """Return what `every` sample, of one software and taken on GPUs of `kind`, says of operators."""
+    """Return the measured operators from samples of one software, taken on GPUs of `kind`."""
     samples = [s for s in every if not s.invalid and s.regime == "sustained" and s.seconds > 0]
     bandwidth = _copy_rate(samples) or kind.memory_bytes_per_s * 0.9
     matmuls = {
@@ -62,7 +62,7 @@ def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> Measur
 
 
 def burst_over_sustained(samples: Sequence[OperatorSample], matmuls: Mapping[str, MatmulCurve]) -> float:
-    """Return what products after a rest took over what the same take on a GPU at work; at most 1."""
+    """Return the time of products on a rested GPU over that of the same products on a busy one; at most 1."""
     ratios = []
     for s in samples:
         curve = matmuls.get(s.dtype)
@@ -73,14 +73,14 @@ def burst_over_sustained(samples: Sequence[OperatorSample], matmuls: Mapping[str
 
 
 def _copy_rate(samples: list[OperatorSample]) -> float | None:
-    """Return bytes read plus written per second by the largest copy."""
+    """Return the bytes read plus written per second by the largest copy."""
     copies = [s for s in samples if s.name == "copy"]
     largest = max(copies, key=lambda s: s.shape["bytes"], default=None)
     return None if largest is None else 2 * largest.shape["bytes"] / largest.seconds
 
 
 class _Counter:
-    """What the descriptions count for a measured kernel: bytes over the datasheet's rate, and launches."""
+    """Counts a measured kernel as the descriptions do: bytes over the datasheet's rate, plus launches."""
 
     def __init__(self, kind: GpuKind) -> None:
         self.roofline = Roofline(gpu=kind)
@@ -90,7 +90,7 @@ class _Counter:
         mine = [s for s in samples if s.name == "copy"]
         sizes = [2.0 * s.shape["bytes"] for s in mine]
         counted = [size / self.roofline.memory_bytes_per_s + self.launch_s for size in sizes]
-        # Up to the size of the second-level cache a copy repeated finds its data there; a step's data is not there.
+        # A repeated copy smaller than the second-level cache finds its data there, unlike a step's data.
         kept = [i for i, size in enumerate(sizes) if size > 2 * self.roofline.gpu.l2_bytes]
         return fit_move([sizes[i] for i in kept], [counted[i] for i in kept], [mine[i].seconds for i in kept])
 
@@ -116,7 +116,7 @@ _MOVE_AXES = ("t", "u", "h", "q", "kv", "f", "v", "d", "b", "s", "S", "a", "k", 
 
 
 def _eager(spec: RuntimeSpec) -> list[OperatorSpec]:
-    """Return the operators of an eager, gated, rotary model in mixed precision: what is measured one by one."""
+    """Return the operators of an eager, gated, rotary model in mixed precision, which are measured one by one."""
     refused = {"compiled", "autocast", "!gated", "!rotary", "dropout"}
     parts = (*spec.layer.attention, *spec.layer.mlp, *spec.layer.embedding, *spec.layer.head)
     return [operator for operator in parts if not refused & set(operator.when)]
@@ -129,7 +129,7 @@ def _moves(samples: list[OperatorSample], counter: _Counter) -> dict[tuple[str, 
     specs = [runtime_spec(name) for name in runtime_names()]
     for name in dict.fromkeys(spec.measured_as for spec in specs):
         alike = [spec for spec in specs if spec.measured_as == name]
-        # Those of the runtime itself, and what others that are like it have besides.
+        # First the operators of similar runtimes, then those of the runtime itself, which replace them.
         alike.sort(key=lambda spec: name in spec.names)
         operators = [operator for spec in alike for operator in _eager(spec)]
         for movement in MOVEMENTS:
@@ -151,7 +151,7 @@ def _movement_curve(
 ) -> MoveCurve | None:
     if not samples or not operators:
         return None
-    # Norms before attention and before the feed-forward part are one kernel each: count one of them.
+    # The norms before attention and before the feed-forward part are the same kernel: count one.
     alike = len({(op.reads, op.writes) for op in operators}) == 1
     counted = operators[:1] if alike else _one_of_each(operators)
     works = [counter.works(counted, s.shape, backward=backward) for s in samples]
@@ -163,7 +163,7 @@ def _movement_curve(
 
 
 def _one_of_each(operators: list[OperatorSpec]) -> list[OperatorSpec]:
-    """Return the operators that one call of the framework is made of: a loss's three, but one norm of many."""
+    """Return the operators of one call of the framework: three for a loss, one of several equal norms."""
     return (
         operators[:1]
         if any("norm" in op.name for op in operators) and operators[0].name != "log_softmax"
@@ -172,16 +172,18 @@ def _one_of_each(operators: list[OperatorSpec]) -> list[OperatorSpec]:
 
 
 def layer_elements(shape: Mapping[str, int]) -> float:
-    """Return the parameters of a layer's matrices, whose shapes the packing and update kernels are measured with."""
+    """Return the number of parameters in a layer's matrices of these shapes, for which packing and updates are
+    measured.
+    """
     h, q, kv, f = (float(shape[axis]) for axis in ("h", "q", "kv", "f"))
     return 2 * h * q + 2 * h * kv + 3 * h * f
 
 
 def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
-    """Return what FSDP's packing takes over what is counted for it, by the bytes of a layer's parameters.
+    """Return the curve of FSDP's packing time over its counted time, by the bytes of a layer's parameters.
 
-    Counted are, for each gather, two passes over the whole parameters in the compute type, and for each reduction one
-    over gradients in the compute type and one in the type they are reduced in.
+    The count has two passes over the whole parameters in the compute type for each gather, and for each reduction one
+    pass over gradients in the compute type and one in the reduction's type.
     """
     rate = Roofline(gpu=kind).memory_bytes_per_s
     by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -200,7 +202,7 @@ def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
 
 
 def _update_rates(samples: list[OperatorSample]) -> dict[str, float]:
-    """Return bytes per second that clipping and updating large layers reach, over the bytes counted for them, by
+    """Return the bytes/s of clipping and updating large layers, in terms of the bytes counted for them, by parameter
     dtype.
     """
     found: dict[str, dict[str, list[float]]] = {}

@@ -1,8 +1,7 @@
 """The curves of `simulator.calibration.operator_curves` through samples of one GPU.
 
-What a curve leaves is corrected by its neighbours: a kernel-weighted mean of their residuals, drawn to zero where there
-are few. Leaving each sample out in turn says how well shapes are predicted that nobody measured; that error is the
-spread of every fitted value.
+A curve is corrected by the residuals of neighbouring samples: their kernel-weighted mean, shrunk to zero where there
+are few. Leave-one-out errors show how well unmeasured shapes are predicted; they are the spread of every fitted value.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import scipy  # its parts are loaded when first used: without samples nothing is fitted
+import scipy  # submodules are imported when first used: without samples nothing is fitted
 from numpy.typing import NDArray
 
 from simulator.calibration.operator_curves import (
@@ -29,18 +28,18 @@ from topology.profile.samples import OperatorSample
 Floats = NDArray[np.float64]
 
 FEWEST = 3  # samples below which nothing is fitted
-OUTLIER = 0.02  # relative error from which a sample says that it is odd rather than where the curve runs
+OUTLIER = 0.02  # relative error beyond which a sample is treated as an outlier
 
 
 def smooth(points: Floats, residuals: Floats) -> Smooth:
-    """Return the smoothing of `residuals` at `points`, and what it errs on each sample when that is left out."""
+    """Return the smoothed `residuals` at `points`, with their mean leave-one-out error."""
     if len(residuals) < FEWEST:
         return Smooth(points, residuals, float(np.mean(np.abs(residuals))) if len(residuals) else 0.0)
     return Smooth(points, residuals, float(np.mean(np.abs(np.expm1(left_out(points, residuals))))))
 
 
 def left_out(points: Floats, residuals: Floats) -> Floats:
-    """Return log(predicted / measured) of each sample from all the others."""
+    """Return log(predicted / measured) of each sample, predicted from all others."""
     distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
     weight = np.exp(-distance / (2 * SMOOTHING_DOUBLINGS**2))
     np.fill_diagonal(weight, 0.0)
@@ -53,9 +52,9 @@ NOTHING_LEFT = Smooth(np.empty((0, 3)), np.empty(0), 0.0)
 def robust_fit(
     residuals: Callable[[Floats], Floats], *, start: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> Floats:
-    """Return the constants within `low` and `high` whose `residuals` (relative errors) are least.
+    """Return the constants within `low` and `high` that minimise `residuals` (relative errors).
 
-    Beyond `OUTLIER` errors count as they are and not squared, so that a few odd samples do not bend a curve.
+    Errors beyond `OUTLIER` count linearly instead of squared, so that a few outliers do not bend a curve.
     """
     found = scipy.optimize.least_squares(
         residuals, start, bounds=(low, high), x_scale=np.subtract(high, low), loss="soft_l1", f_scale=OUTLIER
@@ -141,7 +140,7 @@ def fit_attention(samples: Sequence[OperatorSample]) -> AttentionCurve | None:
 def fit_move(nbytes: Iterable[float], counted_s: Iterable[float], measured_s: Iterable[float]) -> MoveCurve | None:
     """Return the curve of one kernel from what was counted and what was measured, or None without samples.
 
-    Samples of one size class (a doubling) are one point, their median: shapes of equal bytes differ by strides.
+    Samples within a doubling of size are reduced to their median, since shapes with equal bytes differ by strides.
     """
     classes: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for size, counted, measured in zip(nbytes, counted_s, measured_s, strict=True):
@@ -153,7 +152,7 @@ def fit_move(nbytes: Iterable[float], counted_s: Iterable[float], measured_s: It
     points = np.array([np.mean([at for at, _ in group]) for group in groups])
     ratios = np.array([np.median([ratio for _, ratio in group]) for group in groups])
     errors = [abs(np.expm1(ratio - middle)) for group, middle in zip(groups, ratios, strict=True) for _, ratio in group]
-    if len(points) > 2:  # ends cannot be left out: nothing is known beyond them
+    if len(points) > 2:  # the first and last points cannot be left out, since the curve does not extend beyond them
         inner = [
             abs(np.expm1(np.interp(points[i], np.delete(points, i), np.delete(ratios, i)) - ratios[i]))
             for i in range(1, len(points) - 1)

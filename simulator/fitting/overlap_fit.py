@@ -1,7 +1,6 @@
-"""Rates of the overlap modes from measured times: few numbers for all shapes, none that belongs to one.
-
-Errors are relative, and count as they are rather than squared where they are large: what no rate explains must not
-bend all of them. The logarithms of the rates are fitted, so that they stay above zero.
+"""Rates of the overlap modes fitted to measured times: a few numbers for all shapes, none for a single one. Errors are
+relative, and large ones count linearly instead of squared, so that unexplained times do not bend all rates. The
+logarithms of the rates are fitted, so that they stay above zero.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import scipy  # its parts are loaded when first used
+import scipy  # submodules are imported when first used
 from numpy.typing import NDArray
 
 from simulator.overlap.modes import OverlapRates, Parts, mode_s
 
-SPAN = 4.0  # factor by which a rate may leave its start; beyond that it would be something else than its name says
-HELD = 0.01  # relative error that a rate's move by e counts as: a rate that no time speaks of stays where it starts
-OUTLIER = 0.02  # relative error from which a time is odd rather than evidence
+SPAN = 4.0  # largest factor by which a rate may leave its start; beyond it the rate would mean something else
+HELD = 0.01  # relative error that a change by e counts as: a rate without samples stays at its start
+OUTLIER = 0.02  # relative error beyond which a time is treated as an outlier
 RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedMode:
-    """One measured time of a mode, alongside what its parts take alone (numbers)."""
+    """One measured time of a mode, and the times of its parts alone (numbers)."""
 
     operation: str
     mode: str
@@ -40,9 +39,8 @@ def mean_error(samples: Sequence[TimedMode], rates: OverlapRates) -> float:
 
 
 def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -> OverlapRates:
-    """Return the rates whose relative errors are least, each within a factor of `SPAN` of where it starts.
-
-    So are the factors on what the host issues in one operation and mode. Raises ValueError without samples.
+    """Return the rates that minimise the relative errors, each within a factor of `SPAN` of its start. Factors on the
+    host's issue time are fitted as well, one for each operation and mode. Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("there is nothing to fit: no samples")

@@ -1,10 +1,8 @@
-"""Measured overlap modes as the model reads them: parts of every sample, the rates of a profile, shapes it need not
-model.
-
-A part that was not measured follows from what was: a shard's or a slice's product keeps its share of the whole as the
-roofline sees both (waves of tiles, weights read again), or is that of the same layer with so many rows where a sample
-has it. A slice's collective likewise keeps its share. Copies and hops run at the rates that the cluster's links are
-known to have.
+"""Measured overlap modes in the form that the model reads: the parts of every sample, the rates of a profile, and
+shapes with measured times. A part that was not measured is derived: the product of a shard or slice has the share of
+the whole product that the roofline gives it (waves of tiles, weights read again), or the time of a sample of the same
+layer with as many rows. The collective of a slice is derived in the same way. Copies and hops run at the rates of the
+cluster's links.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from topology.profile.samples import OverlapSample
 from topology.rates.groups import GroupShape
 
 COLLECTIVE = {GATHER: "all_gather", SCATTER: "reduce_scatter"}
-HOST_BOUND = 1.1  # a time within this of what the host needs says nothing of the device
-# Names of rates in profiles of early builds.
+HOST_BOUND = 1.1  # a time below this multiple of the host's time says nothing of the device
+# Names of rates in profiles of early versions.
 OLDER_NAMES = {
     f"{kind}_beside".lstrip("_"): name
     for kind, name in {
@@ -35,13 +33,13 @@ OLDER_NAMES = {
         "behind": "early_product_slowdown",
     }.items()
 } | {"collective_slowed": "collective_slowdown"}
-ISSUE = "issue "  # before the names of `OverlapRates.issue` in a profile
+ISSUE = "issue "  # prefix of the names of `OverlapRates.issue` in a profile
 
 
 def timed_modes(
     samples: Sequence[OverlapSample], roofline: Roofline, collectives: CollectiveModel
 ) -> list[tuple[OverlapSample, TimedMode]]:
-    """Return every (sample, mode) that the executor runs and that was valid, alongside its parts."""
+    """Return every valid time of a mode that the executor runs, with the sample it belongs to."""
     valid = [sample for sample in samples if not sample.invalid]
     alone = {(s.rows, s.columns, s.depth, s.dtype): s.product_s for s in valid}
     found = []
@@ -57,8 +55,8 @@ def timed_modes(
 def site_rates(
     samples: Sequence[OverlapSample], rates: Mapping[str, float], roofline: Roofline, collectives: CollectiveModel
 ) -> SiteRates:
-    """Return the rates of a profile, fitted now where it holds samples alone, and what its shapes took on the
-    device.
+    """Return the rates of a profile (fitted here if it has samples but no rates), and the measured device times of its
+    shapes.
     """
     if not samples:
         return SiteRates()
@@ -77,7 +75,7 @@ def site_rates(
 
 
 def shape_of(sample: OverlapSample, mode: str) -> Shape:
-    """Return the name of what was measured, as plans ask for it."""
+    """Return the key of a measured shape, as plans look it up."""
     elements = sum(sample.columns) * sample.depth
     moved = round(_shard_bytes(sample) * sample.ranks)
     return sample.operation, mode, sample.ranks, sample.rows, moved, elements, len(sample.columns)
@@ -91,7 +89,7 @@ def rates_of(numbers: Mapping[str, float]) -> OverlapRates:
 
 
 def rates_as_numbers(rates: OverlapRates) -> dict[str, float]:
-    """Return rates as a profile keeps them, four digits each: a fit to times that scatter has no more."""
+    """Return rates as a profile keeps them, to four digits; the scatter of the fitted times allows no more."""
     named = {name: getattr(rates, name) for name in RATES}
     named |= {ISSUE + name: value for name, value in rates.issue.items()}
     return {name: float(f"{value:.4g}") for name, value in named.items()}
@@ -120,7 +118,7 @@ def _parts(
         shard_bytes=shard,
         shard_rows=sample.rows / ranks,
         product_s=whole,
-        # Clocks of a long product are those that its power allows, whatever a short one alone would reach.
+        # A long product runs at the clocks that its power allows, even if a short one alone runs faster.
         shard_product_s=max(shard_s, whole / ranks),
         slice_product_s=max(slice_s, whole / SLICES),
         collective_s=sample.collective_s,
@@ -140,7 +138,7 @@ def _shard_bytes(sample: OverlapSample) -> float:
 
 
 def _product_s(sample: OverlapSample, rows: float, batch: float, roofline: Roofline) -> float:
-    """Return what the roofline says of the sample's products with `rows` rows, `batch` of them in one launch."""
+    """Return the roofline's seconds for the sample's products with `rows` rows, `batch` of them in one launch."""
     total, element = 0.0, float(DTYPE_BYTES.get(sample.dtype, 2))
     for columns in sample.columns:
         moved = element * (rows * sample.depth + sample.depth * columns + rows * columns)

@@ -1,10 +1,9 @@
 """A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
 
-What decides a run separates two things. Narrow layers, of which the device makes nothing, show the host
-(`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What
-both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
-
-Full-depth runs are never looked at; profiles that hold one are refused (topology.profile.profile).
+Narrow layers take the device almost no time, so their runs show the host (`simulator.fitting.host_fit`). Wide layers
+show the device: kernel times inside a step over kernel times alone. What runs take besides layers is the step's own
+work. The time of data loading is the runtime's own measurement. Full-depth runs are never used; profiles that have one
+are refused (topology.profile.profile).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import scipy  # its parts are loaded when first used
+import scipy  # submodules are imported when first used
 from numpy.typing import NDArray
 
 from simulator.analytical.estimates import EstimateTable, estimate_plans
@@ -46,31 +45,30 @@ from topology.rates.reach import reach
 
 Floats = NDArray[np.float64]
 
-# Thresholds between runs that the device decided and runs that the host did. Source: assumed.
-DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
-HOST_BOUND = 0.35  # and below which the host did
-FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
-KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
+# Predicted device time over measured step time: above the first, the device decided the run; below the second, the host
+# did. Source: assumed.
+DEVICE_BOUND = 0.7
+HOST_BOUND = 0.35
+FACTORS = (0.5, 2.0)  # range of kernel times inside a step over those alone; beyond it, the fit has found noise
+KERNELS = ("compute", "recompute")  # parts of a step to which the factors apply
 MOST_STEP_S = 10e-3
-# Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
+# Host costs of zero, with which a prediction has the device's time alone.
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 NO_DATA = {"data_token_s": 0.0}
-FEWEST = 3  # shapes of device-bound runs below which factors stay near 1, by these spreads
-# Root mean squares over the nine fits of six runs and more of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1
+FEWEST = 3  # with fewer shapes of device-bound runs, factors stay near 1, by the following spreads
+# Root mean squares over the nine fits with six or more runs of h200x1, h200x2_fresh, h200x2_next, h200x4, h200x4_draw1
 # and h200x4_draw3 in examples/profiles: 0.035 of the mean factor, 0.057 of layers and others apart, and 0.62.
-INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
-APART_SPREAD = 0.06  # of kernels of layers over others
-STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described
-# Of what kernels of some shapes are off by that others are not, and of a run by itself. Source: assumed.
+INSIDE_SPREAD = 0.05  # of the factor on kernel times inside a step
+APART_SPREAD = 0.06  # of the factor of layers over that of other kernels
+STEP_SPREAD = 0.6  # of the time for which the device waits within a step, over the described one
+# Spread of the factor between shapes, and of a single run. Source: assumed.
 SHAPE_SPREAD = 0.08
 RUN_SPREAD = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A layer sample as the simulator's types. `seconds` is the step without its data, for which one rank has said how
-    long it took.
-    """
+    """A layer sample as the simulator's types. `seconds` is the step without data loading, which one rank has timed."""
 
     sample: LayerSample
     model: Model
@@ -86,9 +84,7 @@ class Run:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What decides how long a layer's products take: width, width of the feed-forward, and tokens of a micro
-        batch.
-        """
+        """What the time of a layer's products depends on: width, feed-forward width, and tokens of a micro batch."""
         return self.model.hidden, self.model.ffn, self.plan.micro_batch_size * self.workload.seq_len
 
     @property
@@ -99,16 +95,16 @@ class Run:
 
     @property
     def pair(self) -> str:
-        """The same for runs that differ in their number of layers alone."""
+        """A key that is equal for runs that differ only in their number of layers."""
         return codec.fingerprint((replace(self.model, layers=1), self.plan, self.workload, self.runtime))
 
 
 def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
     """Return the costs of every runtime that ran single layers, by (name, compiled).
 
-    `calibration` says what the GPU does; collectives are the model's. A cluster of fewer GPUs is taken to be a part of
-    the machine that was measured; runs on more GPUs than have a path between them tell nothing, nor do several GPUs of
-    the kernels of one.
+    `calibration` has the GPU's kernels; collectives are modelled. A cluster of fewer GPUs is taken to be a part of the
+    machine that was measured. Runs on more GPUs than are connected are not used; on a cluster of one GPU, runs on
+    several do not count for kernels.
     """
     boost_hz = _boost_hz(profile)
     fits = [
@@ -125,8 +121,8 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
 
 
 def _not_run(alone: HostAlone, speed: float) -> dict[tuple[str, bool], RuntimeCosts]:
-    """Return what the CPU alone says of runtimes of which no layer ran: those that compute on DTensors have their own
-    costs, all others the speed of the host.
+    """Return the costs, from the CPU alone, of runtimes without runs of layers: runtimes that compute on DTensors have
+    the measured costs of those, all others the speed of the host.
     """
     described = [runtime_spec(name) for name in dict.fromkeys(runtime_spec(name).names[0] for name in runtime_names())]
     return {
@@ -138,14 +134,14 @@ def _not_run(alone: HostAlone, speed: float) -> dict[tuple[str, bool], RuntimeCo
 
 
 def is_connected(cluster: Cluster, gpus: int) -> bool:
-    """Return whether `gpus` GPUs like those of `cluster` would reach each other, beyond its own those of one node."""
+    """Return whether `gpus` GPUs like those of `cluster` are connected; a cluster may be extended to a full node."""
     if gpus > max(cluster.gpu_count, MAX_GPUS_PER_NODE):
         return False
     return gpus == 1 or reach(grow(cluster, gpus)).gpus >= gpus
 
 
 def _boost_hz(profile: Profile) -> float:
-    """Return the clock at which products after a rest were measured; 0 where none was read."""
+    """Return the clock at which products were measured on a rested GPU; 0 where none was read."""
     clocks = (sample.conditions.sm_clock_hz or 0.0 for sample in profile.operators if sample.regime == "burst")
     return max(clocks, default=0.0)
 
@@ -160,9 +156,9 @@ def _by_runtime(profile: Profile) -> dict[tuple[str, bool], list[Run]]:
 
 
 def run_of(sample: LayerSample) -> Run | None:
-    """Return the run of a sample; None for one that this version's descriptions do not know.
+    """Return the run of a sample; None for a runtime or mode that the descriptions do not have.
 
-    Raises UserError where the numbers of its model, plan, workload or runtime cannot be.
+    Raises UserError where numbers of its model, plan, workload or runtime are impossible.
     """
     run = _decoded_run(sample)
     if run is None:
@@ -198,8 +194,8 @@ def _decoded_run(sample: LayerSample) -> Run | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """Seconds of a device-bound run: kernels of layers and others at full clocks, packing, and what no factor
-    changes.
+    """Seconds of a device-bound run: kernels of layers and other kernels at full clocks, packing, and the rest, to
+    which no factor applies.
     """
 
     measured_s: float
@@ -207,19 +203,19 @@ class _Device:
     others_s: float
     copies_s: float
     rest_s: float
-    at_clock: float  # kernel time at the run's mean clock over that at full load; 1 where that is not known
-    slower: float  # kernel time at the clocks that its kernels and its pauses leave it, over that of products alone
+    at_clock: float  # kernel time at the run's mean clock over that at full load; 1 if unknown
+    slower: float  # kernel time at the clocks allowed by this run's kernels and pauses, over that of products alone
 
     @property
     def left_s(self) -> float:
-        """What the factors and the step's own time have to explain."""
+        """Seconds to be explained by the factors and the step's own time."""
         return self.measured_s - self.rest_s
 
     @property
     def row(self) -> Floats:
         """The coefficients of (factor of layers, factor of others, step's own seconds).
 
-        A GPU is quicker than under full load in runs too short for its power limiter as well.
+        In runs too short for its power limiter, too, a GPU is faster than under full load.
         """
         slower = min(self.slower, self.at_clock)
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
@@ -228,7 +224,7 @@ class _Device:
 def _solve_factors(
     matrix: Floats, left: Floats, *, shapes: int, layers_apart: bool, usual_s: float, most_s: float
 ) -> Floats:
-    """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
+    """Return (factor of layers, factor of others, step's own seconds), by least squares; the last is bounded.
 
     Layers and others get one common factor where no pair of runs separates them, or where heads are so small that noise
     would decide theirs. With fewer than `FEWEST` shapes both are pulled towards 1 and towards each other, since one
@@ -249,8 +245,8 @@ def _solve_factors(
 
 
 def _own_factors(matrix: Floats, left: Floats, common: Floats) -> Floats:
-    """Return (factor of layers, factor of others) of one shape: what its runs say, as far as `common` factors, which
-    other shapes are off from by `SHAPE_SPREAD`, do not already say it.
+    """Return (factor of layers, factor of others) of one shape, fitted to its runs and to the `common` factors, from
+    which shapes differ by `SHAPE_SPREAD`.
     """
     weight = RUN_SPREAD / SHAPE_SPREAD
     rows = np.vstack([matrix[:, :2], weight * np.eye(2)])
@@ -271,7 +267,7 @@ class _Fit:
         self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
 
-        # At full clocks, and with a host that costs nothing: what is left is the device.
+        # At full clocks, with a host that costs nothing: device time only.
         silent = {id(run): self._estimate(run, NO_HOST_COST) for run in runs}
         self.silent = {place: table.breakdown_s for place, table in silent.items()}
         self.host_bound, self.device_bound = [], []
@@ -283,23 +279,21 @@ class _Fit:
                 self.device_bound.append(run)
 
     def costs(self, host: dict[str, float], speed: float) -> RuntimeCosts:
-        """Return what all runs say, with the host's costs as `fit_hosts` found them and the speed of the host."""
+        """Return the costs from all runs, with the host's costs and speed as `fit_hosts` found them."""
         return replace(self._device_costs(self._data() | host), host_speed=speed)
 
     # --- the host -----------------------------------------------------------------------------------------------
 
     def _data(self) -> dict[str, float]:
-        """Return host seconds per token loaded, as the runtime itself timed its loading; every run tells, however
-        short.
-        """
+        """Return host seconds per token loaded, as the runtime timed its loading; runs of any length count."""
         rates = [run.sample.data_s / _loaded_tokens(run) for run in self.runs if run.sample.data_s is not None]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
     def host_runs(self) -> HostRuns:
-        """Return the runs that wait for their host, as `fit_hosts` takes them."""
+        """Return the runs that wait for their host, as input of `fit_hosts`."""
         described = runtime_spec(self.key[0]).host
         return HostRuns(
-            # Only wide layers separate what a step begins with from what it ends with.
+            # Only wide layers separate a step's work before its layers from that after them.
             described=replace(described, rest_s=described.rest_s + described.step_s),
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),
@@ -312,12 +306,12 @@ class _Fit:
     # --- the device ---------------------------------------------------------------------------------------------
 
     def _device_costs(self, host: dict[str, float]) -> RuntimeCosts:
-        """Return how much longer kernels take inside a step, and the step's own host work, from device-bound runs.
+        """Return the costs from device-bound runs: the factors of kernel times inside a step, and the step's own host
+        work.
 
-        A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
-        the run of one, which has embedding, head and loss as well; a run without its pair is one. All are solved for
-        together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
-        step's own.
+        Two runs with one and with two layers give two equations: their difference has the kernels of a layer only, the
+        run with one layer also has embedding, head and loss. A run without its pair gives one equation. Least squares
+        of relative errors finds a factor for kernels, a further factor for those of layers, and the step's own time.
         """
         if not self.device_bound:
             return RuntimeCosts(host=self._with_step(host, None), runs=len(self.runs))
@@ -358,10 +352,9 @@ class _Fit:
         )
 
     def _with_step(self, host: dict[str, float], step_s: float | None) -> dict[str, float]:
-        """Return the host's costs with what the device waits for out of `rest_s`, and out of what it is more for ranks
-        that share.
-
-        That is `step_s` of device-bound runs; where none show it, its described share.
+        """Return the host's costs with the time that the device waits for moved out of `rest_s`, and out of what is
+        added to it for ranks that share the work. That time is `step_s` of device-bound runs or, without any, its
+        described share.
         """
         if "rest_s" not in host:
             return host if step_s is None else {**host, "step_s": step_s}
@@ -373,7 +366,7 @@ class _Fit:
         return {**host, **together, "step_s": alone, "cut_step_s": waits - alone, "rest_s": whole - alone}
 
     def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
-        """Return the device's part of a run, that of layers apart from the others'."""
+        """Return the device's parts of a run, with layers apart from the other kernels."""
         deeper = replace(run, model=replace(run.model, layers=run.model.layers + 1))
         more = self._estimate(deeper, NO_HOST_COST).breakdown_s
         arithmetic = sum(float(part[name][0]) for name in KERNELS)
@@ -394,7 +387,7 @@ class _Fit:
         )
 
     def _steps(self, runs: Sequence[Run], host: dict[str, float]) -> Floats:
-        """Return the steps of runs in seconds; those that differ in their plans alone are predicted at once."""
+        """Return the steps of runs in seconds; runs that differ only in their plans are predicted at once."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, run in enumerate(runs):
             alike.setdefault((run.model, run.workload, run.runtime, run.sample.data_s is None), []).append(place)
@@ -407,14 +400,14 @@ class _Fit:
         return self._estimates([run], host, pauses=pauses)
 
     def _estimates(self, runs: Sequence[Run], host: dict[str, float], *, pauses: bool = False) -> EstimateTable:
-        """Return what runs of one model and workload take, without their data where runs say what it took, kernels at
-        the clocks of a GPU that never rests; with `pauses`, with their data and at the clocks that all of it leaves.
+        """Return estimates of runs of one model and workload, at the clocks of a GPU that is never idle and without
+        data loading where it was timed; with `pauses`, with data loading and at the clocks that idle time allows.
         """
         first = runs[0]
         loading = NO_DATA if first.sample.data_s is not None and not pauses else {}
         scenario = Scenario(
             model=first.model,
-            # Layers were run on the machine of the profile, of which the plans in question may have a part.
+            # Layers were run on the profile's machine, of which these plans may use a part.
             cluster=grow(self.cluster, max(run.plan.gpus for run in runs)),
             workload=first.workload,
             runtime=first.runtime,
@@ -428,7 +421,7 @@ class _Fit:
 
 
 def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
-    """Return (one layer, two layers) of the same model and plan."""
+    """Return pairs of runs with one and two layers, otherwise equal."""
     by_pair: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_pair.setdefault(run.pair, {})[run.model.layers] = run

@@ -1,6 +1,6 @@
 """Operators seen inside training steps, compared with the same operators alone.
 
-A kernel in a step runs alongside collectives, and at other clocks than one that a calibration repeats until the GPU is
+A kernel in a step runs next to collectives and at other clocks than one that a calibration repeats until the GPU is
 hot. The effect is nearly the same for all products of a step. It is therefore one number: the median, over the shapes
 measured both ways, of the time in the step divided by the time alone. Shapes measured only in the step are divided by
 it and are then used like the others.
@@ -19,20 +19,20 @@ from simulator.calibration.operator_curves import AttentionCurve, MatmulCurve, a
 from topology.profile.samples import OperatorSample
 
 STEP = "step"
-FEWEST = 3  # shapes that both have, below which nothing is concluded
+FEWEST = 3  # least number of shapes measured both ways
 Exact = Mapping[tuple[Any, ...], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandaloneTimes:
-    """What a calibration knows of single operators: measured ones by key, curves by type."""
+    """Standalone times of operators that a calibration has: measured ones by key, curves by type."""
 
     exact: Exact
     matmuls: Mapping[str, MatmulCurve]
     attention: Mapping[tuple[str, int, str], AttentionCurve]
 
     def seconds(self, sample: OperatorSample) -> float | None:
-        """Return what an operator takes alone: as measured, else by its curve; None where there is neither."""
+        """Return an operator's seconds alone: as measured, else by its curve; None without either."""
         known = self.exact.get(exact_key(sample))
         if known is not None:
             return known
@@ -51,7 +51,7 @@ class StandaloneTimes:
 
 
 def exact_key(sample: OperatorSample) -> tuple[Any, ...]:
-    """Return the key under which `Calibration.exact` holds a product or a causal attention."""
+    """Return the key of a product or a causal attention in `Calibration.exact`."""
     shape = sample.shape
     if sample.kind == "matmul":
         sizes = (shape.get("batch", 1), shape["m"], shape["n"], shape["k"])
@@ -63,8 +63,8 @@ def exact_key(sample: OperatorSample) -> tuple[Any, ...]:
 def usable(samples: Iterable[OperatorSample]) -> list[OperatorSample]:
     """Return the samples taken inside steps that stand for an operator of a plan.
 
-    Products by expert are left out, since their tokens are not shared out evenly; so is attention of some queries to
-    other keys, which is a part of one.
+    Products of experts are left out, since their tokens are not evenly distributed; so is attention of some queries to
+    other ranks' keys, which is part of a larger one.
     """
     return [
         s
@@ -78,13 +78,13 @@ def usable(samples: Iterable[OperatorSample]) -> list[OperatorSample]:
 
 
 def in_step_ratio(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> float | None:
-    """Return the time in the step over the time alone; None where too few shapes are known both ways."""
+    """Return the median time in the step over the time alone; None with too few shapes measured both ways."""
     ratios = [s.seconds / known for s in samples if (known := alone.exact.get(exact_key(s))) is not None]
     return median(ratios) if len(ratios) >= FEWEST else None
 
 
 def standalone_from_steps(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> dict[tuple[Any, ...], float]:
-    """Return what operators take alone, for those that were only seen inside steps."""
+    """Return the standalone times of operators that were measured only inside steps."""
     seen = usable(samples)
     by = in_step_ratio(seen, alone)
     if by is None:

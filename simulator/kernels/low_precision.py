@@ -1,4 +1,4 @@
-"""Recipes of low precision: what quantising an operand moves, what it is kept in, how fast its products are."""
+"""Recipes of low precision: bytes moved to quantise an operand, bytes of its copies, and the rate of its products."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from topology.cluster import GpuKind
 from topology.codec import convert
 from topology.errors import BadPlan
 
-# Other words for recipes.
+# Other names of recipes.
 SYNONYMS = {"tensorwise": "current"}
-# Where none is stated.
+# Default recipe of each type.
 USUAL = {"float8": "current", "float4": "nvfp4"}
 # Tensor cores multiply float4 at twice the rate of float8 at least (NVIDIA Blackwell architecture brief: 9 against 4.5
 # PFLOP/s).
@@ -24,28 +24,27 @@ FLOAT4_OVER_FLOAT8 = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One way to multiply in a low type; see low_precision.toml for the meaning and source of each field."""
+    """One way to compute products in a low type; see low_precision.toml for the meaning and source of each field."""
 
     dtype: str
     element_bytes: float
     reads: float
     fused: bool = False
     transposed_on: tuple[str, ...] = ()
-    only_on: tuple[str, ...] = ()  # empty: wherever tensor cores have the type
+    only_on: tuple[str, ...] = ()  # empty: all GPUs whose tensor cores have the type
     rate: Mapping[str, float] = field(default_factory=dict)
 
     def written_bytes(self, architecture: str) -> float:
-        """Return the bytes of all copies of one number that quantising writes for forward and backward."""
+        """Return the bytes per number of all copies that quantising writes for the forward and backward pass."""
         return self.element_bytes * (2.0 if architecture.lower() in self.transposed_on else 1.0)
 
     def relative_rate(self, architecture: str) -> float:
-        """Return the arithmetic rate over that of one scaling factor a tensor."""
+        """Return the arithmetic rate over that of a recipe with one scaling factor per tensor."""
         return self.rate.get(architecture.lower(), 1.0)
 
 
 def recipe_of(runtime: Runtime) -> Recipe | None:
-    """Return the recipe that a runtime states, or the plain one of its type; None where it multiplies in 16 bits or
-    more.
+    """Return the recipe that a runtime states, or the default of its type; None for products in 16 bits or more.
 
     Raises BadPlan for a recipe that is not known.
     """
@@ -77,7 +76,7 @@ def low_peak_flops(gpu: GpuKind, dtype: str) -> float:
 
 
 def why_not(runtime: Runtime, gpu: GpuKind) -> str:
-    """Return why a GPU cannot multiply as a runtime states, or nothing."""
+    """Return why a GPU cannot compute products as a runtime states; empty if it can."""
     recipe = recipe_of(runtime)
     if recipe is None:
         return ""

@@ -6,7 +6,7 @@
     collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks, "pass_back"
     sends
                                         a gradient to the next rank in the backward pass
-    waits = true                        the host reads something off the device, and waits for it
+    waits = true the host reads a value from the device, and waits for it
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
 numbers or columns of a plan table, so the same description costs one plan or ten thousand.
@@ -40,25 +40,24 @@ class WorkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSpec:
-    """One operator of a runtime description, forward, with what it saves and how its backward differs.
+    """One operator of a runtime description: its forward pass, the tensors it saves, and how its backward pass differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
     keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it.
-    `units` are what a kernel's time counts where memory does not decide it: rows, or elements, of these axes by kind
-    (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an
-    index says. A matmul's backward is its two products; other operators give `backward_reads` and `backward_writes`,
-    and a collective `backward_tensors` where what it moves backward is not its `tensor`. `hidden_by` names the
-    operator, earlier in the block, whose kernels a collective runs alongside; `site` is what a plan calls a
-    tensor-parallel collective (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in
-    forward passes, for all that it has launched. `launches` are kernels (and host dispatches) forward,
-    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors
-    that its forward pass asks memory for where they are not what it `writes`: some of its kernels work in place;
-    `backward_allocates` those of its backward pass, none where it writes over the gradient that it is given. A product
-    whose weight is kept `packed` reads a copy of it (its `reads`) that a `transient` operator makes and that goes after
-    it; products of an `adapter` come next to those of the network. `replayed`: a CUDA graph
-    launches it, with what is before it. Of each expert but the first the host issues `by_expert` more launches, and
-    kernels that run `one_by_one` are one of each expert. A product that runs `again` does so in its backward pass
-    first.
+    `units` are what a kernel's time is proportional to where memory does not limit it: rows, or elements, of these axes
+    by kind (`unit_s` of efficiency.toml), in the forward and the backward pass. `scattered` operators move rows to
+    positions given by an index. A matmul's backward pass is its two products; other operators state `backward_reads`
+    and `backward_writes`, and a collective `backward_tensors` where it moves other tensors backward. `hidden_by` names
+    the operator, earlier in the block, whose kernels a collective runs alongside; `site` is the name of a
+    tensor-parallel collective in plans (`simulator.config.overlap_sites`). In forward passes an operator that `waits`
+    makes the host wait for everything it has launched. `launches` are kernels (and host dispatches) forward,
+    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` lists the
+    tensors that its forward pass allocates, if these are not what it `writes` since some of its kernels work in place;
+    `backward_allocates` those of its backward pass, none if it overwrites the incoming gradient. A product whose weight
+    is `packed` reads a copy of it (its `reads`), which a `transient` operator makes and which is freed after the
+    product; products of an `adapter` come in addition to those of the model. `replayed`: a CUDA graph launches it
+    together with what precedes it. For each expert but the first the host issues `by_expert` more launches; kernels
+    that run `one_by_one` run once per expert. A product with `again` is first computed again in its backward pass.
     """
 
     name: str
@@ -107,7 +106,7 @@ def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one kernel does on one rank: sizes as plan-table columns. Collectives carry nccl-tests bytes."""
+    """The work of one kernel on one rank: sizes as plan-table columns. Collectives carry nccl-tests bytes."""
 
     kind: WorkKind
     name: str
@@ -121,11 +120,11 @@ class Work:
     over: str = ""
     launches: float = 1.0
     backward: bool = False
-    scattered: bool = False  # moves rows to where an index says
-    accumulates: bool = False  # adds its result to what is there, in a wider type
+    scattered: bool = False  # moves rows to positions given by an index
+    accumulates: bool = False  # adds its result to a stored tensor of a wider type
     units: Mapping[str, Floats | float] = field(default_factory=dict)  # see `OperatorSpec`
-    low: bool = False  # operands are in a low type, the result is in 16 bits
-    grouped_rows: Floats | float = 0.0  # in products of experts in one kernel, the rows of each; 0: it is no such one
+    low: bool = False  # operands have a low type, the result has 16 bits
+    grouped_rows: Floats | float = 0.0  # in grouped products of experts, the rows of each expert; 0 for all others
 
 
 DtypeBytes = Callable[[str], float]
@@ -135,13 +134,13 @@ TRANSPOSED = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
-    "ring": "ring",  # keys and values forward; backward their gradients travel with them
+    "ring": "ring",  # keys and values in the forward pass; in the backward pass their gradients too
     "all_reduce": "",  # forward reduction of a row-parallel product: its backward is the identity
-    "pass_back": "send_recv",  # forward nothing: what was gathered gives gradients that go back where it came from
-    "copy": "all_reduce",  # forward identity into a column-parallel region: its backward sums
+    "pass_back": "send_recv",  # nothing forward; gradients of gathered tensors are sent back
+    "copy": "all_reduce",  # the identity forward, into a column-parallel region; its backward pass is a sum
 }
 
-BACKWARD_ONLY = frozenset({"copy", "pass_back"})  # collectives that are nothing in the forward pass
+BACKWARD_ONLY = frozenset({"copy", "pass_back"})  # collectives without communication in the forward pass
 
 
 def tensor_bytes(tensor: str, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> Floats:
@@ -174,7 +173,7 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     if spec.waits:
         return [Work(kind=WorkKind.WAIT, name=spec.name, launches=spec.launches)]
     if not spec.reads and not spec.writes:
-        return []  # it exists backward only
+        return []  # an operator of the backward pass only
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
     return [
         Work(
@@ -251,7 +250,7 @@ def _matmul(
     extra: Floats | float = 0.0,
     low: bool = False,
 ) -> Work:
-    """Sort the axes into batch, m, n and k by where they occur, and count FLOPs and bytes."""
+    """Sort the axes into batch, m, n and k by the operands that have them, and count FLOPs and bytes."""
     batch = [x for x in left if x in right and x in out]
     m = product([x for x in left if x in out and x not in batch], sizes)
     n = product([x for x in right if x in out and x not in batch], sizes)
@@ -275,13 +274,13 @@ def _matmul(
     )
 
 
-# FLOPs of the backward pass over the forward's, FlashAttention-2's: five products instead of two (arXiv 2307.08691,
-# section 3.1).
+# FLOPs of the backward pass over those of the forward pass in FlashAttention-2: five products instead of two (arXiv
+# 2307.08691, section 3.1).
 ATTENTION_BACKWARD = 2.5
 
 
 def _attention(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes, *, backward: bool) -> Work:
-    """A fused causal attention kernel. `j` is how many keys a query sees on average."""
+    """A fused causal attention kernel. `j` is the mean number of keys that a query sees."""
     query, value = sizes.get("qk", sizes["q"]), sizes.get("vv", sizes["q"])
     flops = 2.0 * sizes["t"] * sizes["j"] * (query + value)
     moved = (sizes["t"] * (query + value) * 2.0 + 2.0 * sizes["b"] * sizes["S"] * sizes["kv"]) * dtype_bytes("compute")

@@ -1,8 +1,7 @@
-"""How long a kernel takes on a GPU, from its datasheet: the slower of arithmetic and memory, with known inefficiency.
-
-Matmuls lose to tiles that do not fill (edges), waves that do not fill (the last one), and the pipeline that fills and
-drains along k. Everything else is bytes over bandwidth. A floor of a few microseconds keeps tiny kernels honest. All
-functions take plan-table columns and return seconds.
+"""The time of a kernel on a GPU, from its datasheet: the longer of arithmetic and memory traffic, with known
+inefficiencies. Matmuls lose time to partial tiles (edges), the partial last wave, and filling and draining the pipeline
+along k. All other kernels take bytes over bandwidth. No kernel takes less than a few microseconds. All functions take
+plan-table columns and return seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ class AttentionEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Fractions of the datasheet an architecture's kernels reach; see efficiency.toml for meaning and source."""
+    """Fractions of the datasheet's rates that kernels reach on an architecture; see efficiency.toml for meaning and
+    source.
+    """
 
     reference: str
     reference_w: float
@@ -62,7 +63,7 @@ class Efficiency:
 
 
 # Thread-block tiles a library chooses from: rows, columns, and the arithmetic rate relative to the largest. A tile
-# reads 1/rows + 1/columns operands for each output, and each 1/256 more than the largest reads costs a tenth of the
+# reads 1/rows + 1/columns operands for each output. Each 1/256 above what the largest tile reads costs a tenth of the
 # rate. Source: 343 products of one H200 (examples/profiles/h200x4.json), described within 2.8 % with any loss from 0.05
 # to 0.15.
 TILE_LOSS = 0.1
@@ -79,33 +80,34 @@ TILES = tuple(
         (64.0, 64.0),
     )
 )
-# Without tensor cores an operand is used more often before it is loaded again. Source: assumed.
+# Without tensor cores an operand is reused more often before it is loaded again. Source: assumed.
 SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
-SIMT_RAMP_K = 32.0  # four loads of eight in flight before the first product
-# A product with few tiles can cut k into pieces and add the partial results, which costs 7 % each time that it is cut
-# in two. Source: the same products, described as well with 4 to 7 %.
+SIMT_RAMP_K = 32.0  # four of eight loads in flight before the first product
+# A product with few tiles can be split along k and the partial results added; each halving costs 7 %. Source: the same
+# products, which 4 to 7 % describe equally well.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
-# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv
-# 2307.08691, section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
+# Queries times heads in the benchmarks behind the attention curves: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
+# section 4.1; 2407.08608, section 4.1). The curves include the partial last wave of such a grid.
 FULL_GRID = 262144.0
-# A kernel for the products of all experts goes through the rows of each in tiles of so many (two of 128 in a cluster),
-# and a router's rows end anywhere within one: half a tile is wasted for each expert. Source: torch's grouped_mm on
-# H100, 5 shapes of 8 to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
+# A kernel for the products of all experts divides the rows of each expert into tiles of this many rows (two of 128 in a
+# cluster). A router's rows end anywhere within a tile, so half a tile is wasted for each expert. Source: torch's
+# grouped_mm on H100, 5 shapes of 8 to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
 GROUPED_TILE = 256.0
-# Tensor cores' quick kernels read operands of 16 bits 16 bytes at a time (NVIDIA Deep Learning Performance Guide,
-# matrix multiplication, "Tensor Core Requirements"). Every matrix of a batch must begin there: those of heads of 150 do
-# not. The rate of what runs instead, over that of large products. Source: fitted to nine runs on A100 with heads of
-# 150, which are then as far off as others of their source; so are two with heads of 108, which chose nothing
-# (examples/validation/published.md, BigScience). Others assumed alike.
+# Fast tensor-core kernels load 16-bit operands 16 bytes at a time (NVIDIA Deep Learning Performance Guide, matrix
+# multiplication, "Tensor Core Requirements"), so every matrix of a batch must be aligned to 16 bytes; with a head width
+# of 150 they are not. The rate of the kernels that run instead, over that of large products. Source: fitted to nine
+# runs on A100 with a head width of 150, whose errors are then like those of other runs of their source; so are those of
+# two runs with a width of 108, which were not fitted (examples/validation/published.md, BigScience). Others assumed
+# alike.
 ALIGNED = 8.0
 UNALIGNED = 0.045
-# Clipping and updating one parameter: the bytes counted for it in float32, and how many float32 operations its
-# arithmetic takes as long as. Source: both on 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element
-# on H200 and 0.0089 to 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of
-# examples/validation/fresh.jsonl: `multi_tensor_apply`).
+# Clipping and updating one parameter: the bytes counted for it in float32, and its arithmetic in float32 operations.
+# Source: both for 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element on H200 and 0.0089 to
+# 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of examples/validation/fresh.jsonl:
+# `multi_tensor_apply`).
 UPDATE_BYTES = 40.0
 UPDATE_FLOPS = 560.0
-# Where a kernel's time is from, best first.
+# Sources of a kernel's time, best first.
 MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
 
@@ -120,13 +122,12 @@ def matmul_utilization(
     ramp_k: float,
     wave_floor: float = 0.0,
 ) -> Floats:
-    """Return the share of the arithmetic rate that the best of `tiles`, cut along k or not, reaches.
-
-    Edges of tiles are computed for nothing, the last wave of them leaves SMs idle (but of several waves no more than
-    1 - `wave_floor`), and along k a tile starts slowly: half the rate at `ramp_k`.
+    """Return the share of the arithmetic rate that the best of `tiles` reaches, split along k or not. Partial tiles
+    waste arithmetic, the last wave leaves SMs idle (at most 1 - `wave_floor` of several waves), and a tile reaches half
+    the rate at k = `ramp_k`.
     """
-    # All tiles in one operation: a loop over them is most of the time where there are few products. Cuts too would be
-    # three times slower where there are many, which do not fit in a cache.
+    # All tiles in one array operation: with few products a loop over them takes most of the time. With many products,
+    # including the splits as well would be three times slower, since the arrays exceed the cache.
     ones = (1,) * np.broadcast(m, n, k, batch).ndim
     rows, columns, rate = np.array(tiles).T.reshape(3, -1, *ones)
     across = np.ceil(m / rows) * np.ceil(n / columns) * batch
@@ -144,7 +145,7 @@ def matmul_utilization(
 
 @cache
 def efficiency(architecture: str) -> Efficiency:
-    """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
+    """Return the efficiency of an architecture; without figures of its own, that of its nearest relative."""
     text = (resources.files("simulator") / "kernels" / "efficiency.toml").read_text("utf-8")
     known = tomllib.loads(text)
     tables = {k: v for k, v in known.items() if isinstance(v, dict) and k not in {"source", "unit_s"}}
@@ -159,39 +160,39 @@ def efficiency(architecture: str) -> Efficiency:
 
 
 def unaligned(work: Work) -> NDArray[np.bool_]:
-    """Return whether the matrices of a batch begin where a load of 16 bytes cannot: they are as wide as no multiple of
-    8 elements.
-
-    Rows of experts are as many as their router gives them, and begin with whole rows.
+    """Return whether the matrices of a batch are not aligned to 16 bytes, since their width is no multiple of 8
+    elements. The matrices of experts are aligned, since each begins with a whole row.
     """
     ends = (np.asarray(work.k) % ALIGNED > 0) | (np.asarray(work.n) % ALIGNED > 0)
     return np.asarray((np.asarray(work.batch) > 1) & (np.asarray(work.grouped_rows) == 0) & ends)
 
 
 def grouped_tile_factor(work: Work) -> Floats | float:
-    """Return what products of experts in one kernel take over as many products of one size; 1 for all other work."""
+    """Return the time of grouped products over that of as many products of one size; 1 for all other work."""
     if not np.any(work.grouped_rows):
         return 1.0
     return np.asarray(1.0 + GROUPED_TILE / 2 / np.maximum(work.grouped_rows, GROUPED_TILE))
 
 
 class MeasuredKernels(Protocol):
-    """What a roofline asks of measurements: kernels whose times go before the datasheet's."""
+    """The interface of measurements, whose times a roofline prefers to the datasheet's."""
 
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
     ) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
         ...
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return seconds over counted ones of FSDP's packing of modules of `nbytes`; `usual` where it was not
+        """Return the time of FSDP's packing of modules of `nbytes` over its counted time; `usual` where not
         measured.
         """
         ...
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
-        """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
+        """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not
+        measured.
+        """
         ...
 
 
@@ -202,20 +203,18 @@ class Roofline:
     gpu: GpuKind
     dtype: str = "bfloat16"
     attention_kernel: str = "cudnn"
-    window_kernel: str = ""  # of layers with a sliding window, where they have one of their own
-    windowed: float = 0.0  # share of attention's arithmetic that is theirs
+    window_kernel: str = ""  # kernel of layers with a sliding window, if it is another one
+    windowed: float = 0.0  # share of attention's arithmetic in such layers
     measured: MeasuredKernels | None = None
-    runtime: str = ""  # first name of the description whose operators are costed
-    low: Recipe | None = None  # of products in a low type
+    runtime: str = ""  # first name of the description that the operators are from
+    low: Recipe | None = None  # recipe of products in a low type
     tf32: bool = False  # products round float32 operands to TF32
-    kernel_factor: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
-    layer_factor: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
+    kernel_factor: float = 1.0  # factor of kernel times inside a step, from runs of single layers
+    layer_factor: float = 1.0  # further factor for kernels of layers, from runs with a second layer
 
     @property
     def peak_flops(self) -> float:
-        """Dense datasheet rate of the compute dtype; products in float32 run without tensor cores, as torch has
-        them.
-        """
+        """Dense datasheet rate of the compute dtype; products in float32 run without tensor cores, torch's default."""
         for dtype in (self.dtype, "bfloat16", "float16"):
             if self.gpu.peak_flops.get(dtype):
                 return self.gpu.peak_flops[dtype]
@@ -242,11 +241,13 @@ class Roofline:
 
     @property
     def sustained_flops(self) -> float:
-        """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
+        """The rate that a large matmul sustains in training: the peak reduced by power and heat, see
+        efficiency.toml.
+        """
         known = efficiency(self.gpu.architecture)
         if self.simt:
             return self.peak_flops * known.simt * known.sustained
-        if self.tf32:  # the share of the peak that 16 bits reach: a number takes as much power as two of them
+        if self.tf32:  # the 16-bit share of the peak: one such number takes as much power as two of 16 bits
             return self.products_peak_flops * known.burst * known.sustained * self.power_limited
         sustained = self.peak_flops * known.burst * known.sustained * self.power_supplied
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
@@ -260,25 +261,26 @@ class Roofline:
 
     @property
     def power_limited(self) -> float:
-        """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
+        """Fraction of the reference GPU's arithmetic rate that this GPU's power limit allows tensor cores to
+        sustain.
+        """
         return min(1.0, self._power)
 
     @property
     def power_supplied(self) -> float:
-        """What products keep up over the reference part's share of the peak: less with less power for their rate, and
-        more with more of it where a search has found how much this part reaches at most; where none has, the reference
-        part's share.
+        """The sustained share of the peak over the reference GPU's share: lower with less power per rate; higher with
+        more power if a search has found this GPU's best rate, else the same.
         """
         return self._power if self.gpu.achieved_flops.get(self.dtype) else self.power_limited
 
     @property
     def rested(self) -> float:
-        """Time of a product in a step whose other kernels leave it power, divided by its time among products alone."""
+        """The time of a product in a step whose other kernels leave it power, over its time among products alone."""
         return min(efficiency(self.gpu.architecture).rested * max(self.power_supplied, 1.0), 1.0)
 
     @property
     def _power(self) -> float:
-        """Speed of tensor cores limited by power alone, divided by that of the reference part's."""
+        """The speed of tensor cores if only power limited it, over that of the reference GPU."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
@@ -291,7 +293,7 @@ class Roofline:
 
     @property
     def in_layers(self) -> Roofline:
-        """The roofline of kernels that belong to a layer."""
+        """The roofline for kernels of layers."""
         return (
             self
             if np.all(self.layer_factor == 1.0)
@@ -299,8 +301,8 @@ class Roofline:
         )
 
     def seconds(self, work: Work) -> Floats:
-        """Return the time of a compute kernel, measured or fitted where it was measured; collectives are not
-        ours to time.
+        """Return the time of a compute kernel, from measurements where there are any; collectives are timed
+        elsewhere.
         """
         return self.seconds_and_source(work)[0]
 
@@ -316,7 +318,7 @@ class Roofline:
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self._dtype_of(work), runtime=self.runtime
         )
         if np.any(work.grouped_rows):
-            # Only products of one size are measured and fitted, never grouped ones: the source is the datasheet.
+            # Only products of equal size are measured and fitted, so grouped products have the source datasheet.
             return seconds * self.kernel_factor * grouped_tile_factor(work), np.full(seconds.shape, DATASHEET)
         return seconds * self.kernel_factor * self._window_factor(work), source
 
@@ -325,19 +327,23 @@ class Roofline:
         return TF32 if self.tf32 and work.kind is WorkKind.MATMUL else self.dtype
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
-        """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
+        """Return the bytes/s at which FSDP packs and unpacks modules of `nbytes`, in terms of the bytes counted
+        for it.
+        """
         known, rate = efficiency(self.gpu.architecture), self.memory_bytes_per_s
         usual = max(1.0, known.unit_s["packed"] * rate / self.gpu.sm_count)
         factor = self.measured.packing_factor(nbytes, usual) if self.measured is not None else usual
         return np.asarray(rate / (factor * self.kernel_factor))
 
     def update_bytes_per_s(self, param_dtype: str) -> float:
-        """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""
+        """Return the bytes/s at which gradients are clipped and parameters of a type updated, in terms of the bytes
+        counted.
+        """
         rate = self.measured.update_bytes_per_s(param_dtype) if self.measured is not None else None
         if rate is not None:
             return rate
         if DTYPE_BYTES[param_dtype] == 2 and "float32" in self.gpu.peak_flops:
-            # Half the bytes, but the same arithmetic in float32.
+            # Half the bytes, but the same float32 arithmetic.
             arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
             return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
         return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
@@ -356,7 +362,7 @@ class Roofline:
         known = efficiency(self.gpu.architecture)
         tiles, ramp_k = (SIMT_TILES, SIMT_RAMP_K) if self.simt else ((*TILES, *known.tiles), known.ramp_k)
         faster = self.low_rate if work.low else 1.0
-        # Filling the pipeline takes as long as ever, in which more of k goes by.
+        # Filling the pipeline takes the same time, in which a narrower type covers more of k.
         ramp_k = ramp_k * faster
         best = matmul_utilization(tiles, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=ramp_k)
         best = best * (known.accumulated if work.accumulates else 1.0)
@@ -366,7 +372,9 @@ class Roofline:
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 
     def _window_factor(self, work: Work) -> Floats | float:
-        """Return what attention takes over all of it by `attention_kernel`, as layers with windows have another."""
+        """Return the time of attention over its time if all layers used `attention_kernel`; layers with windows may
+        have another.
+        """
         if work.kind is not WorkKind.ATTENTION or not self.windowed or not self.window_kernel:
             return 1.0
         slower = self._attention_fraction(work, self.attention_kernel) / self._attention_fraction(
@@ -375,7 +383,7 @@ class Roofline:
         return np.asarray(1.0 + self.windowed * (slower - 1.0))
 
     def _attention_fraction(self, work: Work, kernel: str) -> Floats:
-        """Return the fraction of the peak that a kernel of attention reaches on a full grid."""
+        """Return the fraction of the peak that an attention kernel reaches on a full grid."""
         curves = efficiency(self.gpu.architecture).attention
         curve = curves.get(kernel) or curves["flash2"]
         fraction = curve.backward if work.backward else curve.forward
@@ -388,7 +396,8 @@ class Roofline:
         curve = known.attention.get(self.attention_kernel) or known.attention["flash2"]
         reached = self._attention_fraction(work, self.attention_kernel)
         if not work.backward:
-            # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
+            # The time of all tiles on all SMs, plus the longest tile on one SM: twice the mean, since causal tiles grow
+            # up to the whole row.
             tail = 2 * curve.rows * self.gpu.sm_count
             reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
         arithmetic = work.flops / (self.peak_flops * self.power_limited * reached)

@@ -1,5 +1,4 @@
-"""May this plan run, in this framework? What each framework can express as data, and the rules that read it.
-
-The planner asks about columns of candidates, the executor about the one plan it is to run: both read the same lines.
-May import `config`, `columns`, `runtimes` and `pipeline`.
+"""Whether a framework can run a plan: the capabilities of each framework as data, and the rules that read them. The
+planner applies the rules to columns of candidates, the executor to the plan that it is to run. May import `config`,
+`columns`, `runtimes` and `pipeline`.
 """

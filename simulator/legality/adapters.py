@@ -1,9 +1,9 @@
-"""Adapters and frozen weights: what a framework trains so, and which packed weights it may shard.
+"""Adapters and frozen weights: which kinds a framework trains, and which packed weights it can shard.
 
 Sources: torchtitan PR #3264 (LoRA, May 2026: no dropout); Megatron-Bridge, training/peft (LoRA, DoRA); peft's guides of
-FSDP and DeepSpeed (QLoRA with ZeRO-3 and FSDP since 0.10: `bnb_4bit_quant_storage` makes packed weights a floating
-type, which alone is sharded) and bitsandbytes, docs/source/fsdp_qlora.md; torchtune PR #855 (NF4Tensor under FSDP2);
-fms-acceleration, plugins/accelerated-peft (GPTQ under FSDP); llm-foundry's `peft_config`.
+FSDP and DeepSpeed (QLoRA with ZeRO-3 and FSDP since 0.10: `bnb_4bit_quant_storage` stores packed weights in a
+floating-point type, the only types that are sharded) and bitsandbytes, docs/source/fsdp_qlora.md; torchtune PR #855
+(NF4Tensor under FSDP2); fms-acceleration, plugins/accelerated-peft (GPTQ under FSDP); llm-foundry's `peft_config`.
 """
 
 # ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
@@ -19,7 +19,7 @@ from simulator.legality.rule import Mask, Rule, RuleFacts, rule
 
 
 def _adapter(q: RuleFacts) -> Adapter:
-    """Return the adapter of a question that has one."""
+    """Return the adapter of a question with adapters."""
     assert q.runtime is not None  # noqa: S101 - rules apply to such questions only
     assert q.runtime.adapter is not None  # noqa: S101 - likewise
     return q.runtime.adapter
@@ -34,7 +34,7 @@ def _packed(q: RuleFacts) -> bool:
 
 
 def _kept(q: RuleFacts) -> bool:
-    """Return whether a framework keeps frozen weights in the packed type of a question."""
+    """Return whether a framework supports frozen weights in the packed type of a question."""
     return _adapter(q).base_weights in q.framework.packed_bases
 
 

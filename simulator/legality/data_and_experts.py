@@ -1,4 +1,4 @@
-"""Data and expert parallelism: what shards over which ranks, and whether the batch comes out whole."""
+"""Data and expert parallelism: which degrees shard what over which ranks, and whether the batch divides."""
 
 # ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
 
@@ -18,12 +18,12 @@ from simulator.pipeline.schedules.registry import schedules_that, where
 
 
 def _sharding(c: PlanColumns) -> NDArray[np.int64]:
-    """Return the ZeRO stage; FSDP is the third."""
+    """Return the ZeRO stage; FSDP counts as stage 3."""
     return np.where(c.zero_stage < 0, 3, c.zero_stage)
 
 
 def _split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks split each expert."""
+    """Return the number of ranks that split each expert."""
     return expert_split(c, q.splits_experts)
 
 
@@ -32,7 +32,7 @@ def _etp(p: Plan, q: RuleFacts) -> int:
 
 
 def _expert_ranks(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks expert parallelism may be folded into, with those that split each expert as one."""
+    """Return the number of ranks that expert parallelism may use; ranks that split one expert count once."""
     grid = q.framework.expert_grid
     if grid is ExpertGrid.DATA:
         return np.asarray(c.dp_replicate * c.dp_shard, dtype=np.int64)
@@ -45,7 +45,7 @@ def _ranks_for_experts(p: Plan, q: RuleFacts) -> int:
 
 
 def _ep_overlaps(q: RuleFacts) -> tuple[str, ...]:
-    """Return the words of `ep_overlap` that the framework's version has; a version that is not said is today's."""
+    """Return the words of `ep_overlap` that the framework's version has; the default is the newest version."""
     versions = q.framework.ep_overlap_versions
     return q.framework.ep_overlaps if not versions or (q.version or "").startswith(versions) else ()
 
@@ -68,17 +68,19 @@ def _grid_words(p: Plan, q: RuleFacts) -> str:
 
 
 def _stated_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks split each expert where that is a framework's degree; another rule has the others."""
+    """Return the number of ranks that split each expert, for frameworks that have this degree; another rule covers the
+    others.
+    """
     return _split(c, q) if q.framework.splits_experts else np.maximum(c.etp, 1)
 
 
 def _own_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
-    """Return how many ranks split each expert where plans do not say."""
+    """Return the number of ranks that split each expert by default."""
     return expert_split(replace(c, etp=np.full_like(c.etp, -1)), q.splits_experts)
 
 
 def _not_run(q: RuleFacts) -> str:
-    """Return what a runtime states of its experts and kernels besides what it has by itself."""
+    """Return what a runtime states of its experts and kernels, other than its defaults."""
     runtime = q.runtime
     if runtime is None:
         return ""

@@ -1,5 +1,4 @@
-"""What each training framework can express, as data. The rules in `simulator.legality.rules` read it; nothing else
-decides.
+"""The capabilities of each training framework, as data. Only the rules in `simulator.legality.rules` decide by it.
 
 Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
 `pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
@@ -34,15 +33,15 @@ from topology.errors import UserError
 
 
 class KvHeads(StrEnum):
-    """What happens when the tensor-parallel degree does not divide the key/value heads."""
+    """What the framework does when the tensor-parallel degree does not divide the key/value heads."""
 
     DIVIDE = "divide"  # refused
-    REPLICATE = "replicate"  # heads are copied; the degree must be a multiple of their number
-    SLOW = "slow"  # accepted, but attention stops scaling
+    REPLICATE = "replicate"  # copies heads; the degree must be a multiple of their number
+    SLOW = "slow"  # accepts it, but attention is no longer divided
 
 
 class ExpertGrid(StrEnum):
-    """Which ranks expert parallelism is folded into."""
+    """The ranks that expert parallelism may use."""
 
     SHARD_CONTEXT_TENSOR = "shard-context-tensor"  # dp_shard * cp * tp
     WORLD = "world"  # world / (etp * pp)
@@ -51,7 +50,7 @@ class ExpertGrid(StrEnum):
     NONE = "none"
 
 
-LEANER = ("none", "selective", "selective-op", "full")  # each keeps less in memory than the one before
+LEANER = ("none", "selective", "selective-op", "full")  # each value keeps less in memory than the one before
 TORCH_SCHEDULES = schedules_that(lambda kind: kind.in_torch)
 
 
@@ -61,104 +60,104 @@ class Framework:
 
     name: str
     title: str
-    costed_as: str = ""  # the runtime in which its plans run, where it is none itself
+    costed_as: str = ""  # the runtime that runs its plans, if it is not one itself
     kv_heads: KvHeads = KvHeads.REPLICATE
     expert_grid: ExpertGrid = ExpertGrid.STAGE
-    sequential_experts: bool = False  # experts with tensor parallelism need sequence parallelism
-    splits_experts: bool = False  # over as many ranks as a plan says (`etp`), else as its runtime does
-    axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
+    sequential_experts: bool = False  # experts under tensor parallelism need sequence parallelism
+    splits_experts: bool = False  # a plan may state how many ranks split experts (`etp`)
+    axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # degrees that may exceed one
     zero_stages: tuple[int, ...] = ()
     searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
     shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
-    fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
+    fills: str = "dp_shard"  # the data-parallel degree that takes all remaining GPUs
     schedules: tuple[str, ...] = TORCH_SCHEDULES
     overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives besides "none"
     overlap_by_site: bool = False  # each communication of a layer may have its own
-    ep_overlaps: tuple[str, ...] = ()  # of experts' all-to-all besides "none", the one that hides most last
-    ep_overlap_versions: tuple[str, ...] = ()  # that have it; empty: any
-    cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
-    torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
-    undescribed_recomputes: tuple[str, ...] = ()  # where no description of `simulator.runtimes` has this name
-    any_recompute: bool = False  # other words are the runtime's own
-    default_recompute: str = "none"  # of a run that does not say
-    fsdp_needs: str = ""  # what must be set before dp_shard or a ZeRO stage above 1 means FSDP
-    interleaves_by_rank: bool = False  # interleaved schedules want a multiple of pp micro batches
-    sequence_over_tensor: bool = False  # a sequence divides by 2 x cp x tp, with or without sequence parallelism
+    ep_overlaps: tuple[str, ...] = ()  # modes of the experts' all-to-all besides "none"; the last hides most
+    ep_overlap_versions: tuple[str, ...] = ()  # versions that have these; empty: all
+    cp_methods: tuple[str, ...] = ()  # methods of context parallelism; empty: the runtime's own
+    torch_pipelining: bool = False  # uses torch.distributed.pipelining, with its checks
+    undescribed_recomputes: tuple[str, ...] = ()  # if no description in `simulator.runtimes` has its name
+    any_recompute: bool = False  # other recompute words are passed on to the runtime
+    default_recompute: str = "none"  # the schedule of a run that states none
+    fsdp_needs: str = ""  # the option that turns dp_shard, or a ZeRO stage above 1, into FSDP
+    interleaves_by_rank: bool = False  # interleaved schedules require a multiple of pp micro batches
+    sequence_over_tensor: bool = False  # a sequence must divide by 2 x cp x tp, with or without sequence parallelism
     sequence_parallel: bool = True
     sequence_parallel_default: bool = True  # on with tensor parallelism unless switched off
-    lists_layers: bool = False  # layers can be spelled out stage by stage
-    lists_recompute: bool = False  # and so can recomputation
-    uneven_stages: bool = True  # may put different numbers of layers on stages by itself
+    lists_layers: bool = False  # layers can be stated for each stage
+    lists_recompute: bool = False  # recomputation can be stated for each stage
+    uneven_stages: bool = True  # may put different numbers of layers on stages by default
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
-    repeats_keys: bool = False  # and may do so over more ranks than there are key/value heads
-    zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
-    one_axis: bool = False  # of tensor, context and expert parallelism one at a time, and pipelines with tensor alone
-    ddp_alone: bool = False  # plain replication refuses company
+    repeats_keys: bool = False  # even over more ranks than there are key/value heads
+    zero_pipeline: bool = True  # supports ZeRO-2 and 3 with pipeline parallelism
+    one_axis: bool = False  # allows one of tp, cp and ep, and pipelines with tp only
+    ddp_alone: bool = False  # plain replication excludes all other parallelism
     overlap_needs_compile: bool = False
     overlap_needs_eager: bool = False
-    parameter_offload: bool = False  # parameters, gradients and optimizer may be kept in host memory
-    optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer alone may be
-    wraps_one_rank: bool = True  # FSDP is there though it shards over one rank
+    parameter_offload: bool = False  # parameters, gradients and optimizer state may be kept in host memory
+    optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer state alone may be
+    wraps_one_rank: bool = True  # uses FSDP even if it shards over one rank
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
-    adapters: tuple[str, ...] = ()  # kinds that it trains (`simulator.config.adapter.KINDS`)
+    adapters: tuple[str, ...] = ()  # kinds of adapters that it trains (`simulator.config.adapter.KINDS`)
     adapter_dropout: bool = True
     adapters_whole: bool = (
-        False  # only where tensor parallelism cuts no matrix, and layers are neither sparse nor latent
+        False  # trains them only if tensor parallelism divides no matrix and layers are neither sparse nor latent
     )
-    base_as_stored: bool = False  # frozen weights are of the type that parameters are stored in
-    packed_bases: tuple[str, ...] = ()  # types below 16 bits in which it keeps frozen weights
-    sharded_bases: tuple[str, ...] = ()  # and in which it shards them over data-parallel ranks
-    # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
+    base_as_stored: bool = False  # frozen weights have the type of stored parameters
+    packed_bases: tuple[str, ...] = ()  # types below 16 bits that it supports for frozen weights
+    sharded_bases: tuple[str, ...] = ()  # such types that it shards over data-parallel ranks
+    # The following is known of the executor only; for other frameworks nothing is refused because of it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
     dtypes: tuple[str, ...] = ()  # empty: any
-    cp_dtypes: tuple[str, ...] = ()  # that attention under context parallelism computes in; empty: any
+    cp_dtypes: tuple[str, ...] = ()  # types of attention under context parallelism; empty: any
     optimizers: tuple[str, ...] = ()  # empty: any
-    fsdp_by_degree_only: bool = False  # a ZeRO stage is no other word for it
-    uneven_widths: bool = False  # a width or vocabulary that tp does not divide is cut into unequal parts
-    tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
-    whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
+    fsdp_by_degree_only: bool = False  # a ZeRO stage does not imply FSDP
+    uneven_widths: bool = False  # divides a width or vocabulary that tp does not divide into unequal parts
+    tied_pipeline: bool = True  # tied embedding and head may be on different stages
+    whole_expert_groups: bool = False  # experts are on whole tensor-parallel groups: ep is a multiple of tp
     drops_tokens: bool = True  # experts may have a capacity
-    own_kernels_only: bool = False  # dispatchers, products of experts and fused kernels are what it has itself
-    skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
-    latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
-    window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
-    norm_recomputed_unsharded: bool = True  # recomputes operators around norms of query heads under tp without FSDP
-    why_unpacked: str = ""  # why it packs no frozen weights
-    cuts_with_savers: bool = True  # has its memory savers with tensor parallelism
-    compiles_away: bool = True  # moves what compiled layers keep to host memory
-    compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
+    own_kernels_only: bool = False  # has only its own dispatchers, products of experts and fused kernels
+    skews_experts: bool = True  # can be asked for a given imbalance of experts
+    latent_cp_methods: tuple[str, ...] = ()  # methods supported with latent attention; empty: all
+    window_cp_methods: tuple[str, ...] = ()  # methods supported with sliding windows; empty: all
+    norm_recomputed_unsharded: bool = True  # recomputes operators around query-head norms under tp without FSDP
+    why_unpacked: str = ""  # why it has no packed frozen weights
+    cuts_with_savers: bool = True  # supports its memory savers with tensor parallelism
+    compiles_away: bool = True  # supports activation offload with compiled layers
+    compiled_context_tensor: bool = True  # supports compiled blocks with both context and tensor parallelism
 
     @property
     def runtime_name(self) -> str:
-        """The runtime in which its plans run."""
+        """The runtime that runs its plans."""
         return self.costed_as or self.name
 
     @property
     def tools(self) -> ToolsSpec:
-        """The runner of its plans, the target of its exports, and the reader of its logs."""
+        """The program that runs its plans: target of exports, and source of logs."""
         return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """The words of `offload` that it knows."""
+        """The values of `offload` that it supports."""
         known = {"none": True, "optimizer": self.optimizer_offload_stages, "parameters": self.parameter_offload}
         return tuple(word for word, has in known.items() if has)
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """The recompute modes that it has, as its description says; the leanest in memory last."""
+        """The recompute modes in its description; the last one saves least."""
         if self.undescribed_recomputes:
             return self.undescribed_recomputes
         return tuple(word for word in LEANER if word in runtime_spec(self.name).recompute)
 
     def recomputes_as(self, word: str) -> bool:
-        """Return whether it knows a recompute word: a mode, or modules that are recomputed together."""
+        """Return whether it supports a recompute word: a mode, or modules that are recomputed together."""
         return word in self.recomputes or (not self.undescribed_recomputes and are_modules(word, self._described))
 
     @property
     def modules_text(self) -> str:
-        """How the modules that it can recompute are said."""
+        """How the modules that it can recompute are written."""
         modules = () if self.undescribed_recomputes else tuple(self._described.recompute_modules)
         return f", or modules joined by {MODULES}: {', '.join(modules)}" if modules else ""
 
@@ -179,11 +178,11 @@ TORCHTITAN = Framework(
     cp_methods=(
         "all_gather",
         "ring",
-    ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
+    ),  # context_parallel_rotate_method allgather and alltoall; the latter passes shards round a ring
     cp_dtypes=(
         "bfloat16",
         "float16",
-    ),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
+    ),  # shards keys of fused 16-bit attention; 0.2.2 fails in its first step with float32
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
     # Pipeline_parallel.py: generate_llm_fqn_per_model_part counts embedding and output as a layer each
     empty_stages=True,
@@ -243,7 +242,7 @@ MESHWRIGHT = Framework(
     skews_experts=False,
     own_kernels_only=True,
     latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
-    window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
+    window_cp_methods=("all_to_all",),  # attention to the parts of a ring has no windows
     # torch 2.13: "derivative for aten::_weight_int4pack_mm_for_cpu is not implemented", nor for the CUDA one.
     why_unpacked="torch's int4 products have no derivative, NF4 is torchao's and bitsandbytes': ask for pytorch",
     cuts_with_savers=False,
@@ -291,9 +290,9 @@ DEEPSPEED = Framework(
     zero_pipeline=False,
     parameter_offload=True,  # offload_param, with ZeRO-3
     optimizer_offload_stages=(1, 2, 3),  # offload_optimizer
-    # AutoTP has its own groups, Ulysses a mesh of data and sequence ranks that must fill the world, AutoEP takes
-    # neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has
-    # ranks for layers that are tensor-parallel by themselves, and for nothing else.
+    # AutoTP has groups of its own, Ulysses a mesh of data and sequence ranks that must fill the world, and AutoEP is
+    # compatible with neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A
+    # PipelineModule's topology supports only layers that are tensor-parallel by themselves.
     one_axis=True,
     adapters=KINDS,  # by peft
     packed_bases=("nf4", "gptq"),
@@ -368,14 +367,16 @@ def framework_named(name: str) -> Framework:
 
 
 def framework_of_runtime(name: str) -> Framework:
-    """Return the framework whose rules a runtime follows; a runtime nobody described follows those all share."""
+    """Return the framework whose rules apply to a runtime; for a runtime without a description, rules that all
+    share.
+    """
     bare = called(name)[0]
     return FRAMEWORKS.get(bare) or _of_description(bare) or ANY
 
 
 @cache
 def _of_description(name: str) -> Framework | None:
-    """Return the framework that a described runtime is by itself: it accepts what the one does that it is like."""
+    """Return the framework of a runtime that has a description only: it accepts what the similar runtime's does."""
     if not is_described(name):
         return None
     spec = runtime_spec(name)

@@ -1,4 +1,4 @@
-"""Muon: which runtimes have it in the way that is modelled (`simulator.step.muon`), and what of others is known.
+"""Muon: the runtimes that have the modelled implementation (`simulator.step.muon`), and what is known of the others.
 
 Sources: torch/optim/_muon.py (torch 2.9 and later); Megatron-LM, core/optimizer/layer_wise_optimizer.py and
 muon.py (`--optimizer muon`, `--muon-tp-mode`); DeepSpeed pull requests 7919, 8438 and 8442; torchtitan pull request

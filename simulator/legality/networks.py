@@ -1,4 +1,4 @@
-"""What a network may have that a framework's own model cannot express: a run without it would be of another network."""
+"""Parts of a model that a framework's own model code cannot express; without them a run would train another model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from simulator.config.model import Model
 from topology.errors import BadPlan
 
-# Name, in words that follow "has no".
+# Feature, in words that follow "has no".
 FEATURES: dict[str, Callable[[Model], bool]] = {
     "biases in latent attention": lambda m: m.latent is not None and m.qkv_bias,
     "learned positions": lambda m: m.learned_positions > 0,
@@ -24,12 +24,12 @@ FEATURES: dict[str, Callable[[Model], bool]] = {
 
 
 def features(model: Model) -> tuple[str, ...]:
-    """Return which of `FEATURES` a network has."""
+    """Return the names of the `FEATURES` that a model has."""
     return tuple(name for name, has in FEATURES.items() if has(model))
 
 
 def torchtitan_family(model: Model) -> str:
-    """Return which of torchtitan's models has this network: `llama3` or `qwen3`. Raises BadPlan where none has."""
+    """Return which of torchtitan's models can express this one: `llama3` or `qwen3`. Raises BadPlan if none can."""
     plain = model.gated_mlp and model.latent is None and not model.qkv_bias and not model.sliding_layers
     if plain and model.moe is None and not model.qk_norm and model.head_dim * model.heads == model.hidden:
         if not model.tied_embeddings:

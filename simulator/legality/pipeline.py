@@ -17,13 +17,13 @@ from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import is_described, runtime_spec
 
-# Ranks x ranks x stages of a rank, up to which a schedule's table is followed: about as many passes as it has. 128
-# ranks of eight stages are followed within half a minute of one core.
+# Largest ranks x ranks x stages per rank for which a schedule's table is built; it has about as many passes. 128 ranks
+# of eight stages take half a minute on one core.
 MOST_PASSES = 1 << 17
 
 
 def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
-    """Return where a pipeline runs one of a few schedules, by name or as the default."""
+    """Return for each plan whether its pipeline has one of some schedules, by name or by default."""
     unnamed = c.schedule == ""
     found = one_of(c.schedule, names)
     for several in (1, 2):
@@ -33,7 +33,7 @@ def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
 
 
 def _that(c: PlanColumns, fact: Callable[[ScheduleKind], bool]) -> Mask:
-    """Return where a pipeline's schedule, by name or as the default, has a property."""
+    """Return for each plan whether its pipeline's schedule, named or default, has a property."""
     return _is(c, schedules_that(fact))
 
 
@@ -42,7 +42,7 @@ def _name(p: Plan) -> str:
 
 
 def _ends(q: RuleFacts) -> tuple[int, int]:
-    """Return how many layers the embedding and the head count as where the runtime splits layers by itself."""
+    """Return for how many layers embedding and head count where the runtime divides layers by itself."""
     name = q.runtime.name if q.runtime else q.framework.name
     if not is_described(name):
         return 0, 0
@@ -51,13 +51,13 @@ def _ends(q: RuleFacts) -> tuple[int, int]:
 
 
 def _counted(q: RuleFacts) -> int:
-    """Return the layers that are spread over stages, the two ends among them."""
+    """Return the number of layers divided over stages, embedding and head counted if they are."""
     return q.model.layers + sum(_ends(q))
 
 
 def _filled_by_ends(c: PlanColumns, q: RuleFacts) -> Mask:
-    """Return where stages beyond the layers hold the embedding or the head alone, in Megatron-LM: counted as layers, by
-    flags or in a layout that is spelt out.
+    """Return for each plan whether stages can hold only the embedding or the head, in Megatron-LM: where they count as
+    layers by flags, or in a stated layout.
     """
     if q.framework.uneven_stages:
         return np.zeros(len(c), dtype=np.bool_)
@@ -65,8 +65,8 @@ def _filled_by_ends(c: PlanColumns, q: RuleFacts) -> Mask:
 
 
 def _bare_stages(c: PlanColumns, q: RuleFacts) -> Mask:
-    """Return where the runtime's own split would take more layers from an end than it has: embedding and head count
-    too.
+    """Return for each plan whether the runtime's own split would take more layers from an end than it has, since
+    embedding and head count too.
     """
     no_first = -(-_counted(q) // c.stages) < _ends(q)[0]
     short = no_first | (_counted(q) // c.stages < _ends(q)[1])
@@ -108,7 +108,7 @@ def _stage_sentence(p: Plan) -> str:
 
 
 def _layer_counts(p: Plan, q: RuleFacts) -> str:
-    """Return the layers of each stage as the runtime spreads them, equal ones in a row as one: `3, 14 x 4, 2`."""
+    """Return the layers of each stage as the runtime divides them, with equal neighbours as one: `3, 14 x 4, 2`."""
     spec = runtime_spec(q.runtime.name if q.runtime else q.framework.name).pipeline
     runs = [(count, len(list(run))) for count, run in groupby(stage_layers(q.model.layers, p, spec))]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)

@@ -1,4 +1,4 @@
-"""Recompute and overlap policies, and what the machine makes slow."""
+"""Rules of recompute and overlap policies, and of plans that the machine makes slow."""
 
 # ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
 
@@ -17,20 +17,20 @@ from topology.errors import BadPlan
 
 
 def _method(c: PlanColumns, q: RuleFacts) -> NDArray[np.str_]:
-    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    """Return how ranks exchange keys and values: as the plan states, else the runtime's default."""
     return np.where(c.cp_method == "", q.cp_method, c.cp_method)
 
 
 def _recomputes_beside(q: RuleFacts) -> tuple[str, ...]:
-    """Return the recompute modes with which layers of two micro batches can run in turns: those that run no layer whole
-    again (Megatron-LM: transformer_config.py), none at all in torchtitan 0.2.2 (distributed/dual_pipe_v.py).
+    """Return the recompute modes under which layers of two micro batches can alternate: those that recompute no whole
+    layer (Megatron-LM: transformer_config.py), none at all in torchtitan 0.2.2 (distributed/dual_pipe_v.py).
     """
     return ("none",) if q.framework.torch_pipelining else ("none", "selective")
 
 
 def _runs_beside(word: str, q: RuleFacts) -> bool:
-    """Return whether layers of two micro batches can run in turns under a recompute mode; modules may not hold the
-    exchange (Megatron-LM: transformer_config.py).
+    """Return whether layers of two micro batches can alternate under a recompute mode; recomputed modules must not
+    contain the exchange (Megatron-LM: transformer_config.py).
     """
     modules = q.framework.recomputes_as(word) and MODULES in word
     return word in _recomputes_beside(q) or (bool(modules) and "moe" not in word.split(MODULES))
@@ -54,7 +54,7 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-BY_NCCL = ("chunked", "ring")  # modes that write to no other GPU's memory themselves
+BY_NCCL = ("chunked", "ring")  # modes that do not write to another GPU's memory themselves
 
 
 def _pushes(text: str) -> bool:
@@ -77,7 +77,7 @@ def _needs_equal_widths(text: str) -> bool:
 
 
 def _overlap_fault(text: str, q: RuleFacts) -> str:
-    """Return what is wrong with a tp_overlap, or nothing."""
+    """Return what is wrong with a tp_overlap; empty if nothing is."""
     sites = f"sites are {', '.join(SITES)}, " if q.framework.overlap_by_site else ""
     known = f"{sites}modes {', '.join((NONE, *q.framework.overlaps))}"
     try:
@@ -212,7 +212,7 @@ POLICY_RULES: list[Rule] = [
         "tp_overlap",
         lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),
         lambda p, q: _overlap_fault(p.tp_overlap, q),
-        applies=lambda q: not q.framework.any_recompute,  # whose words for anything are a runtime's own
+        applies=lambda q: not q.framework.any_recompute,  # frameworks that pass words on to their runtime
     ),
     policy_rule(
         "overlap-domain",

@@ -1,4 +1,4 @@
-"""What a rule is: a name, a grade, a predicate over columns, and a sentence with the numbers."""
+"""The types of a rule: its name, grade, predicate over columns, and message."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Mask = NDArray[np.bool_]
 
 
 class Grade(StrEnum):
-    LEGAL = "legal"  # runs; the message says what must be set or what will be rounded
-    SLOW = "legal-but-slow"  # runs, but wastes something the message names
-    ILLEGAL = "illegal"  # the framework refuses, or the arithmetic has no meaning
+    LEGAL = "legal"  # runs; the message states what must be set or what is rounded
+    SLOW = "legal-but-slow"  # runs, but wastes something that the message names
+    ILLEGAL = "illegal"  # the framework refuses it, or the arithmetic has no meaning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a rule has to say about a plan: its name, how bad, the numbers, and the nearest legal values if any."""
+    """A rule's finding about a plan: its name, grade, message, and the nearest legal values if any."""
 
     rule: str
     grade: Grade
@@ -39,11 +39,11 @@ class Problem:
 
 
 class ModelNotKnown(Exception):
-    """A rule asked for a size of a model that is not known."""
+    """A rule needed a size of a model that is not known."""
 
 
 class _NotKnown:
-    """A model of which nothing is known."""
+    """Stands for a model of which nothing is known."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelNotKnown(name)
@@ -54,22 +54,21 @@ UNKNOWN_MODEL = cast(Model, _NotKnown())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts:
-    """All that a rule may look at besides the plan. What is not known of the machine, no rule complains of.
-
-    Without a runtime nothing is said of types, optimizer and compilation. With `UNKNOWN_MODEL` only
-    `problems_without_model` may judge.
+    """The inputs of a rule besides the plan. No rule fails because of an unknown property of the machine. Without a
+    runtime there are no findings about types, optimizer and compilation. With `UNKNOWN_MODEL` use
+    `problems_without_model` only.
     """
 
     model: Model
     workload: Workload
     framework: Framework
     runtime: Runtime | None = None
-    gpus: int = 0  # to be used; 0: any number
+    gpus: int = 0  # GPUs to be used; 0: any number
     gpus_per_node: int = 0  # 0: not known
     nvlink: bool = True
-    reach: int = 0  # how many GPUs can exchange data at all, where `reach_reason` says why not more
+    reach: int = 0  # the number of connected GPUs; `reach_reason` says why not all are
     reach_reason: str = ""
-    no_low_precision: str = ""  # why the GPUs cannot multiply in the low type that the runtime states
+    no_low_precision: str = ""  # why the GPUs cannot compute products in the low type that the runtime states
 
     @property
     def compile(self) -> bool:
@@ -82,7 +81,7 @@ class RuleFacts:
 
     @property
     def splits_experts(self) -> str:
-        """What the runtime's tensor-parallel ranks do with experts where a plan does not say."""
+        """What the runtime's tensor-parallel ranks do with experts by default."""
         name = self.runtime.name if self.runtime else self.framework.runtime_name
         return runtime_spec(name).splits_experts if is_described(name) else "whole"
 
@@ -92,7 +91,7 @@ class RuleFacts:
 
     @property
     def loss_pieces(self) -> int:
-        """Into how many equal pieces a rank's sequence must be divisible for the loss."""
+        """The number of equal pieces into which the loss divides a rank's sequence."""
         if self.runtime is None or not is_later_version(self.runtime):
             return 1
         later = runtime_spec(self.runtime.name).later
@@ -105,7 +104,7 @@ class RuleFacts:
 
     @property
     def undescribed_low_precision(self) -> str:
-        """Why nothing is known of the runtime's products in low types, or nothing."""
+        """Why the runtime's products in low types cannot be predicted; empty if they can."""
         stated = self.runtime
         if stated is None or not stated.low or runtime_spec(stated.name).low_precision is not None:
             return ""
@@ -113,13 +112,13 @@ class RuleFacts:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The types of parameters, of products and of reduced gradients."""
+        """The types of parameters, products and reduced gradients."""
         stated = self.runtime
         return (stated.param_dtype, stated.compute_dtype, stated.reduce_dtype) if stated else ()
 
 
 class Level(IntEnum):
-    """The first stage of the enumeration at which all columns of a rule are known."""
+    """The stage of the enumeration from which all columns of a rule are known."""
 
     GRID = 0  # degrees, ZeRO stage, sequence parallelism
     BATCH = 1  # micro batch, virtual stages, schedule
@@ -128,7 +127,9 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`say` returns the message, and the field it is about with the nearest values that the rule accepts, if any."""
+    """One rule. `say` returns the message, and the field it is about with the nearest values that the rule accepts, if
+    any.
+    """
 
     name: str
     grade: Grade
@@ -136,7 +137,7 @@ class Rule:
     broken: Callable[[PlanColumns, RuleFacts], Mask]
     say: Callable[[Plan, RuleFacts], tuple[str, str, tuple[int, ...]]]
     applies: Callable[[RuleFacts], bool]
-    policy: str = ""  # at the level of policies: the one field that the rule judges
+    policy: str = ""  # for policies: the one field that the rule judges
 
     def problem(self, plan: Plan, facts: RuleFacts) -> Problem:
         message, field, nearest = self.say(plan, facts)
@@ -196,12 +197,10 @@ def rule(
 
 
 def with_nearest(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
-    """Return what a rule says, with the values of a field that it would accept: the nearest of them are offered."""
+    """Return a rule's message with the nearest values of a field that it would accept."""
     return text, field, tuple(values)
 
 
 def fills(field: str, value: int, facts: RuleFacts) -> bool:
-    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to
-    change.
-    """
+    """Return whether a plan with this degree can use all GPUs of the question; other degrees may have to change."""
     return field not in {"tp", "cp", "pp"} or not facts.gpus or facts.gpus % value == 0

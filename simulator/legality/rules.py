@@ -1,8 +1,8 @@
 """The rules of legality, in the order in which a rejected candidate is counted under them.
 
-A predicate answers for many plans at once: it returns a mask, true where the rule is broken. The sentence is made only
-for the plans somebody looks at. `level` says which columns a rule reads, so that the enumeration can drop a grid
-before it is multiplied by micro batches and policies.
+A predicate answers for many plans at once: it returns a mask, true where the rule is broken. Messages are made only for
+plans that are shown. `level` states which columns a rule reads, so that the enumeration can drop degrees before it adds
+micro batches and policies.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
-    """Return what every rule has to say about `plan`, worst first; empty when all is well.
+    """Return the problems of `plan` under every rule, worst first; empty if there are none.
 
-    Nothing is raised: a plan without meaning (a degree of zero) gets an illegal Problem.
+    Nothing is raised: a plan with impossible numbers (a degree of zero) gets an illegal Problem.
     """
     found = list(plan_problems(plan, facts))
     if not _meaningless(found):
@@ -51,7 +51,7 @@ def problems(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
 
 
 def problems_without_model(plan: Plan, facts: RuleFacts) -> tuple[Problem, ...]:
-    """Return what the rules that need no model have to say about `plan`, worst first; `facts` has `UNKNOWN_MODEL`."""
+    """Return the problems of `plan` under the rules that need no model, worst first; `facts` has `UNKNOWN_MODEL`."""
     found: list[Problem] = []
     with suppress(ModelNotKnown):
         found += plan_problems(plan.with_(layers_per_stage=()), facts)
@@ -74,7 +74,7 @@ def _worst_first(found: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def legal_ones(plans: Sequence[Plan], facts: RuleFacts) -> list[bool]:
-    """Return of each plan whether it runs at all; every rule is asked once for all of them."""
+    """Return for each plan whether it runs at all; every rule is evaluated once for all plans."""
     legal = np.array([is_legal(tuple(plan_problems(plan, facts))) for plan in plans], dtype=np.bool_)
     table = plan_columns([plan for plan, runs in zip(plans, legal, strict=True) if runs])
     broken = np.zeros(len(table), dtype=np.bool_)
@@ -91,7 +91,7 @@ def is_legal(found: Sequence[Problem]) -> bool:
 
 
 def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
-    """Yield problems with what columns do not carry: meaningless numbers, listed layers, placement."""
+    """Yield problems of what columns do not have: impossible numbers, lists of layers, placement."""
     for name in SIZES:
         if getattr(plan, name) < 1:
             message = f"{name}={getattr(plan, name)} must be at least 1"
@@ -127,7 +127,7 @@ def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
 
 
 def _ranks_without_layers(plan: Plan) -> tuple[int, ...]:
-    """Return the pipeline ranks that hold neither a layer, nor the embedding, nor the head."""
+    """Return the pipeline ranks without a layer, the embedding or the head."""
     rank_of = [rank_of_stage(stage, plan.pp, plan.schedule or "") for stage in range(len(plan.layers_per_stage))]
     holding = {rank for rank, layers in zip(rank_of, plan.layers_per_stage, strict=True) if layers}
     return tuple(rank for rank in range(plan.pp) if rank not in holding | {rank_of[0], rank_of[-1]})

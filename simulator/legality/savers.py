@@ -1,4 +1,4 @@
-"""Memory savers: which software has them, by its description, and what each of them cannot be combined with.
+"""Memory savers: the runtimes that have them, from their descriptions, and what each cannot be combined with.
 
 Sources: torchtune, recipes/full_finetune_single_device.py (activation offload only with checkpointing; optimizer_in_bwd
 without accumulation and clipping); torchtitan 0.2.2, components/optimizer.py (early_step_in_backward refuses pipelines
@@ -21,7 +21,7 @@ from simulator.config.savers import (
 from simulator.legality.rule import Level, Rule, RuleFacts, policy_rule, rule
 from simulator.runtimes.library import is_described, spec_for
 
-# What software has of a saver that is not modelled, where it says more than that there is none.
+# Implementations of savers that are not modelled, where more is known than that a runtime has none.
 OTHERWISE = {
     ("megatron-lm", ACTIVATION_OFFLOAD): "its --fine-grained-activation-offloading of listed modules has no cost here",
     ("megatron-lm", CHUNKED_LOSS): "--cross-entropy-loss-fusion keeps whole logits, and is what is costed",
@@ -33,7 +33,7 @@ OTHERWISE = {
 
 
 def _lacking(q: RuleFacts) -> tuple[str, ...]:
-    """Return the savers that a run asks for and its software does not have."""
+    """Return the savers that a run asks for and its runtime lacks."""
     if q.runtime is None or not q.runtime.savers or not is_described(q.runtime.name):
         return ()
     has = spec_for(q.runtime).savers

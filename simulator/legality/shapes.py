@@ -1,4 +1,4 @@
-"""Which degrees exist, and what they must divide: heads, widths, vocabulary, sequence."""
+"""Rules of degrees: which exist, and which of heads, widths, vocabulary and sequence they must divide."""
 
 # ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
 
@@ -23,13 +23,13 @@ def _pages(q: RuleFacts) -> bool:
 
 
 def _updates_flat(q: RuleFacts) -> bool:
-    """Whether any of torch's optimizers updates plain tensors, shards among them (FSDP1, ZeRO)."""
+    """Whether torch's optimizers update plain tensors (FSDP1 and ZeRO: shards of them)."""
     spec = spec_for(q.runtime) if q.runtime is not None else None
     return spec is not None and (spec.fsdp.flat_parameters or spec.zero is not None)
 
 
 def _updates_dtensors(q: RuleFacts) -> bool:
-    """Whether any of torch's optimizers may be given, and cut parameters are DTensors."""
+    """Whether any of torch's optimizers can be used, and divided parameters are DTensors."""
     spec = spec_for(q.runtime) if q.runtime is not None else None
     return spec is not None and not spec.state.master_weights and "torchtitan" not in spec.names
 
@@ -58,17 +58,17 @@ def _tensor_degrees(facts: RuleFacts) -> list[int]:
 
 
 def _some_rank_empty(width: int, tp: NDArray[np.int64] | int) -> Mask:
-    """Return where a rank has no part of `width`, cut into parts as large as the first: torch.chunk's way."""
+    """Return for each plan whether some rank has no part of `width` when it is divided like torch.chunk does."""
     return np.asarray(-(-width // tp) * (tp - 1) >= width) & (np.asarray(tp) > 1)
 
 
 def _undivided(width: int, c: PlanColumns, q: RuleFacts) -> Mask:
-    """Return where tensor parallelism cannot cut `width`."""
+    """Return for each plan whether tensor parallelism cannot divide `width`."""
     return _some_rank_empty(width, c.tp) if q.framework.uneven_widths else np.asarray(width % c.tp != 0)
 
 
 def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Callable[[PlanColumns], Mask]) -> list[Rule]:
-    """Return the rules of one width that tensor parallelism cuts on the plans `among`."""
+    """Return the rules for one width that tensor parallelism divides, on the plans `among`."""
     return [
         rule(
             name,
@@ -95,7 +95,7 @@ def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Calla
 
 
 def _kv_uneven(c: PlanColumns, q: RuleFacts) -> Mask:
-    """Neither whole heads per rank nor whole copies of a head."""
+    """Ranks have neither whole heads nor whole copies of a head."""
     kv = q.model.kv_heads
     return np.asarray((kv % c.tp != 0) & (c.tp % kv != 0))
 
@@ -145,7 +145,7 @@ SHAPE_RULES: list[Rule] = [
         ),
         applies=lambda q: bool(q.framework.optimizers),
     ),
-    rule(  # bitsandbytes, issue 1633: its kernels take no DTensors; torchtitan: components/optimizer.py
+    rule(  # bitsandbytes, issue 1633: its kernels do not support DTensors; torchtitan: components/optimizer.py
         "paged",
         lambda c, q: (c.tp > 1) | (c.dp_shard * c.cp > 1) if _updates_dtensors(q) else np.full(len(c), True),
         lambda p, q: (

@@ -1,7 +1,7 @@
 """A block of the network as straight-line code: the kernels and collectives of its passes under one plan.
 
-How fine the code is, is a choice. `kernel` keeps every launch; `layer` merges launches between two collectives into
-one, which adds times up, so that on an otherwise idle machine it changes no end time.
+There are two levels of detail: `kernel` keeps every launch; `layer` merges launches between two collectives into one
+with the sum of their times, which changes no end time on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.host import again_host_s
 
-# A run of kernels is issued in one where it takes the device so many times its kernels' seconds at most.
+# A run of kernels becomes one launch if waiting for the host makes it at most this many times as long as its kernels.
 WAITS = 1.01
 
 
@@ -45,7 +45,7 @@ class Detail(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCode:
-    """Forward and backward of one block."""
+    """The forward and the backward pass of one block."""
 
     name: str
     forward: tuple[Step, ...]
@@ -61,14 +61,14 @@ def block_code(
     host_forward_s: float = 0.0,
     host_backward_s: float = 0.0,
 ) -> BlockCode:
-    """Return the code of one block under the single plan of `context`, recomputing what `mode` says."""
+    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states."""
     passes = block_passes(operators, context, {"": mode})
     again = _written(passes.again.get("", ()), context)
     extra_s = float(again_host_s(context.spec.host, context.table)[0]) if again else 0.0
     return BlockCode(
         name=name,
         forward=(*_host(f"{name} forward", host_forward_s), *_written(passes.forward, context)),
-        # Python that belongs to the pass runs behind what is run again.
+        # The pass's own Python runs after recomputation.
         backward=(
             *again,
             *_host(f"{name} backward", host_backward_s + extra_s),
@@ -78,7 +78,7 @@ def block_code(
 
 
 def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
-    """Return `steps` as coarse as `detail` asks for."""
+    """Return `steps` merged to the level of `detail`."""
     if detail is Detail.KERNEL:
         return list(steps)
     out: list[Step] = []
@@ -100,8 +100,8 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
 
 
 def _parts(run: Sequence[KernelStep]) -> list[Sequence[KernelStep]]:
-    """Return launches in a row in one part, or in two where the device, which has gone as far as it can, waits for the
-    host to issue the second: the later the kernel that it waits for, the less is left to do then.
+    """Return consecutive launches in one part; in two parts if the device must wait for the host within them. The
+    second part begins with the kernel whose launch plus the kernels from there on end latest.
     """
     if not run:
         return []
@@ -115,13 +115,13 @@ def _parts(run: Sequence[KernelStep]) -> list[Sequence[KernelStep]]:
 
 
 def _host(name: str, seconds: float) -> tuple[Step, ...]:
-    """Return Python between kernels: a launch that costs the host and nothing on the device."""
+    """Return Python between kernels, as a launch with host time and no device time."""
     step = KernelStep(key=(name, (), "host"), cost=Cost(seconds=0.0, launches=0.0), host_s=seconds)
     return (step,) if seconds else ()
 
 
 def _written(steps: Iterable[PassStep], context: CostContext) -> list[Step]:
-    """Return the steps of the single plan of `context`."""
+    """Return the steps as they run under the single plan of `context`."""
     return [_step(step, context) for step in steps]
 
 

@@ -1,4 +1,4 @@
-"""A pipeline rank that writes down what it is issued, as instructions: `simulator.step.rank.Rank` for one plan."""
+"""A pipeline rank that writes what it is issued as instructions: `simulator.step.rank.Rank` for one plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
 from simulator.step.update import update_rate
 
-MARK = "pass "  # how the event at the end of a unit's pass is called, before its number
+MARK = "pass "  # prefix of the name of the event at the end of a unit's pass
 
 
 class CodeOfUnits:
@@ -36,7 +36,7 @@ class CodeOfUnits:
         self._ranks: dict[str, int] = {}
 
     def parts(self, unit: Unit, which: Pass) -> Parts:
-        """Return a pass of a unit cut at its exchanges of tokens."""
+        """Return a pass of a unit, divided at its exchanges of tokens."""
         block = self.network.code_of(unit)
         key = (block.name, which)
         if key not in self._parts:
@@ -58,7 +58,7 @@ class CodeOfUnits:
         return self._merged[key]
 
     def ranks_in(self, family: str) -> int:
-        """Return how many ranks a group of a family has."""
+        """Return the number of ranks in a group of a family."""
         if family not in self._ranks:
             axis = "pipeline" if family == "pp" else family
             self._ranks[family] = round(_number(self.context.groups.extent(axis)[0]))
@@ -67,7 +67,9 @@ class CodeOfUnits:
 
 @dataclass(slots=True)
 class IssuedPass:
-    """One pass of a pair: its units with what was issued before each of them, and what was issued last."""
+    """One pass of a pair: its units, each with the instructions issued before it, and the instructions after
+    the last.
+    """
 
     runs: list[tuple[list[Instruction], Unit, Pass]]
     rest: list[Instruction]
@@ -80,13 +82,13 @@ class IssuedPass:
 
 @dataclass(slots=True)
 class CodeRank:
-    """Writes into the code of one rank."""
+    """Writes the code of one rank."""
 
     code: CodeWriter
     units: CodeOfUnits
-    marks: bool = False  # an event at the end of every pass of a unit
+    marks: bool = False  # record an event at the end of every pass of a unit
     _passes: int = 0
-    _remaining: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that are not sent yet
+    _remaining: dict[tuple[str, str], float] = field(default_factory=dict)  # shares of collectives not yet issued
     _paired: bool = False
     _start: int = 0
     _runs: list[tuple[int, Unit, Pass]] = field(default_factory=list)  # of one pass of a pair, and where they belong
@@ -126,7 +128,7 @@ class CodeRank:
             self._passes += 1
 
     def _issued_pass(self) -> IssuedPass:
-        """Take back what was issued of one pass of a pair."""
+        """Remove the instructions of one pass of a pair from the code and return them."""
         start, runs = self._start, self._runs
         written = self.code.cut(start)
         edges = [0, *(at - start for at, _, _ in runs), len(written)]
@@ -137,7 +139,7 @@ class CodeRank:
         )
 
     def _interleave(self, forward: IssuedPass, backward: IssuedPass) -> None:
-        """Write both passes: their layers in turns, the head and the embedding alone."""
+        """Write both passes: their layers in turns; the head and the embedding separately."""
         code, pair = self.code, PairWriter(self.code, self.units.steps)
         for issued in (backward, forward):
             while issued.runs and not issued.in_layer:
@@ -197,7 +199,7 @@ class CodeRank:
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
         size = _number(nbytes)
         if self.units.ranks_in(family) > 1 and size > 0:
-            # Of a bucket that several units fill, the last of them sends it.
+            # A bucket that several units fill is sent by the last of them.
             remaining = self._remaining.get((op, family), 0.0) + _number(times)
             count = math.floor(remaining + 0.5)
             self._remaining[op, family] = remaining - count
@@ -230,8 +232,7 @@ def _number(value: Value) -> float:
     return float(np.asarray(value, dtype=np.float64).flat[0])
 
 
-# A forward and a backward pass written down side by side, layer by layer: `simulator.overlap.combined` as
-# instructions.
+# Code of a forward and a backward pass that run side by side, layer by layer; see `simulator.overlap.combined`.
 
 
 WIRE = "ep comm"
@@ -239,8 +240,8 @@ WIRE = "ep comm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A pass of a layer, cut where tokens are exchanged: before, between and after. `weights` are those gradients of
-    weights that may wait. A pass without exchanges is all before.
+    """A pass of a layer, divided at its exchanges of tokens: before, between and after them. `weights` are the weight
+    gradients that may be delayed. A pass without exchanges has only the first part.
     """
 
     steps: tuple[list[Step], ...]
@@ -249,7 +250,7 @@ class Parts:
 
 
 def parts_of(steps: Sequence[Step], name: str, detail: Detail, *, weights_later: bool) -> Parts:
-    """Return the parts of a pass, as coarse as `detail` asks for."""
+    """Return the parts of a pass, merged to the level of `detail`."""
     exchanges = tuple(
         step
         for step in steps
@@ -278,16 +279,16 @@ NOTHING = Parts(steps=([], [], []), weights=([], [], []), exchanges=())
 
 @dataclass(slots=True)
 class PairWriter:
-    """Writes layers of two passes in turns. Each waits for its own exchanges only."""
+    """Writes layers of two passes in turns. Each pass waits only for its own exchanges."""
 
     code: CodeWriter
     steps: StepWriter
-    _owed: list[Step] = field(default_factory=list)  # gradients of weights of the layer before
-    _rest: list[Step] = field(default_factory=list)  # what the forward layer before computes once its tokens are back
+    _owed: list[Step] = field(default_factory=list)  # weight gradients of the layer before
+    _rest: list[Step] = field(default_factory=list)  # of the forward layer before, after its second exchange
     _tokens: str = ""  # when they are
 
     def layer(self, forward: Parts, backward: Parts) -> None:
-        """Write a layer of each pass, or `NOTHING` of one."""
+        """Write a layer of each pass; `NOTHING` stands for a missing one."""
         code, write = self.code, self.steps.write
         write(code, backward.steps[0])
         combined = self._exchange(backward, 0)
@@ -310,7 +311,7 @@ class PairWriter:
         self._owed = [*backward.weights[0], *backward.weights[2]]
 
     def end(self) -> None:
-        """Write what is left of the last layers."""
+        """Write the remaining steps of the last layers."""
         self.steps.write(self.code, self._owed)
         self._owed = []
         self._finish()
@@ -321,7 +322,7 @@ class PairWriter:
         self._tokens, self._rest = "", []
 
     def _exchange(self, parts: Parts, number: int, after: str = "") -> str:
-        """Begin an exchange after an event, or what has been computed so far; return the event of its end."""
+        """Begin an exchange after an event, by default after all compute so far; return the event of its end."""
         if not parts.exchanges:
             return ""
         step = parts.exchanges[number]

@@ -1,4 +1,6 @@
-"""What the instructions of a lowered plan cost on a cluster: the engine's `CostModel` over our own cost tables."""
+"""Costs of a lowered plan's instructions on a cluster: the engine's `CostModel` from the tables of the analytical
+model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from topology.rates.groups import GroupShape
 
 
 class _LinkUses(dict[int, LinkUse]):
-    """The share that a transfer takes of one direction of the port, or the NIC, of each GPU, once looked up."""
+    """Cache of the shares that transfers take of one direction of each GPU's port, or of its NIC."""
 
     def __init__(self, medium: str, way: str, share: float) -> None:
         self._medium, self._way, self._share = medium, way, share
@@ -44,15 +46,15 @@ class MachineCosts:
     host_copy_bytes_per_s: float = 0.0  # between host and GPU
     held_sms: Mapping[str, float] = field(default_factory=dict)  # by op of the groups in `held_by`, where measured
     held_by: Container[str] = DATA_FAMILIES
-    factor: float = 1.0  # how many times as long collectives take in a runtime's steps as by themselves
+    factor: float = 1.0  # factor of collectives in the runtime's steps, over their time alone
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
     _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
-    _one_kind: str = field(init=False)  # empty where GPUs differ
+    _one_kind: str = field(init=False)  # empty if GPUs differ
     _link_rates: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up once what every group of ranks asks for."""
+        """Compute once what every group of ranks asks for."""
         self._gpus_per_node = self.cluster.gpus_per_node
         kinds = {gpu.kind for group in self.cluster.groups for gpu in group.node.gpus}
         self._one_kind = self.cluster.slowest_kind.name if len(kinds) == 1 else ""
@@ -76,7 +78,7 @@ class MachineCosts:
         if isinstance(instruction, Collective) and instruction.group in self.held_by:
             sms = self.held_sms.get(op, sms)
         sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
-        # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
+        # Alone, a transfer takes its given time, whatever the rate that time comes from.
         medium, share = bottleneck_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
         hbm = 2 * sent / seconds if seconds else 0.0
@@ -96,7 +98,7 @@ class MachineCosts:
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
         """Ports of the ranks, each direction apart: NVLink or PCIe inside a node, NICs between nodes.
 
-        Two ranks are taken for a message, which loads one direction.
+        A group of two ranks is a message, which uses one direction.
         """
         physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
         per_node, nodes = self._spread(physical)
@@ -113,13 +115,13 @@ class MachineCosts:
         return self._link_rates[link[0]]
 
     def kind(self, ranks: Ranks) -> Hashable:
-        """Groups with the same placement on nodes of the same GPU cost the same."""
+        """Groups with the same placement on nodes with the same GPU have the same cost."""
         if len(ranks) == 1:
             return self._gpu_kind(ranks[0])
         physical = [self.placement[rank] for rank in ranks] if self.placement else ranks
         kinds = self._one_kind or tuple(sorted({self._gpu_kind(rank) for rank in ranks}))
         if not self.placement and len(ranks) > 2:
-            # Ranks of a family lie evenly, so how the first node is filled says how all are.
+            # The ranks of a family are evenly spread, so all nodes have as many as the first.
             return (len(ranks), *self._spread(physical), kinds)
         per = self._gpus_per_node
         if len(ranks) == 2:
@@ -128,8 +130,8 @@ class MachineCosts:
         return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
 
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
-        """Return the shape of a group on the machine: that of its family in the plan, else that of its ranks'
-        placement.
+        """Return the shape of a group on the machine: from its family in the plan, else from the placement of its
+        ranks.
         """
         planned = self.families.get(family)
         if planned is not None and planned.ranks == len(ranks) and (planned.placed or not self.placement):
@@ -139,7 +141,7 @@ class MachineCosts:
         return GroupShape(ranks=len(ranks), ranks_per_node=per_node, siblings=siblings)
 
     def _spread(self, physical: Sequence[int]) -> tuple[int, int]:
-        """Return (most GPUs on one node, nodes) of a group."""
+        """Return (largest number of the group's GPUs on one node, number of its nodes)."""
         per = self._gpus_per_node
         first, last = physical[0] // per, physical[-1] // per
         if first == last and (not self.placement or all(gpu // per == first for gpu in physical)):

@@ -1,4 +1,4 @@
-"""The code of every unit of one plan's network, and its stages."""
+"""The code of every unit of one plan's model, and its stages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from simulator.step.units import Unit, UnitMaker
 
 
 class Network:
-    """`stages[s]` lists the units of stage s in forward order; `code_of` gives the code of each."""
+    """`stages[s]` lists the units of stage s in forward order; `code_of` returns the code of a unit."""
 
     def __init__(
         self, model: Model, operators: ModelOperators, context: CostContext, sustained: CostContext | None = None
     ) -> None:
-        """Blocks run at the clocks of `context`, updates at those of `sustained`, which long products keep up."""
+        """Blocks run at the clocks of `context`, updates at those of `sustained`, which long products sustain."""
         self.context = context
         self.operators: Mapping[str, Sequence[OperatorSpec]] = {
             "dense": operators.dense_layer,

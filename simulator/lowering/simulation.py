@@ -25,16 +25,16 @@ from simulator.program import trace as tr
 if TYPE_CHECKING:
     from simulator.engine.simulate import Run
 
-# Telling which ranks behave alike takes as long for one of them as simulating so many instructions.
+# Finding which ranks behave alike takes, for each rank, as long as simulating this many instructions.
 INSTRUCTIONS_PER_RANK = 2
-# Instructions of a layer and pass, and of a stage and pass alongside them: rough counts, for choosing only.
+# Instructions of a layer and pass, and further instructions of a stage and pass: rough counts, used only to choose.
 PER_LAYER, PER_STAGE = 24, 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """`estimate` has the step, its interval and rates, and the memory of the analytical model; `run` is the timeline it
-    was read from.
+    """`estimate` has the step, its interval and rates, and the memory of the analytical model; `run` is the timeline
+    they come from.
     """
 
     estimate: Estimate
@@ -42,12 +42,12 @@ class Simulated:
     detail: Detail
 
 
-# A timeline of more instructions is drawn with the micro batches after which its schedule repeats itself.
+# A timeline with more instructions shows only the micro batches after which its schedule repeats itself.
 DRAWN_INSTRUCTIONS = 60_000
 
 
 def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
-    """Return how many micro batches of a step a timeline shows: all, or in a long step enough to show every kind of
+    """Return the number of micro batches in a timeline: all of them, or for a long step enough to show every kind of
     pass.
     """
     micro_batches = plan.micro_batches(workload.global_batch_size)
@@ -59,8 +59,8 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:
-    """Return roughly what simulating a plan layer by layer costs, as a number of instructions: those of its program,
-    and what folding its ranks takes; with other `micro_batches` than the step has, where they are given.
+    """Return the approximate cost of simulating a plan layer by layer, in instructions: those of its program, and the
+    equivalent of folding its ranks. `micro_batches` replaces the number of the step.
     """
     passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
     stages = plan.stages * PER_STAGE
@@ -78,10 +78,11 @@ def simulate_plan(
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
-    scaled to the simulated step; with `micro_batches` the run, and only the run, is of a step with so many, and marks
-    the ends of passes (`lower_training`). `progress` gets how far it is; what it raises ends the work.
+    scaled to the simulated step; with `micro_batches` the run (not the estimate) is of a step with that many, and marks
+    the ends of passes (`lower_training`). `progress` is called with the share that is done; an exception that it raises
+    ends the simulation.
 
-    Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
+    Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError if the global batch does not divide.
     """
     from simulator.engine.simulate import simulate  # noqa: PLC0415 - loads SimPy, which most plans do without
 
@@ -121,7 +122,7 @@ def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
 def _parts_s(formula: Estimate, run: Run) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parts of the simulated step, and its exposed communication by mesh axis.
 
-    What one span holds is split as the analytical model has it: computing anew and contention in a kernel.
+    A kernel's span is split into compute, recomputation and contention as in the analytical model.
     """
     seen, axes = breakdown_s(run), formula.exposed_by_axis_s or {"dp": 0.0}
     computed = {name: formula.breakdown_s.get(name, 0.0) for name in ("compute", "recompute", "contention")}
@@ -137,12 +138,10 @@ def _parts_s(formula: Estimate, run: Run) -> tuple[dict[str, float], dict[str, f
 def breakdown_s(run: Run) -> dict[str, float]:
     """Return where the step's time goes on the rank that computes longest; the parts add up to the step.
 
-    Each moment counts once: compute before exposed communication before copies before waiting for partners, which is
-    bubble; what is left is the host where it alone was busy, else bubble, too.
-
-    The account (`simulator.analytical.account`) names waits by what ends them, not by what else went on: a wait that a
-    late launch ends is the host's though a partner was waited for meanwhile. Steps agree, and so do the sums of
-    communication, bubble and host; which of the three a wait of a host-bound step is called does not.
+    Each moment counts once, with this priority: compute, exposed communication, copies, waiting for partners (bubble),
+    the host where it alone was busy, else bubble. The account (`simulator.analytical.account`) instead names a wait by
+    what ends it: a wait that a late launch ends counts to the host even if a partner was also late. Steps agree, as do
+    the sums of communication, bubble and host; in host-bound steps the division into these three may differ.
     """
     trace = run.trace
     slowest = max(trace.ranks, key=lambda rank: (trace.busy_s(rank, tr.COMPUTE), -rank))

@@ -1,6 +1,4 @@
-"""What a block's code is made of under one plan: kernels, collectives, and pairs of the two that run alongside each
-other.
-"""
+"""The steps of a block's code under one plan: kernels, collectives, and pairs of the two that run at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ KernelKey = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelStep:
-    """One launch on the compute stream. `weight`: a weight gradient, which split backwards run later."""
+    """One launch on the compute stream. `weight`: a weight gradient, which a split backward pass runs later."""
 
     key: KernelKey
     cost: Cost
@@ -37,8 +35,8 @@ class TransferStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncStep:
-    """A product and its collective as torch's graph pass joins them: one `piece` for each rank, shards moved alongside
-    by copy engines.
+    """A product and its collective as torch's graph pass combines them: one `piece` for each rank, while copy engines
+    move shards.
 
     The host issues the copies of a piece in `copies_host_s`; a copy takes `hop_s`.
     """
@@ -51,10 +49,9 @@ class AsyncStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteStep:
-    """Products and their collective in one of the executor's modes: one launch that takes as long as both together.
-
-    The host is `kernel.host_s` in the first call and `more_host_s` in the others; shards are seen as copies alongside,
-    of `hop_s`.
+    """Products and their collective in one of the executor's modes: one launch that takes as long as both together. The
+    host takes `kernel.host_s` for the first call and `more_host_s` for the others; copies of `hop_s` each represent the
+    shards.
     """
 
     mode: str
@@ -66,8 +63,8 @@ class SiteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """A kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes round the
-    ring.
+    """A kernel in as many pieces as ranks; while one computes, the shard that the next one needs arrives over
+    the ring.
     """
 
     piece: KernelStep
@@ -78,7 +75,9 @@ class RingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitStep:
-    """The host reads something off the device: `host_s` of its own, then it waits for all that it has launched."""
+    """The host reads a value from the device: `host_s` of its own, then it waits for everything that it has
+    launched.
+    """
 
     host_s: float
 
@@ -87,7 +86,7 @@ Step = KernelStep | TransferStep | AsyncStep | SiteStep | RingStep | WaitStep
 
 
 def summed(run: Sequence[KernelStep], name: str) -> KernelStep:
-    """Return launches in a row as one."""
+    """Return consecutive launches as one."""
     if len(run) == 1:
         return run[0]
     seconds = sum(step.cost.seconds for step in run)
@@ -107,6 +106,6 @@ def summed(run: Sequence[KernelStep], name: str) -> KernelStep:
 
 
 def piece_of(kernel: KernelStep, ranks: int, seconds: float) -> KernelStep:
-    """Return one of as many launches as ranks that a kernel is cut into, of so many seconds."""
+    """Return one of the launches, of `seconds` each, into which a kernel is divided by rank."""
     name, shape, dtype = kernel.key
     return replace(kernel, key=(f"{name}/{ranks}", shape, dtype), cost=replace(kernel.cost, seconds=seconds))

@@ -1,4 +1,6 @@
-"""One training step of one plan as a Program: `simulator.step.walk`, issued to pipeline ranks that write it down."""
+"""One training step of one plan as a Program: `simulator.step.walk` issued to pipeline ranks that write
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,17 @@ def lower_training(
     micro_batches: int | None = None,
     marks: bool = False,
 ) -> Lowered:
-    """Return the program of one training step, with other `micro_batches` than it has where they are given. Raises
-    BadPlan for a schedule or recompute word that does not exist.
+    """Return the program of one training step; `micro_batches` replaces the number of the step. Raises BadPlan for a
+    schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times, as the analytical model found for the step as a whole (`EstimateTable.clocks`).
-    With `marks` ranks record an event at the end of every pass of a unit.
+    `clocks` multiplies kernel times (`EstimateTable.clocks` of the analytical model). With `marks` ranks record an
+    event at the end of every pass of a unit.
     """
     return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
-    """Return what the costs of a single plan depend on: the analytical model's context, with one row."""
+    """Return the cost context of a single plan: the analytical model's, with one row."""
     operators = calibrated_operators(scenario)
     table = plan_table(
         [with_canonical_recompute(plan, scenario.runtime)],
@@ -139,13 +141,13 @@ class _Lowering:
         return groups
 
 
-# Families of groups besides the pipeline; see GroupTimes for what each is.
+# Families of groups other than the pipeline; see GroupTimes.
 EXPERT_FAMILIES = ("etp", "ep", "etp_ep", "expert_fsdp", "expert_dp")
 FAMILIES = ("tp", "cp", "fsdp", "replicate", "dp", *EXPERT_FAMILIES)
 
 
 def strided_groups(world: int, size: int, stride: int) -> Groups:
-    """Return all groups of `size` ranks that lie `stride` apart, in order of their first rank."""
+    """Return all groups of `size` ranks at distance `stride`, in order of their first rank."""
     span = size * stride
     return tuple(
         tuple(range(block + offset, block + offset + span, stride))

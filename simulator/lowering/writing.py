@@ -1,4 +1,6 @@
-"""Steps of a block as instructions: kernels in order on the compute stream, transfers between or alongside them."""
+"""Write the steps of a block as instructions: kernels in order on the compute stream, transfers between them or at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def launch_key(launch: Launch) -> KernelKey:
 
 @dataclass(slots=True)
 class StepWriter:
-    """Writes steps into the code of any rank and remembers what each launch and peer copy costs."""
+    """Writes steps into the code of any rank and keeps the cost of each launch and peer copy."""
 
     kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
     peer_copies: dict[int, float] = field(default_factory=dict)  # bytes -> seconds
@@ -57,11 +59,11 @@ class StepWriter:
             self.kernels[step.key] = (step.cost, 0.0 if step.merged else step.host_s)
         code.add(launch)
         if step.merged and step.host_s:
-            # The device starts on the first of many launches while the host is still issuing the others.
+            # The device starts the first of several launches while the host issues the others.
             code.host_work(f"issue {step.key[0]}", step.host_s)
 
     def _ring(self, code: CodeWriter, step: RingStep) -> None:
-        """Pass a shard on while the piece at hand computes; the next piece waits for both."""
+        """Pass a shard on while the present piece computes; the next piece waits for both."""
         stream = f"{step.group} comm"
         for turn in range(step.ranks):
             if turn < step.ranks - 1:
@@ -72,7 +74,7 @@ class StepWriter:
                 code.after(COMPUTE, stream)
 
     def _async(self, code: CodeWriter, step: AsyncStep) -> None:
-        """The ring's pattern with copy engines: the rank's own shard first, the others while pieces compute."""
+        """A ring with copy engines: the rank's own shard first, the others arrive while pieces compute."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
         shard = round(transfer.nbytes / transfer.ranks)
         self.peer_copies[shard] = step.hop_s
@@ -86,7 +88,7 @@ class StepWriter:
                 code.after(COMPUTE, stream)
 
     def _site(self, code: CodeWriter, step: SiteStep) -> None:
-        """One launch as long as the pair; the shards alongside it show what moves, and nobody waits for them again."""
+        """One launch as long as the pair; its shards are shown as copies that nothing waits for."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
         shard = round(transfer.nbytes / transfer.ranks)
         self.peer_copies[shard] = step.hop_s
@@ -94,5 +96,5 @@ class StepWriter:
         for _ in range(transfer.ranks - 1):
             code.copy(shard, PEER_COPY, stream=stream)
         self.launch(code, step.kernel)
-        # The device starts on the first calls while the host is still issuing the others.
+        # The device starts the first calls while the host issues the others.
         code.host_work(f"issue {step.mode}", step.more_host_s)

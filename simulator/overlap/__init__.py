@@ -1,4 +1,4 @@
-"""What a tensor-parallel product and its collective take when they run at the same time.
+"""Times of a tensor-parallel product and its collective that run at the same time.
 
 May import `config`, `columns`, `kernels` and `collectives`.
 """

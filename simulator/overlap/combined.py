@@ -1,13 +1,11 @@
-"""Experts' all-to-all alongside compute: the layers of a forward pass and those of another micro batch's backward pass
-in turns.
-
-A layer of each runs at a time. Tokens of the one are on their way while the other computes (streams run in this order):
+"""Experts' all-to-all hidden behind compute: layers of a forward pass alternate with layers of another micro batch's
+backward pass. Tokens of one layer are exchanged while the other computes (streams run in this order):
 
     communication   combine back  |  dispatch forward, dispatch back      |  combine forward
     compute         attention     |  experts back (their weights) experts |  attention back (its weights)
 
-A pass waits for its own traffic only. What a layer has around its experts (attention, router, permutation, shared
-experts) counts as attention; with delayed weight gradients, these come behind what others wait for.
+A pass waits only for its own traffic. Everything in a layer around its experts (attention, router, permutation, shared
+experts) counts as attention. Delayed weight gradients run after work that the other pass waits for.
 
 Source: Megatron-LM, core/models/common/model_chunk_schedule_plan.py (TransformerLayerSchedulePlan.run) and
 core/pipeline_parallel/combined_1f1b.py. DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) and torchtitan 0.2.2
@@ -23,15 +21,15 @@ import numpy as np
 from simulator.columns.plan_table import Floats
 
 NONE, COMBINED, DELAY_WGRAD = "none", "combined", "delay_wgrad"
-# Layers that are followed until their clocks repeat themselves.
+# Pairs of layers simulated, and how many of them pass until their clocks repeat.
 LAYERS, SETTLED = 12, 6
 TINY = 1e-12  # seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """Seconds of one pass of a layer: what it computes around its experts and in them, of both the gradients of weights
-    that may be delayed, and its two collectives in the order in which it has them.
+    """Seconds of one pass of a layer: kernels around its experts and within them, the weight gradients among each that
+    may be delayed, and its two collectives in order.
     """
 
     around_s: Floats
@@ -42,7 +40,7 @@ class LayerParts:
     second_s: Floats
 
     def slowed(self, factor: Floats) -> LayerParts:
-        """Return the pass with its kernels so many times as long."""
+        """Return the pass with its kernel times multiplied by `factor`."""
         return LayerParts(
             around_s=factor * self.around_s,
             experts_s=factor * self.experts_s,
@@ -62,7 +60,9 @@ class LayerParts:
 
 
 def pair_s(forward: LayerParts, backward: LayerParts, *, weights_later: bool) -> Floats:
-    """Return the seconds in which a layer forward and one backward follow the pair before them; contention left out."""
+    """Return the seconds that a pair of one forward and one backward layer adds after the pair before it, without
+    contention.
+    """
     later = 1.0 if weights_later else 0.0
     around_weight, experts_weight = later * backward.around_weight_s, later * backward.experts_weight_s
     nothing = np.zeros(np.broadcast(forward.around_s, backward.around_s).shape)
@@ -86,7 +86,7 @@ def pair_s(forward: LayerParts, backward: LayerParts, *, weights_later: bool) ->
 def hidden_and_lost_s(
     forward: LayerParts, backward: LayerParts, held: Floats | float, *, weights_later: bool
 ) -> tuple[Floats, Floats]:
-    """Return the seconds of both layers' exchanges that run alongside kernels, and by how much the kernels take longer
+    """Return the seconds of both layers' exchanges that are hidden behind kernels, and by how much kernels take longer
     while exchanges hold a share `held` of the GPU's SMs.
     """
     computed, moved = forward.computed_s + backward.computed_s, forward.moved_s + backward.moved_s

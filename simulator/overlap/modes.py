@@ -1,23 +1,21 @@
-"""What a tensor-parallel product and its collective take in each overlap mode of the executor, from what the parts take
-alone.
+"""Times of a tensor-parallel product and its collective in each overlap mode of the executor, from the times of their
+parts alone.
 
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each alongside one batched product of another slice
     ring            W - 1 hops to the neighbour, each alongside the product of the shard at hand
-    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
-      end,
-                    or, for large shards, as its products are made: partial sums go round in halves
-    fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
-    one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
-    multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
+    copy_engine pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end
+    or, for large shards, during its products: partial sums travel round the ring in halves fused one kernel, tiles in
+    the order in which pieces arrive; a reduce-scatter adds in the last tiles one_shot, two_shot all-reduce of a small
+    tensor in one or two exchanges multimem one_shot in the switch: modelled only, the executor refuses it (NVLink
+    multicast stays off)
 
-All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
-decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the
-analytical model and the simulation share every line here. What the device does and what the host issues are separate:
-a host that is ahead costs nothing, one that is behind decides (small shapes).
-
-`OverlapRates` are few and physical, and the same for all shapes; `simulator.fitting.overlap_fit` finds them from
-measured times. Where the very shape was measured, `choose` believes the measurement.
+All are pipelines of two stages, moving and multiplying, with equal steps. In such a pipeline the slower stage decides,
+so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the analytical model
+and the simulation share every line here. Times of device and host are separate, and the longer decides; for small
+shapes that is the host. `OverlapRates` has few rates, physical and the same for all shapes;
+`simulator.fitting.overlap_fit` fits them to measured times. Where the same shape was measured, `choose` uses the
+measurement.
 
 The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
 possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
@@ -39,17 +37,17 @@ GATHER = "all_gather_matmul"
 SCATTER = "matmul_reduce_scatter"
 OPERATIONS = (GATHER, SCATTER)
 EXECUTED = tuple(executor_name(mode) for mode in MODES)
-# How the executor cuts its work; executor.overlap reads these.
-SLICES = 4  # of a shard in `chunked`
-LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces: a second launch costs less than what it hides
+# How the executor divides its work; executor.overlap imports these.
+SLICES = 4  # slices of a shard in `chunked`
+LARGE_BYTES = 2**24  # larger shards are pushed in two pieces: the second launch costs less than it hides
 BAND_ROWS = 1024  # rows that the fused scatter finishes before it pushes them: eight tiles of 128
 MOST_BANDS = 8
 TILE_ROWS, TILE_COLUMNS = 128, (256, 128)  # of the fused kernels
 # Time of a large tile over that of two small ones: it loads three quarters of the bytes. Measured, two H200:
 # 1427 and 1528 us at 16384 x 3584 x 8192 (examples/validation/overlap_2xH200.md).
 LARGE_OVER_SMALL = 0.93
-# What the host issues in a call: always, and for every other rank, in calls of torch: a launch, a copy, an event or a
-# collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in
+# The host's work for one call, in units of a call of torch (a launch, a copy, an event or a collective from Python): a
+# constant, and an amount for every other rank. Our own pushes call the driver and count a third. Counted in
 # executor/overlap, checked with the smallest products on two H200, where a call in a row takes 82, 108, 67 and 74 us in
 # turn for copy_engine and fused (examples/validation/overlap_2xH200.json); `host_s` is the time of one.
 HOST_CALLS = {
@@ -63,23 +61,23 @@ HOST_CALLS = {
     (SCATTER, "copy_engine"): (3, 1.5),
     (GATHER, "fused"): (2, 0.4),
     (SCATTER, "fused"): (2.2, 0.6),
-    (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued by C++, as our own pushes are
+    (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
-# Of W + 1 shards that copy_engine adds up at the end; larger ones it relays. On two H200 the two ways were equally fast
-# at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
+# Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
+# were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
 # examples/validation/overlap_2xH200.md).
 LARGEST_ADDED_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends each other.
-
-    Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is the
-    first one's (0: there is one only). `queued_s` is how long the stream that moves is busy already.
+    """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends to each
+    other rank. Several products may share a gather, or add up before a scatter: times are of all of them together,
+    `first_s` is that of the first (0: there is only one). `queued_s` is how long the moving stream is still busy when
+    the operation begins.
     """
 
     ranks: Value
@@ -111,50 +109,52 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapRates:
-    """What the modes add, the same for every shape. Ratios are to the parts, so that they carry over to other machines.
-    Defaults: fitted to two and four H200 (`examples/profiles/h200x4.json`), assumed elsewhere.
+    """What the modes add to their parts, the same for every shape. Ratios are relative to the parts, so that they apply
+    to other machines. Defaults: fitted to two and four H200 (`examples/profiles/h200x4.json`), assumed elsewhere.
 
-    `issue` are factors, by `operation mode`, on the host's seconds as `HOST_CALLS` count them: what was measured.
+    `issue` has measured factors, by `operation mode`, on the host's seconds that `HOST_CALLS` gives.
     """
 
     copy_latency_s: float = 1.7e-5
-    """What a push adds to the bytes over the rate: the engine's start and the flag behind it."""
+    """Seconds of a push beyond bytes over rate: the engine's start and the flag behind it."""
     signal_s: float = 6e-6
-    """A flag seen by a stream or a kernel that waits, or a barrier of all ranks."""
+    """Seconds until a waiting stream or kernel sees a flag, or for a barrier of all ranks."""
     hop_ratio: float = 0.77
-    """A hop that all ranks make at once over one between two that are alone, for each pair of ranks."""
+    """Factor, by pair of ranks, of a hop that all ranks make at once, over a hop between two ranks alone."""
     cold: float = 1.04
-    """A product behind a collective over one behind its like: caches and clocks were the other's."""
+    """Factor of a product that follows a collective, over one that follows a product: caches and clocks differ."""
     gap_s: float = 8.5e-6
-    """From NCCL's stream to the product's and back."""
+    """Seconds to change from NCCL's stream to the product's and back."""
     step_gap_s: float = 1.3e-5
-    """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
+    """The same for each of many steps, in which collectives and products wait for each other kernel by kernel."""
     product_slowdown: float = 0.07
-    """Seconds that the library's products lose for each second of copies alongside them: memory and power are shared.
-    """
+    """Seconds that the library's products lose for each second of concurrent copies: memory and power are shared."""
     fused_product_slowdown: float = 0.02
     """The same for the fused kernel."""
     late_product_slowdown: float = 1.0
-    """The same for a collective of NCCL that is there first and holds its multiprocessors."""
+    """The same for an NCCL collective that started first and holds its SMs."""
     early_product_slowdown: float = 0.42
-    """The same where the product is there first: the collective gets what its tiles leave."""
+    """The same where the product started first: the collective gets the SMs that its tiles leave."""
     collective_slowdown: float = 0.49
-    """Seconds that such a collective loses for each second of a product alongside it."""
+    """Seconds that such a collective loses for each second of a concurrent product."""
     fused_ratio: float = 0.96
-    """The fused kernel's product alone over the library's, both of whole rounds of tiles."""
+    """Time of the fused kernel's product alone over the library's, both in whole rounds of tiles."""
     fused_rounds: float = 0.98
-    """Of what its last round leaves idle, what the library's product loses less: it has more shapes of tiles."""
+    """By how much less the library's product loses in its last round, as a share of what the fused kernel leaves idle:
+    it has more tile shapes.
+    """
     fused_tail_s: float = 1.1e-5
-    """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
+    """Seconds to launch the fused kernel with its copies, and idle time in its last wave."""
     fused_sums: float = 1.3
-    """Times that the fused scatter's last tiles read what arrived, at memory rate: few wait for each other's loads."""
+    """How often the fused scatter's last tiles read what arrived, at memory rate: too few tiles to hide their loads."""
     host_s: float = 2.4e-5
-    """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
+    """Seconds of one call of the host. An operation issued more slowly than it runs takes as long as issuing it."""
     issue: Mapping[str, float] = field(default_factory=dict)
 
 
 def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """Return the seconds of an operation (GATHER or SCATTER) in a mode, one after another: device or host, the slower.
+    """Return the seconds of an operation (GATHER or SCATTER) in a mode, in a series of calls: the longer of device and
+    host.
 
     Raises ValueError for a mode or an operation that does not exist.
     """
@@ -162,7 +162,7 @@ def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Valu
 
 
 def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, regathers: bool = False) -> Value:
-    """Return the seconds in which the host issues an operation; `regathers`: with a gather started before it.
+    """Return the host's seconds to issue an operation; `regathers`: with a gather issued before it.
 
     Raises ValueError as `mode_s` does.
     """
@@ -176,7 +176,7 @@ def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, reg
 
 
 def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """Return the seconds of an operation in a mode when the host is ahead. Raises ValueError as `mode_s` does."""
+    """Return the device seconds of an operation in a mode. Raises ValueError as `mode_s` does."""
     _known(mode, operation)
     if mode == "nccl":
         together = parts.queued_s + parts.collective_s + rates.cold * parts.product_s + rates.gap_s
@@ -194,21 +194,20 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
 
 
 def _rounds(rows: Value, columns: Value, processors: float) -> tuple[Value, Value]:
-    """Return the rounds that an output takes in large and in small tiles."""
+    """Return the number of rounds that an output takes in large tiles and in small ones."""
     high = np.ceil(rows / TILE_ROWS)
     large, small = (np.ceil(high * np.ceil(columns / width) / processors) for width in TILE_COLUMNS)
     return large, small
 
 
 def takes_large_tiles(rows: Value, columns: Value, processors: float) -> Value:
-    """Return where an output takes less time in whole rounds of large tiles than of small ones."""
+    """Return whether an output takes less time in whole rounds of large tiles than of small ones."""
     large, small = _rounds(rows, columns, processors)
     return 2 * LARGE_OVER_SMALL * large <= small
 
 
 def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
-    """Return the rounds of all multiprocessors that the fused kernel takes for an output, over what its area would
-    fill.
+    """Return the rounds over all SMs that the fused kernel takes for an output, over those that its area would fill.
 
     Large tiles, or small ones of half the width where those need less.
     """
@@ -218,14 +217,12 @@ def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
 
 
 def relayed(ranks: Value, shard_bytes: Value) -> Value:
-    """Return where the executor's copy_engine scatter passes partial sums round instead of adding them up at the
-    end.
-    """
+    """Return whether the executor's copy_engine scatter relays partial sums instead of adding them up at the end."""
     return (ranks + 1) * shard_bytes >= LARGEST_ADDED_BYTES
 
 
 def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
-    """Return the seconds in which a copy engine pushes one of `pieces` of a shard and raises its flag."""
+    """Return the seconds to push one of `pieces` of a shard by copy engine and raise its flag."""
     return rates.copy_latency_s + parts.copy_s / pieces
 
 
@@ -237,7 +234,7 @@ def _known(mode: str, operation: str) -> None:
 
 
 def _piped_s(first: Value, then: Value, steps: Value, ready: Value = 0.0) -> Value:
-    """Return the end of `steps` steps that pass two stages one after the other, the second one busy until `ready`."""
+    """Return the end of `steps` steps through two stages, the second of which is busy until `ready`."""
     return np.maximum(np.maximum(first, ready) + steps * then, steps * first + then)
 
 
@@ -247,7 +244,8 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     both = np.minimum(move, piece)
     slowdown = rates.late_product_slowdown if operation == GATHER else rates.early_product_slowdown
     slow_move, slow_piece = move + rates.collective_slowdown * both, piece + slowdown * both
-    # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied alone.
+    # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied while nothing
+    # moves.
     alone = (slow_move - move) + (slow_piece - piece)
     gaps = SLICES * rates.step_gap_s
     if operation == GATHER:
@@ -256,7 +254,7 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
 
 
 def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """NCCL shares its channels out among peers, so that a hop to one of many is slower than to the only one."""
+    """NCCL divides its channels among peers, so a hop to one of many peers is slower than to a single one."""
     piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
     step = np.maximum(piece, hop) + rates.late_product_slowdown * np.minimum(piece, hop) + rates.step_gap_s
     adding = 3 * parts.stream_s if operation == SCATTER else 0.0
@@ -268,12 +266,12 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
     piece = parts.shard_product_s + rates.product_slowdown * copied / parts.ranks
     if operation == GATHER:
-        # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
+        # Each shard is multiplied when its flag is seen; the rank's own shard first.
         waited = np.maximum(push + others * piece, others * push + piece)
         return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
     sent = _piped_s(piece, push, others, parts.queued_s)
     at_the_end = np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
-    # A half is multiplied on top of what has arrived, and may arrive and leave while the other half is.
+    # A half is added to what has arrived, and is received and sent while the other half is computed.
     half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
     step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))
     round_about = np.maximum(half, parts.queued_s) + half + others * step
@@ -281,8 +279,8 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
 
 
 def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """Of several products a gather fuses the first, and the others find everything in place; a scatter fuses one
-    only.
+    """With several products, a gather is fused with the first and the others find everything in place; a scatter is
+    fused with one only.
     """
     if operation == SCATTER:
         bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
@@ -320,7 +318,7 @@ def all_reduce_s(mode: str, copy_s: float, ranks: int, rates: OverlapRates) -> f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The mode to run, what every executed mode takes, and whether that was `measured` or `modelled`."""
+    """The mode to run, the seconds of every executed mode, and whether these were `measured` or `modelled`."""
 
     mode: str
     seconds: tuple[tuple[str, float], ...]
@@ -328,7 +326,9 @@ class Choice:
 
 
 def choose(operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None) -> Choice:
-    """Return the fastest mode that the executor runs. Times of this very shape outrank the model, mode by mode."""
+    """Return the fastest mode that the executor runs. For each mode, a measured time of the same shape replaces the
+    modelled one.
+    """
     known = measured or {}
     seconds = {mode: known.get(mode) or float(mode_s(mode, operation, parts, rates)) for mode in EXECUTED}
     best = min(seconds, key=lambda mode: seconds[mode])

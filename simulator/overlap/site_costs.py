@@ -1,8 +1,10 @@
-"""A plan's sites with an overlap mode of the executor: which products pair with which collective, and what they take.
+"""Costs of a plan's sites with an overlap mode of the executor: each collective with the products that it is paired
+with.
 
 Forward and backward alike: the products of a gather are those that read what it gathers, the products of a scatter
-those whose results add up to what it scatters; weight gradients stay aside, as in executor/overlap/autograd.py.
-Backward the executor gathers a site's tokens again for the weight gradients, on the same stream and before it scatters.
+those whose results add up to what it scatters; weight gradients are not part of a pair, as in
+executor/overlap/autograd.py. Backward the executor gathers a site's tokens again for the weight gradients, on the same
+stream and before it scatters.
 
 `SiteRates` prices a pair; `simulator.passes.pairing` finds them.
 """
@@ -32,19 +34,19 @@ from simulator.overlap.modes import (
 )
 from topology.units import GIB
 
-OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of the executor's own
-SITE_MODES = (*OWN_MODES, USERBUFFERS)  # words of plans that pair a site's products with its collective
-PUSHED_MODES = ("copy_engine", "fused", USERBUFFERS)  # hold buffers that peers write to
+OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of our executor
+SITE_MODES = (*OWN_MODES, USERBUFFERS)  # mode words of plans that pair a site's products with its collective
+PUSHED_MODES = ("copy_engine", "fused", USERBUFFERS)  # modes with buffers that peers write to
 OPERATION = {"all_gather": GATHER, "reduce_scatter": SCATTER}
-LARGE_COPY_BYTES = GIB  # of which a copy engine's rate is taken: no latency is left in it
+LARGE_COPY_BYTES = GIB  # size for a copy engine's rate: large enough to hide latency
 
-# What a measured time is of: operation, mode, ranks, rows of tokens, bytes moved in all, weight elements, products.
+# Key of a measured time: operation, mode, ranks, rows of tokens, total bytes moved, weight elements, products.
 Shape = tuple[str, str, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRates:
-    """The rates of the modes, the device seconds of shapes that were measured, and where both are from."""
+    """The rates of the modes, measured device seconds by shape, and their source."""
 
     rates: OverlapRates = field(default_factory=OverlapRates)
     measured: Mapping[Shape, float] = field(default_factory=dict)
@@ -53,13 +55,10 @@ class SiteRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and
-    sizes.
-
-    `streamed_s` is what one of several shards takes that are multiplied on `STREAMS` streams at the same time.
-
-    `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0
-    is none. `weight_s` are the weight gradients alongside them, which are no part of the pair but in `userbuffers`.
+    """The products of one pair, numbers or columns: seconds of all rows, of a shard and of a slice, the host's
+    launches, and sizes. `streamed_s` is the time of one shard when several run on `STREAMS` streams at once. `first_s`
+    is the first product's time on all rows, `first_columns` its width; `elements` counts weight elements; `count` 0
+    means no product. `weight_s` is the time of weight gradients, which belong to the pair in `userbuffers` only.
     """
 
     seconds: Value = 0.0
@@ -75,7 +74,7 @@ class Products:
     weight_s: Value = 0.0
 
     def merged(self, other: Products) -> Products:
-        """Return these and then others."""
+        """Return these products followed by others."""
         return Products(
             seconds=self.seconds + other.seconds,
             shard_s=self.shard_s + other.shard_s,
@@ -91,13 +90,13 @@ class Products:
         )
 
     def only(self, rows: Value) -> Products:
-        """Return those of `rows`, and none elsewhere."""
+        """Return the products in `rows`, and none elsewhere."""
         return Products(**{name: np.where(rows, getattr(self, name), 0.0) for name in Products.__dataclass_fields__})
 
 
 def product_of(work: Work, seconds: Value, issued_s: Value, ranks: Value, roofline: Roofline) -> Products:
-    """Return a product as it would be cut. A piece runs no faster than its share of the whole: clocks are the
-    whole's.
+    """Return a product with the times of its pieces. A piece takes at least its share of the whole, since clocks are
+    those of the whole.
     """
     shard = replace(work, flops=work.flops / ranks, bytes=_bytes(work, work.m / ranks), m=work.m / ranks)
     at_once = np.minimum(ranks, STREAMS)
@@ -127,7 +126,7 @@ def _bytes(work: Work, rows: Value) -> Value:
 def parts_of(
     op: str, products: Products, whole_s: Value, nbytes: Value, groups: GroupTimes, roofline: Roofline, ranks: Value
 ) -> Parts:
-    """Return the parts of a collective (`op`, `nbytes` in all, over tensor-parallel ranks) and its products."""
+    """Return the parts of a collective (`op`, `nbytes` in total, over tensor-parallel ranks) and its products."""
     shard = nbytes / ranks
     return Parts(
         ranks=ranks,
@@ -151,15 +150,13 @@ def parts_of(
 
 
 def copy_s_per_byte(groups: GroupTimes) -> Value:
-    """Return the seconds in which a copy engine pushes a byte to a peer; endless where it cannot."""
+    """Return the seconds per byte of a copy engine to a peer; infinite where there is none."""
     return groups.time_s("send_recv", "tp_pair", LARGE_COPY_BYTES, algorithm="copy_engine") / LARGE_COPY_BYTES
 
 
 def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: bool, site: SiteRates) -> Value:
-    """Return the device seconds of a pair, never less than its products alone. A shape that was measured takes what it
-    took.
-
-    `regathers`: with a gather before it on the stream that moves, as a backward scatter has; that was not measured.
+    """Return the device seconds of a pair, never less than its products alone. A measured shape has its measured time.
+    `regathers`: with a gather before it on the moving stream, as for a backward scatter, whose time was not measured.
     """
     operation = OPERATION[op]
     if regathers:
@@ -179,33 +176,33 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
 
 
 def pair_issue_s(mode: str, op: str, ranks: Value, *, regathers: bool, site: SiteRates) -> Value:
-    """Return the host's seconds for a pair, in place of its collective's and its products' launches."""
+    """Return the host's seconds for a pair; they replace those of its collective and its products."""
     return issue_s(mode, OPERATION[op], ranks, site.rates, regathers=regathers)
 
 
-# Transformer Engine's userbuffers: tensor-parallel traffic alongside products, as Megatron-Core runs it
+# Transformer Engine's userbuffers: tensor-parallel traffic hidden behind products, as Megatron-Core runs it
 # (--tp-comm-overlap).
 #
-# Forward, and for the gradients that come into a row-parallel layer, shards go round a ring and products are cut into
-# one piece for each of them: the pipeline of `copy_engine` (`simulator.overlap.modes`). Into a column-parallel layer
-# backward goes in bulk: tokens are gathered again, for the weight gradient, while the gradient of the input is
-# computed, and that gradient is scattered while the weight's is computed. Nothing is cut there.
+# Forward, and for the gradients that come into a row-parallel layer, shards travel round a ring and products are
+# divided into one piece per shard: the pipeline of `copy_engine` (`simulator.overlap.modes`). The backward pass of a
+# column-parallel layer works in bulk: tokens are gathered again for the weight gradient while the input gradient is
+# computed, and that gradient is scattered while the weight gradient is computed. Nothing is divided there.
 #
 # Source: transformer_engine/pytorch/module/base.py (initialize_ub: methods `ring_exchange` and `bulk` by name of
 # product), and NVIDIA's own settings (megatron.bridge.training.comm_overlap: RingExchangeOverlapCfg for qkv_fprop,
 # fc1_fprop, proj_dgrad, fc2_dgrad; BulkOverlapCfg for qkv_dgrad, qkv_wgrad, fc1_dgrad, fc1_wgrad). On Hopper proj_fprop
-# and fc2_fprop are set to four slices on a few SMs instead of a ring; both hide all but the last piece, and are one
+# and fc2_fprop are set to four slices on a few SMs instead of a ring; both hide all but the last piece, and have one
 # formula here.
 
 
-# Pieces are multiplied on so many streams in turn, so that a few small ones fill the GPU together
+# Pieces are multiplied on this many streams in turn, so that a few small ones together fill the GPU
 # (transformer_engine/common/include/transformer_engine/comm_gemm_overlap.h: NVTE_COMM_OVERLAP_MAX_STREAMS).
 STREAMS = 3
 
 
 def bulk_s(parts: Parts, weight_s: Value, rates: OverlapRates) -> Value:
-    """Return the seconds of a backward pair, its weight gradients (`weight_s`) left out: gathering alongside the
-    gradient of the input, and scattering that alongside the weight's.
+    """Return the seconds of a backward pair without its weight gradients (`weight_s`): the gather runs with the input
+    gradient, the scatter with the weight gradient.
 
     The few SMs that move bytes, and the memory traffic, slow a product down as copies do.
     """

@@ -1,13 +1,13 @@
-"""torch's asynchronous tensor parallelism: how long a product and the collective alongside it take together.
+"""torch's asynchronous tensor parallelism: the time of a product and its collective together.
 
-A pass over the compiled graph finds the pairs: a gather with the products that read it, weight gradients aside, and a
-reduce-scatter that reads one product. Where several products add up first (backward of queries, keys and values)
-nothing is hidden. Each product is cut into as many pieces as there are ranks; copy engines move shards over symmetric
-memory, the first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed in a pass
-of its own.
+A pass over the compiled graph finds the pairs: a gather with the products that read it (except weight gradients), and a
+reduce-scatter with the one product that it reads. Where several products are added first (backward of queries, keys and
+values) nothing is hidden. Each product is divided into as many pieces as there are ranks; copy engines move shards over
+symmetric memory, the first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed
+in a pass of its own.
 
-Whoever moves the shards, they go through the memory and the power budget of the product alongside them: each second of
-moving costs the product `PRODUCT_SLOWDOWN` of a second.
+Moving shards takes memory bandwidth and power from the product: each second of moving costs the product
+`PRODUCT_SLOWDOWN` seconds.
 
 Modes that our own executor runs are in `simulator.overlap.modes`.
 
@@ -32,21 +32,20 @@ Value = TypeVar("Value", float, NDArray[np.float64])
 
 
 def partials_bytes(op: str, nbytes: Value, ranks: Value) -> Value:
-    """Return bytes of memory read and written to add up what the peers delivered for one shard of `nbytes` / ranks."""
+    """Return the bytes of memory read and written to add up the peers' results for one shard of `nbytes` / ranks."""
     return nbytes * (1 + 1 / ranks) if op == "reduce_scatter" else 0.0 * nbytes
 
 
 def extra_calls(ranks: Value) -> Value:
-    """Return how many more collectives and messages the host issues than the one collective that is cut up.
-
-    A copy between peers takes two calls a piece, the copy and its signals: torch 2.11's fused operators on 4 H200 take
-    212 to 247 us with 2048 rows and less however small the product, which is 8 calls and 4 launches.
+    """Return how many collectives and messages the host issues besides the one collective that is divided. A copy
+    between peers takes two calls per piece, the copy and its signals: torch 2.11's fused operators on 4 H200 take 212
+    to 247 us with 2048 rows or fewer for any size of product, which is 8 calls and 4 launches.
     """
     return 2 * ranks - 1
 
 
 def launch_s(*, hop_s: Value, pieces_s: Value, ranks: Value) -> Value:
-    """Return seconds of one piece of the product alongside what moves."""
+    """Return the seconds of one piece of the product while shards move."""
     piece = pieces_s / ranks
     return piece + PRODUCT_SLOWDOWN * _shorter(piece, hop_s) * (ranks - 1) / ranks
 
@@ -58,7 +57,7 @@ def together_s(*, hop_s: Value, pieces_s: Value, ranks: Value) -> Value:
 
 
 def _longer(a: Value, b: Value) -> Value:
-    """Return the larger, element by element where they are columns."""
+    """Return the larger value, element by element for columns."""
     if isinstance(a, float) and isinstance(b, float):
         return max(a, b)
     return np.maximum(a, b)

@@ -1,4 +1,4 @@
-"""The passes of a block: what its operators run under every plan, forward, again for recomputation, and backward."""
+"""The passes of a block under every plan: forward, recomputation, and backward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from simulator.step.context import CostContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPasses:
-    """`again` is what each recompute mode runs before the backward pass, by its name; modes that recompute nothing are
-    left out.
+    """`again` maps a recompute mode to the steps that it runs before the backward pass; modes that recompute nothing
+    have no entry.
     """
 
     forward: tuple[Step, ...]
@@ -29,7 +29,7 @@ class BlockPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """An operator of a block, the plans that run it, and by recompute mode those that run it again before backward."""
+    """An operator of a block, the plans that run it, and for each recompute mode the plans that run it again."""
 
     operator: OperatorSpec
     rows: Rows
@@ -39,7 +39,9 @@ class Running:
 def running(
     operators: Sequence[OperatorSpec], context: CostContext, modes: Mapping[str, RecomputeSpec]
 ) -> list[Running]:
-    """Return the operators that run under any plan of `context`, in forward order; of `modes` those that recompute."""
+    """Return the operators that run under at least one plan of `context`, in forward order, with the `modes` that
+    recompute.
+    """
     twice = {
         name: run_again(operators, mode, context.runtime, context.table)
         for name, mode in modes.items()
@@ -57,7 +59,7 @@ def running(
 def block_passes(
     operators: Sequence[OperatorSpec], context: CostContext, modes: Mapping[str, RecomputeSpec]
 ) -> BlockPasses:
-    """Return the passes of a block under every plan of `context`, and what each of the `modes` runs again."""
+    """Return the passes of a block under every plan of `context`, with what each of `modes` runs again."""
     maker, runs = _Maker(context), running(operators, context, modes)
     forward: list[Step] = []
     backward: list[Step] = []
@@ -77,12 +79,12 @@ def block_passes(
     )
 
 
-# Of the SMs, what messages leave to a kernel alongside them.
+# Share of the SMs that messages in transit leave to a kernel.
 MOST_HELD = 0.95
 
 
 class _Maker:
-    """Makes steps of the works of operators."""
+    """Makes steps of the work of operators."""
 
     def __init__(self, context: CostContext) -> None:
         self.context, self.host = context, context.spec.host
@@ -90,9 +92,7 @@ class _Maker:
         self.tensors = (context.table["tp"] > 1) & (not context.runtime.compile)  # kernels go through DTensor
 
     def steps(self, works: Sequence[Work], operator: OperatorSpec, rows: Rows) -> list[Step]:
-        """Return the steps of works that plans of `rows` run; what nothing is to be done for in any of them is left
-        out.
-        """
+        """Return the steps of `works` for plans in `rows`; steps that no plan has are left out."""
         found: list[Step] = []
         for work in works:
             if work.kind is WorkKind.WAIT:
@@ -105,7 +105,7 @@ class _Maker:
 
     def _kernel(self, work: Work, operator: OperatorSpec, rows: Rows) -> Kernel:
         if work.kind is WorkKind.MOVE and not work.launches:
-            rows = rows & (np.asarray(work.bytes) > 0)  # elsewhere there is nothing to do
+            rows = rows & (np.asarray(work.bytes) > 0)  # without bytes and launches there is no kernel
         seconds, source = self._seconds(work, operator)
         launch_s = self.host.backward_launch_s if work.backward else self.host.launch_s
         reads, gives = _ends(work, operator)
@@ -120,7 +120,7 @@ class _Maker:
         )
 
     def _seconds(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
-        """Return the seconds of a work and where they are from; of all experts together where they run one by one."""
+        """Return (seconds, source) of a work; for kernels that run once per expert, the total over experts."""
         roofline = self.context.roofline
         if not operator.one_by_one:
             return roofline.seconds_and_source(work)
@@ -130,7 +130,7 @@ class _Maker:
         return experts * seconds, source
 
     def _launches(self, work: Work, operator: OperatorSpec) -> Floats | float:
-        """Return how many launches the host issues for a work."""
+        """Return the number of launches that the host issues for a work."""
         if operator.replayed or not operator.by_expert:
             return 0.0 if operator.replayed else work.launches
         return work.launches * (1.0 + operator.by_expert * (self.context.sizes["e"] - 1.0))
@@ -170,9 +170,7 @@ class _Maker:
 
 
 def _ends(work: Work, operator: OperatorSpec) -> tuple[str, str]:
-    """Return (the tensor a product reads, the one it gives), ("", "") of gradients of weights and of what is no
-    product.
-    """
+    """Return (tensor that a product reads, tensor that it gives); ("", "") for weight gradients and other kernels."""
     if work.kind is not WorkKind.MATMUL or work.name.endswith(WEIGHT_GRADIENT) or not operator.matmul:
         return "", ""
     operands, _, result = operator.matmul.partition("->")

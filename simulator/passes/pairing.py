@@ -1,12 +1,12 @@
-"""Which kernels and collectives of a pass run at the same time, and what they take together.
+"""Join kernels and collectives of a pass that run at the same time into pairs, with their time together. Rings pass
+keys and values on while attention works on earlier ones. In a mode of the executor a gather runs with the products that
+read what it gathers, a scatter with those whose results add up to what it scatters (except weight gradients), as in
+executor/overlap/autograd.py; they are moved next to each other. torch's graph pass only takes products that are next to
+a collective (`simulator.overlap.torch_async`). A kernel is paired with one collective at most, and no pair extends past
+another collective between tensor-parallel ranks.
 
-Rings pass keys and values on while attention works on those before. In a mode of the executor a gather runs with the
-products that read what it gathers, a scatter with those whose results add up to what it scatters, weight gradients
-aside, as in executor/overlap/autograd.py; they are moved next to each other. torch's graph pass takes what is next to a
-collective only (`simulator.overlap.torch_async`). A kernel runs alongside one collective, and a further collective
-between tensor-parallel ranks ends what those before it may have.
-
-Plans differ in what they run and pair: a kernel, or a collective, is in the `rows` of a pair or in its own place.
+Plans differ in what they run and pair: for some plans (`rows`) a step is part of a pair, for the others it keeps its
+own place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulator.step.context import CostContext
 
 
 def paired(steps: Sequence[Step], context: CostContext) -> list[Step]:
-    """Return a pass with its kernels and collectives joined where they run at the same time."""
+    """Return a pass in which kernels and collectives that run at the same time are joined."""
     steps = _rings(steps)
     if not any(isinstance(step, Transfer) and step.modes is not None for step in steps):
         return steps
@@ -35,7 +35,9 @@ def paired(steps: Sequence[Step], context: CostContext) -> list[Step]:
 
 
 def _rings(steps: Sequence[Step]) -> list[Step]:
-    """Join every ring of keys and values with the attention kernel alongside it, before it (forward) or after."""
+    """Join every ring of keys and values with its attention kernel, which precedes it (forward) or follows it
+    (backward).
+    """
     found = list(steps)
     for at, ring in enumerate(found):
         if not isinstance(ring, Ring):
@@ -50,24 +52,24 @@ def _rings(steps: Sequence[Step]) -> list[Step]:
     return [step for step in found if step.rows.any()]
 
 
-Taken = tuple[int, Rows]  # the place of a kernel, and in which plans it is taken
+Taken = tuple[int, Rows]  # index of a kernel, and the plans in which it is taken
 
 
 @dataclass(slots=True)
 class _Partners:
-    """The kernels alongside a collective, and in which plans there are enough of them for a pair."""
+    """The kernels paired with a collective, and the plans that have enough of them for a pair."""
 
     taken: list[Taken]
     rows: Rows
 
 
 class _Pairing:
-    """Pairs of one pass; `steps` are what is left in its place."""
+    """Pairs of one pass. `steps` are the steps that remain in their own places."""
 
     def __init__(self, steps: Sequence[Step], context: CostContext) -> None:
         self.context = context
         self.steps = list(steps)
-        self.runs = [step.rows for step in steps]  # before any pair has taken its part
+        self.runs = [step.rows for step in steps]  # rows of each step before any pair took it
         self.ranks = context.table["tp"]
 
     def joined(self) -> list[Step]:
@@ -94,8 +96,8 @@ class _Pairing:
         partners: Callable[[int, Transfer, Rows], _Partners],
         priced: Callable[[int, Transfer, tuple[Kernel, ...], Rows], list[Step]],
     ) -> list[Step]:
-        """Take a collective and the kernels alongside it out of their places; return the pair of them, and what it
-        adds.
+        """Remove a collective and its kernels from their places in `rows`; return the pair, and further steps that it
+        needs.
         """
         if not rows.any():
             return []
@@ -114,7 +116,7 @@ class _Pairing:
         return priced(at, transfer.only(found.rows), tuple(kernels), found.rows)
 
     def _since(self, at: int, rows: Rows) -> Iterator[tuple[int, Kernel, Rows]]:
-        """Yield (place, kernel, plans) from a collective backwards, to the one before it between tensor-parallel
+        """Yield (index, kernel, plans) backwards from a collective to the previous one between tensor-parallel
         ranks.
         """
         for place in reversed(range(at)):
@@ -126,8 +128,7 @@ class _Pairing:
             if not rows.any():
                 return
 
-    # --- modes of the executor
-    # ------------------------------------------------------------------------------------------
+    # --- modes of the executor ----------------------------------------------------------------------------------------
 
     def _readers(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
         """Return the products that read what a gather gives, up to the next collective of the same ranks."""
@@ -154,10 +155,10 @@ class _Pairing:
         return _Partners(found, any_rows)
 
     def _site(self, at: int, transfer: Transfer, kernels: tuple[Kernel, ...], rows: Rows) -> list[Step]:
-        """Return a pair in the modes that its site has under each plan."""
+        """Return a pair in the mode that its site has under each plan."""
         context, op, size = self.context, transfer.op, transfer.nbytes
         scatters = op == "reduce_scatter"
-        # Gradients of weights are no part of a scatter, but alongside it in `userbuffers`.
+        # Weight gradients are not part of a scatter's pair, except in `userbuffers`.
         weight_s = np.zeros(len(rows))
         for _, kernel, here in self._since(at, rows) if scatters else ():
             if kernel.weight:
@@ -179,16 +180,15 @@ class _Pairing:
                 )
         return [self._both(transfer, kernels, rows, together, issue, np.zeros(len(rows)))]
 
-    # --- torch's graph pass
-    # ---------------------------------------------------------------------------------------------
+    # --- torch's graph pass -------------------------------------------------------------------------------------------
 
     def _next(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
-        """Return the kernels behind a gather, up to the first that is none of its products after one has come."""
+        """Return the kernels after a gather, up to the first kernel that does not read it after one that did."""
         found: list[Taken] = []
         met, products = (
             np.zeros_like(rows),
             np.zeros_like(rows),
-        )  # where any product has come, and one that is no gradient of a weight
+        )  # plans with any product so far, and with one that is no weight gradient
         for place in range(at + 1, len(self.steps)):
             step = self.steps[place]
             if not isinstance(step, Kernel):
@@ -207,7 +207,9 @@ class _Pairing:
         return _Partners(found, products)
 
     def _before(self, at: int, scatter: Transfer, rows: Rows) -> _Partners:
-        """Return the products in a row before a scatter, where one since the last collective gives what it takes."""
+        """Return the consecutive products before a scatter, for plans in which exactly one since the last collective
+        gives its tensor.
+        """
         terms = np.zeros(len(rows))
         for _, kernel, here in self._since(at, rows):
             if kernel.gives == scatter.tensor:
@@ -228,7 +230,7 @@ class _Pairing:
         return _Partners(found, some)
 
     def _cut(self, at: int, transfer: Transfer, kernels: tuple[Kernel, ...], rows: Rows) -> list[Step]:
-        """Return a pair of products cut into one piece for each rank, and what adds up its partial results."""
+        """Return a pair of products divided into one piece per rank, and the step that adds up partial results."""
         del at
         size, ranks = transfer.nbytes, self.ranks
         copy_s = self._copy_s(size / ranks)
@@ -249,15 +251,13 @@ class _Pairing:
         return [pair, Kernel(rows=rows & (moved > 0), work=adding, alone_s=moved / rate, source=source, launch_s=0.0)]
 
     def _copy_s(self, shard_bytes: Floats) -> Floats:
-        """Return the seconds of a copy to a peer, by NCCL where no copy engine reaches it."""
+        """Return the seconds of a copy to a peer; by NCCL where no copy engine reaches it."""
         groups = self.context.groups
         pushed_s = groups.time_s("send_recv", "tp_pair", shard_bytes, algorithm="copy_engine")
         return np.where(np.isfinite(pushed_s), pushed_s, groups.time_s("send_recv", "tp_pair", shard_bytes))
 
     def _pieces_s(self, kernel: Kernel) -> Floats:
-        """Return the seconds of a product cut into one piece for each rank, along tokens; of other kernels their
-        own.
-        """
+        """Return the seconds of a kernel; of a product, when divided by tokens into one piece per rank."""
         work, ranks = kernel.work, self.ranks
         if not kernel.product:
             return kernel.alone_s

@@ -1,6 +1,6 @@
-"""What a pass is made of, in the order in which its host issues it. Amounts are columns, one value a plan.
+"""The steps of a pass, in the order in which the host issues them. Amounts are arrays of shape (plans,).
 
-Plans differ in what they run, so every step has `rows`: the plans that have it.
+Plans differ in what they run, so every step has `rows`, a mask of the plans that have it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import Work, WorkKind
 
 Rows = NDArray[np.bool_]
-# The groups in which all-to-alls exchange tokens between ranks with experts.
+# The groups in which ranks with experts exchange tokens by all-to-all.
 EXCHANGED_OVER = ("ep", "etp_ep")
-# The ending of a weight gradient's name.
+# The suffix of a weight gradient's name.
 WEIGHT_GRADIENT = ".wgrad"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel on the compute stream: its seconds alone, where they are from (`simulator.kernels.roofline`), and the
-    host's seconds to launch it. A product names the tensor that it `reads` and the one that it `gives`, in the words of
-    the runtime's description.
+    """One kernel on the compute stream: its seconds alone, their source (`simulator.kernels.roofline`), and the host's
+    seconds to launch it. A product names the tensor that it `reads` and the one that it `gives`, as in the runtime's
+    description.
     """
 
     rows: Rows
@@ -37,12 +37,12 @@ class Kernel:
 
     @property
     def seconds(self) -> Floats:
-        """Its seconds in plans that run it, 0 elsewhere."""
+        """Seconds in plans that run it, 0 elsewhere."""
         return np.where(self.rows, self.alone_s, 0.0)
 
     @property
     def issue_s(self) -> Floats:
-        """The host's seconds likewise."""
+        """The host's seconds in plans that run it, 0 elsewhere."""
         return np.where(self.rows, self.launch_s, 0.0)
 
     @property
@@ -51,20 +51,19 @@ class Kernel:
 
     @property
     def weight(self) -> bool:
-        """Whether it computes the gradient of a weight, which split backwards run later."""
+        """Whether it computes a weight gradient, which a split backward pass runs later."""
         return self.work.name.endswith(WEIGHT_GRADIENT)
 
     def only(self, rows: Rows) -> Kernel:
-        """Return the kernel in plans of `rows`."""
+        """Return the kernel restricted to the plans `rows`."""
         return replace(self, rows=self.rows & rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One collective, or message to a neighbour, that the next kernel waits for.
-
-    `nbytes` as of nccl-tests, `alone_s` its seconds, `call_s` the host's. `modes` are the words by which plans have it
-    run alongside products; None where no plan has one. `tensor` as in `Kernel.reads`.
+    """One collective, or message to a neighbour, that the next kernel waits for. `nbytes` is nccl-tests' size,
+    `alone_s` its seconds, `call_s` the host's. `modes` has each plan's overlap mode; None if no plan has one. `tensor`
+    as in `Kernel.reads`.
     """
 
     rows: Rows
@@ -88,10 +87,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs comes
-    round.
+    """An attention kernel in as many pieces as ranks; while one computes, the shard that the next one needs arrives.
 
-    Meanwhile the message out and the one in hold a share `held` of the SMs.
+    During that time the outgoing and incoming messages hold a share `held` of the SMs.
     """
 
     rows: Rows
@@ -102,7 +100,7 @@ class Ring:
     call_s: float
     ranks: Floats
     hidden_by: str  # the kernel's name
-    backward: bool  # and whether it comes behind the ring, not before it
+    backward: bool  # whether the kernel follows the ring (backward) instead of preceding it
     kernel: Kernel | None = None
 
     @property
@@ -113,34 +111,32 @@ class Ring:
 
     @property
     def beside_s(self) -> Floats:
-        """Seconds of a piece that begins with a hop."""
+        """Seconds of a piece during which a hop takes place."""
         piece = self.piece_s
         return np.minimum(piece / (1.0 - self.held), piece + self.held * self.hop_s)
 
     @property
     def lost_s(self) -> Floats:
-        """Seconds that pieces lose alongside hops."""
+        """Seconds by which concurrent hops lengthen the pieces."""
         return np.where(self.rows, (self.ranks - 1) * (self.beside_s - self.piece_s), 0.0)
 
     @property
     def exposed_s(self) -> Floats:
-        """Seconds of hops that pieces do not hide."""
+        """Seconds of hops that the pieces do not hide."""
         return np.where(self.rows, (self.ranks - 1) * np.maximum(self.hop_s - self.beside_s, 0.0), 0.0)
 
     @property
     def issue_s(self) -> Floats:
-        """The host's seconds for the hops and for the pieces, of which there is one without them."""
+        """The host's seconds for hops and pieces; without a ring there is one piece."""
         launch_s = 0.0 if self.kernel is None else self.kernel.issue_s
         return np.where(self.rows, (self.ranks - 1) * (2 * self.call_s + launch_s), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A tensor-parallel collective and the kernels that run alongside it: both together take `together_s`, and the host
-    `issue_s`.
-
-    `copy_s` is a shard by a copy engine, `piece_s` one launch of as many as ranks where torch's graph pass cuts
-    products up.
+    """A tensor-parallel collective and the kernels that run at the same time: together they take `together_s`, and
+    `issue_s` of the host. `copy_s` is the time of a shard by copy engine; `piece_s` that of one piece where torch's
+    graph pass divides products by rank.
     """
 
     rows: Rows
@@ -153,7 +149,7 @@ class Pair:
 
     @property
     def exposed_s(self) -> Floats:
-        """What the collective adds to its kernels."""
+        """Seconds that the collective adds to its kernels."""
         return np.where(self.rows, np.maximum(self.together_s - self.computed_s, 0.0), 0.0)
 
     @property
@@ -164,7 +160,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The host reads something off the device: `call_s` of its own, then it waits for all that it has launched."""
+    """The host reads a value from the device: `call_s` of its own time, then it waits for everything that it has
+    launched.
+    """
 
     rows: Rows
     call_s: float

@@ -1,7 +1,7 @@
-"""A pipeline schedule as a Program: what its ranks send each other, and what they keep.
+"""A pipeline schedule as a Program: the messages between its ranks, and the activations they keep.
 
-Actions of a rank run in order; a message goes to the neighbouring stage when an action has made it, on a channel of its
-own (stage boundary and direction) that carries one message at a time; nothing is sent between two stages of one rank.
+Actions of a rank run in order; the result of an action is sent to the neighbouring stage, on a channel of its own
+(stage boundary and direction) that carries one message at a time; nothing is sent between two stages of one rank.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from itertools import accumulate
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Program, RankCode
 
-Result = tuple[int, Kind, int]  # (stage, F or I, micro batch): what a forward or an input gradient makes
+Result = tuple[int, Kind, int]  # (stage, F or I, micro batch): the result of a forward pass or of an input gradient
 
 
 def needs(action: Action, stages: int) -> list[Result]:
-    """Return the results of other stages that a single action consumes; its own stage's come earlier in its row."""
+    """Return the results of other stages that an action needs; those of its own stage come earlier in its row."""
     if action.kind is Kind.FORWARD and action.stage > 0:
         return [(action.stage - 1, Kind.FORWARD, action.micro_batch)]
     if action.kind in {Kind.BACKWARD, Kind.INPUT_GRAD} and action.stage < stages - 1:
@@ -25,13 +25,13 @@ def needs(action: Action, stages: int) -> list[Result]:
 
 
 def makes(action: Action) -> Result:
-    """Return what a single action makes; a full backward makes an input gradient."""
+    """Return the result of an action; that of a full backward pass is an input gradient."""
     kind = Kind.INPUT_GRAD if action.kind is Kind.BACKWARD else action.kind
     return action.stage, kind, action.micro_batch
 
 
 def sent_to(action: Action, schedule: Schedule) -> int | None:
-    """Return the rank to which a single action's result goes; None if it stays or there is none."""
+    """Return the rank that gets an action's result; None if it is not sent."""
     stage, kind, _ = makes(action)
     target = stage + 1 if kind is Kind.FORWARD else stage - 1
     if kind is Kind.WEIGHT_GRAD or not 0 <= target < schedule.stages:
@@ -41,17 +41,17 @@ def sent_to(action: Action, schedule: Schedule) -> int | None:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return per rank the most (stage, micro batch) pairs between their forward and the end of their backward."""
+    """Return for each rank the most (stage, micro batch) pairs in flight."""
     return tuple(_peak(row) for row in schedule.table)
 
 
 def peak_on_stage(schedule: Schedule, stage: int) -> int:
-    """Return the same of one stage alone."""
+    """Return the most micro batches in flight on one stage."""
     return _peak(schedule.table[schedule.rank_of(stage)], stage)
 
 
-# What an action adds to the activations that a rank keeps, in micro batches: of a split backward, the second half
-# frees.
+# By how many micro batches an action changes the activations that a rank keeps; of a split backward pass, the second
+# half frees them.
 _KEEPS = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1, Kind.BACKWARD: -1}
 
 
@@ -60,12 +60,12 @@ def _peak(row: Sequence[Action], stage: int | None = None) -> int:
     return max(accumulate((_KEEPS[leaf.kind] for leaf in leaves if stage in (None, leaf.stage)), initial=0))
 
 
-# Passes after which a micro batch's gradients of a stage's parameters are there.
+# Passes after which a stage's parameters have a micro batch's gradients.
 TURNS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
 def last_backwards(schedule: Schedule) -> dict[int, int]:
-    """Return the micro batch of each stage whose gradients of parameters come last."""
+    """Return for each stage the micro batch whose parameter gradients are computed last."""
     leaves = (leaf for row in schedule.table for action in row for leaf in action.leaves)
     return {leaf.stage: leaf.micro_batch for leaf in leaves if leaf.kind in TURNS}
 
@@ -83,15 +83,15 @@ def pipeline_program(
     early_receives: bool = True,
     finish: Callable[[CodeWriter, int], None] | None = None,
 ) -> Program:
-    """Return a program that runs `schedule`, with `body(code, action, rank)` writing what an action does.
+    """Return a program that runs `schedule`, in which `body(code, action, rank)` writes an action. `finish(code, rank)`
+    writes what follows a rank's last action and its message: the optimizer must not delay the gradient that the
+    previous rank waits for.
 
-    `finish(code, rank)` writes what follows a rank's last action and its message: the optimizer must not hold up the
-    gradient that the rank before still waits for.
-
-    `groups["pp"]` are the pipelines, position s of each being pipeline rank s; `ranks_of(s)` lists the ranks there.
-    An overlapped pair reaches `body` whole. The body works on the `compute` stream, or joins it before it returns.
-    With `early_receives` a message can arrive while the rank still computes; without, a receive is launched behind
-    the compute before it, as torch.distributed.pipelining and Megatron do: a waiting receive would hold SMs.
+    `groups["pp"]` are the pipelines; position s in each is pipeline rank s, and `ranks_of(s)` lists the ranks there. An
+    overlapped pair is passed to `body` as one action. The body works on the `compute` stream, or joins it before it
+    returns. With `early_receives` a message can arrive while the rank still computes. Without, a receive is launched
+    after the compute before it, as in torch.distributed.pipelining and Megatron, since a waiting receive would hold
+    SMs.
     """
     codes = (
         _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), early=early_receives, finish=finish)

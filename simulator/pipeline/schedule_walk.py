@@ -1,6 +1,5 @@
-"""A schedule's table ready to be walked once: the passes of all ranks, each after what it needs, and their kinds.
-
-A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
+"""A schedule's table in a form that can be walked once: the passes of all ranks, each after those that it needs, and
+their kinds. A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from simulator.pipeline.waves import KINDS, Ints, Waves, waves_of
 
 
 def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
-    """Return (micro batches after which a schedule repeats itself, the most of them that are worth walking)."""
+    """Return (period of a schedule in micro batches, most micro batches worth walking)."""
     if SCHEDULES[name].rounds:
         period = micro_batches // max(1, micro_batches // ranks)
         return period, 3 * period
@@ -26,22 +25,23 @@ def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def walked(name: str, ranks: int, micro_batches: int) -> int:
-    """Return with how many micro batches a schedule's table is walked."""
+    """Return the number of micro batches with which a schedule's table is walked."""
     period, most = rounds_of(name, ranks, micro_batches)
     return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
 
 
 class Gathered(IntEnum):
-    """Which units of a stage have their parameters gathered between two passes."""
+    """The units of a stage whose parameters are gathered between two passes."""
 
-    AS_LEFT = 0  # whichever a plan that keeps them has left
+    AS_LEFT = 0  # as the previous pass left them, for plans that keep parameters gathered
     NONE = 1
     LAST = 2
     ALL = 3
 
 
 GATHERED = tuple(Gathered)
-# What a pass leaves where parameters are freed after use. Between the halves of a backward all are kept.
+# What a pass leaves gathered where parameters are freed after use. Between the halves of a backward pass all stay
+# gathered.
 LEAVES = {
     Kind.FORWARD: Gathered.LAST,
     Kind.BACKWARD: Gathered.NONE,
@@ -52,7 +52,9 @@ LEAVES = {
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A pass of a stage. `gathered`: before it; `paired`: it runs together with one of another micro batch."""
+    """A kind of pass of a stage. `gathered`: the units gathered before it; `paired`: it runs at the same time as a pass
+    of another micro batch.
+    """
 
     stage: int
     action: Kind
@@ -64,7 +66,7 @@ class PassKind:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A schedule ready to be walked: the waves of its passes, the kinds of passes among them, and the kind of each."""
+    """A schedule in walkable form: the waves of its passes, the distinct kinds of pass, and the kind of each."""
 
     schedule: Schedule
     waves: Waves
@@ -76,8 +78,9 @@ class Table:
 def table_of(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool, paired: bool = False
 ) -> Table:
-    """Return the table of a schedule. `lets_go`: of gathered parameters after use; `paired`: see `build_schedule`, and
-    pairs that the schedule has by itself run as one. Raises BadPlan where it has none.
+    """Return the table of a schedule. `lets_go`: gathered parameters are freed after use. `paired`: see
+    `build_schedule`; pairs of the schedule itself run as one action. Raises BadPlan for a combination that the schedule
+    does not have.
     """
     schedule, waves = _in_waves(name, ranks, micro_batches, stages_per_rank, paired=paired)
     passes = waves.passes

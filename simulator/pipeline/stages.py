@@ -1,4 +1,6 @@
-"""How layers spread over pipeline ranks, and the micro batches these hold at once: as columns, one row per plan."""
+"""The division of layers into stages and over pipeline ranks, and the micro batches in flight on them: columns, one row
+per plan.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,11 @@ from simulator.runtimes.parts import PipelineSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
-
-    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` ranks. A whole layout has a column
-    for every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and
-    maxima over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero
-    where there are none.
+    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1. Column c of a
+    plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` equal ranks. A full layout has a column for every
+    rank; a merged one has a column for each kind of rank, the first of its kind, which is enough for sums and maxima
+    over ranks. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there are
+    none.
     """
 
     dense: NDArray[np.int64]
@@ -38,7 +39,7 @@ class StageLayout:
     largest: NDArray[np.int64]  # layers of the rank's largest stage
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
     exists: NDArray[np.bool_] = field(init=False)
-    layers: tuple[NDArray[np.int64], NDArray[np.int64]] = field(init=False)  # (dense, MoE), zero of what does not exist
+    layers: tuple[NDArray[np.int64], NDArray[np.int64]] = field(init=False)  # (dense, MoE); zero where there is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exists", self.dense >= 0)
@@ -48,8 +49,8 @@ class StageLayout:
 def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:
     """Return the layers of each of the pp * virtual_stages stages, first stage first.
 
-    The embedding and the head count as `embedding_weight` and `head_weight` layers; what does not divide goes to the
-    first stages, as torchtitan's splitter does.
+    The embedding and the head count as `embedding_weight` and `head_weight` layers; the remainder goes to the first
+    stages, as in torchtitan's splitter.
     """
     if plan.layers_per_stage:
         return plan.layers_per_stage
@@ -66,9 +67,9 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
 
 
 def _filled_in_turn(model_layers: int, stages: int, head_weight: float) -> tuple[int, ...]:
-    """Return the layers of stages that are filled one after the other: a stage is full when all up to it have more than
-    their share of the layers and the head (nanotron, models/base.py: build_model). The head is taken to be on the last
-    stage, though stages whose share is less than a layer may leave those at the end empty.
+    """Return the layers of stages that are filled one after the other: a stage is full when it and those before have
+    more than their share of the layers and the head (nanotron, models/base.py: build_model). The head is taken to be on
+    the last stage, although shares below one layer may leave the last stages empty.
     """
     counts, stage = [0] * stages, 0
     for layers in range(1, model_layers + 1):
@@ -79,11 +80,11 @@ def _filled_in_turn(model_layers: int, stages: int, head_weight: float) -> tuple
 
 
 def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[float, float]:
-    """Return how many layers the embedding and the head count as where `stages` are made: see `PipelineSpec`.
-
-    Megatron-LM drops them from the layers of their stages again, down to none
-    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). Where neither makes the layers divide,
-    both count, and the stages are spelt out (`needs_layout`).
+    """Return for how many layers the embedding and the head count when layers are divided into `stages`: see
+    `PipelineSpec`. Megatron-LM subtracts them from the layers of their stages, down to none
+    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). With `ends_fill_stages` the head counts
+    if the layers then divide, else both ends do; if the layers still do not divide, every stage is stated
+    (`needs_layout`).
     """
     if spec.ends_fill_stages and model_layers % stages:
         return (0.0, 1.0) if (model_layers + 1) % stages == 0 else (1.0, 1.0)
@@ -91,8 +92,9 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
 
 
 def needs_layout(model_layers: int, stages: int, spec: PipelineSpec) -> bool:
-    """Return whether `ends_fill_stages` does not: Megatron-LM is then given every stage
-    (--pipeline-model-parallel-layout, megatron/core/transformer/pipeline_parallel_layer_layout.py of 0.19.2).
+    """Return whether counting the ends does not make the layers divide, so that every stage must be stated to
+    Megatron-LM (--pipeline-model-parallel-layout, megatron/core/transformer/pipeline_parallel_layer_layout.py of
+    0.19.2).
     """
     return spec.ends_fill_stages and all((model_layers + ends) % stages for ends in (0, 1, 2))
 
@@ -103,10 +105,9 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
-    """Return how many dense and MoE layers pipeline ranks hold under every plan.
-
-    `merged`: a column for each kind of rank instead of one for each rank. Where a schedule keeps a different number of
-    micro batches on every rank, the column of a kind has the first such rank.
+    """Return the number of dense and MoE layers on pipeline ranks under every plan. `merged`: one column for each kind
+    of rank instead of one for each rank. Where a schedule keeps different numbers of micro batches on the ranks of a
+    kind, the column stands for the first of them.
     """
     folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
@@ -162,8 +163,8 @@ def _layers_of_ranks(
     merged: bool,
 ) -> NDArray[np.int64]:
     """Return rows (dense, MoE, rank, rank_count, first, last, largest) with a column for every pipeline rank of a plan,
-    or, `merged`, one for ranks in a row that hold the same. `dense_before` is the model's, `listed` the plan's layers
-    by stage where it names them.
+    or, `merged`, one for consecutive ranks with the same layers. `dense_before` is the model's; `listed` are the plan's
+    layers by stage if it states them.
     """
     held = np.zeros((7, pp), dtype=np.int64)
     start, layers = 0, len(dense_before) - 1
@@ -181,7 +182,7 @@ def _layers_of_ranks(
 
 
 def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return one column for ranks in a row that hold the same: the first of them, and how many there are."""
+    """Return one column for consecutive ranks with the same layers: the first of them, and their number."""
     kinds = held[[0, 1, 4, 5]]
     first = np.nonzero(np.any(kinds[:, 1:] != kinds[:, :-1], axis=0))[0] + 1
     first = np.concatenate([[0], first])
@@ -198,7 +199,7 @@ def _count_modes(
     schedule: str,
     counts: dict[str, tuple[Floats, Floats]],
 ) -> None:
-    """Add the layers of one plan to the counts of the mode that each of its stages runs under."""
+    """Add the layers of one plan to the counts of each stage's recompute mode."""
     start = 0
     for stage, count in enumerate(stage_layers(model.layers, plan, spec)):
         rank = rank_of_stage(stage, plan.pp, schedule)
@@ -210,18 +211,16 @@ def _count_modes(
 
 
 def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
-    """Return micro batches whose activations a pipeline rank holds at least when one of them goes back, shape (plans,
-    columns of `rank`).
-
-    `rank` are pipeline ranks, -1 for none; every rank by default. In units of one micro batch through all of the rank's
-    layers. Raises BadPlan for a schedule that is not known.
+    """Return the least number of micro batches in flight on a pipeline rank when the first of them begins its backward
+    pass, shape (plans, columns of `rank`), in units of one micro batch through all of the rank's layers. `rank` has
+    pipeline ranks, -1 for none; by default every rank. Raises BadPlan for a schedule that is not known.
     """
     held = _by_schedule(table, rank, np.ones(len(table)), lambda kind: kind.in_flight)
     return np.maximum(held, 1.0)
 
 
 def beside_gradients(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
-    """Return the same once gradients of all of the rank's parameters are there; 0 where that is never so."""
+    """Return that number once all of the rank's parameters have gradients; 0 where this never happens."""
     return _by_schedule(table, rank, (table.micro_batches > 1).astype(np.float64), lambda kind: kind.beside_gradients)
 
 

@@ -1,6 +1,5 @@
-"""The passes of a schedule in waves: those of a wave need nothing of each other, only of waves before it.
-
-So the passes of a wave, one a rank at most, can be walked at once.
+"""The passes of a schedule in waves: a pass needs only passes of earlier waves. So the passes of a wave, at most one
+for each rank, can be walked at once.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ NOT_YET = np.iinfo(np.intp).max
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """One end of every message, where it is needed or where it is sent.
-
-    `turn` is the pass there and `number` which of its messages it is; `source` and `target` are ranks. A rank sends the
-    messages of one stage that go one way one behind the other; `slot` numbers what it sends so.
+    """One end of every message, at its receiver or at its sender. `turn` is the pass there, `number` the index of the
+    message among that pass's; `source` and `target` are ranks. A rank sends the messages of one stage in one direction
+    one after the other; `slot` numbers such sequences.
     """
 
     turn: Ints
@@ -36,14 +34,14 @@ class Ends:
     target: Ints
 
     def take(self, some: Flags) -> Ends:
-        """Return some of the ends."""
+        """Return the ends that `which` selects."""
         return Ends(*(getattr(self, each.name)[some] for each in fields(Ends)))
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The passes of all ranks in order, rank after rank: what each is (an index into KINDS), of which stage and micro
-    batch, and in which action; those of an action with two are `together`.
+    """The passes of all ranks in order, rank after rank: the kind of each (an index into KINDS), its stage, micro batch
+    and action; the passes of an action with two are `together`.
     """
 
     rank: Ints
@@ -56,8 +54,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """The passes of a schedule, each with its wave, and the ends of all messages. Of two passes that are one action the
-    first needs, and the second sends, what both do.
+    """The passes of a schedule, each with its wave, and the ends of all messages. Of the two passes of one action, the
+    first receives and the second sends the messages of both.
     """
 
     passes: Passes
@@ -65,7 +63,7 @@ class Waves:
     needs: Ends
     sends: Ends
     messages: int
-    slots: int  # that a rank has at most
+    slots: int  # most slots of a rank
 
     @property
     def rank(self) -> Ints:
@@ -90,7 +88,7 @@ def passes_of(schedule: Schedule) -> Passes:
 
 
 def waves_of(schedule: Schedule) -> Waves:
-    """Return the passes of all ranks, each in as early a wave as what it needs allows."""
+    """Return the passes of all ranks, each in the earliest wave that its needs allow."""
     passes, stages = passes_of(schedule), schedule.stages
     home = np.array([schedule.rank_of(stage) for stage in range(stages)])
     forward, onward = passes.kind == FORWARD, np.where(passes.kind == FORWARD, 1, -1)
@@ -135,17 +133,17 @@ def waves_of(schedule: Schedule) -> Waves:
 
 
 def _number(action: Ints) -> Ints:
-    """Return of sorted numbers of actions which of its own each entry is."""
+    """Return the position of each entry within its action; the entries are sorted by action."""
     return np.arange(len(action)) - np.searchsorted(action, action, side="left")
 
 
 def _waves(schedule: Schedule, passes: Passes, needs: Ends, sends: Ends) -> Ints:
-    """Return the wave of every pass: each rank runs its next action as soon as all that it needs is there."""
+    """Return the wave of every pass: each rank runs its next action as soon as everything it needs has arrived."""
     starts = np.unique(passes.action, return_index=True)[1]
     length = np.diff(np.append(starts, len(passes.action)))
     at = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="left")
     ends = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="right")
-    # From which wave on a message is there; the last entry stands for none.
+    # First wave in which a message has arrived; the last entry stands for no message.
     there = np.full(len(sends.turn) + 1, NOT_YET)
     there[-1] = 0
     need, send = (np.full((2, len(starts) + 1), len(sends.turn)) for _ in range(2))

@@ -1,4 +1,3 @@
-"""The Program: what every rank does, as instructions on named streams, without any cost; and the Trace of a run.
-
-Knows no plan and no model: may import the modules at the top of `topology` only.
+"""The Program: the instructions of every rank on named streams, without costs; and the Trace of a run. It knows no plan
+and no model; may import only the modules at the top of `topology`.
 """

@@ -1,8 +1,7 @@
-"""What is wrong with a program, found without running it: the specification of a Program, executed.
-
-Four parts: events are recorded once and before they are waited for; every use of a buffer is defined, not freed, and
-ordered after the writes it needs (by streams and events, not by luck); the ranks of a group agree on every collective
-and every message has two ends; and the whole comes to an end. Symmetric ranks are looked at once.
+"""Check a program without running it; these checks are the specification of a Program. They have four parts: events are
+recorded once and before they are waited for; every use of a buffer is defined, not freed, and ordered after the writes
+it needs by streams and events; the ranks of a group agree on every collective and every message has two ends; and the
+program ends. Symmetric ranks are checked once.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ProgramFault:
 
 
 def check(program: Program) -> list[ProgramFault]:
-    """Return all problems of `program`; none means that `simulator.engine.simulate.simulate` comes to an end."""
+    """Return all problems of `program`; if there are none, `simulator.engine.simulate.simulate` ends."""
     try:
         folding = fold(program)
     except ValueError as error:
@@ -82,7 +81,7 @@ class _Buffer:
 
 
 class _Reader:
-    """Reads one code in issue order with a vector clock per stream (Mattern 1989): who has seen how much of whom."""
+    """Reads one code in issue order with a vector clock per stream (Mattern 1989)."""
 
     def __init__(self, code: RankCode) -> None:
         self.code = code
@@ -95,7 +94,7 @@ class _Reader:
         for index, instruction in enumerate(self.code.instructions):
             where = f"{self.code.name}[{index}] {label(instruction)}"
             for kind, name, what in self._read(instruction):
-                if (kind, name) not in self.reported:  # the first of a kind says it; the rest follow from it
+                if (kind, name) not in self.reported:  # only the first of a kind is reported; the others follow from it
                     self.reported.add((kind, name))
                     yield ProgramFault(kind, where, what)
 
@@ -149,8 +148,8 @@ class _Reader:
             again = buffer is not None and buffer.freed
             yield DOUBLE_FREE, name, f"{name} is freed {'a second time' if again else 'but was never allocated'}"
             return
-        # A free on the host follows issue order, as in a caching allocator, and is safe before the work is done. One
-        # on a stream happens when the stream gets there, so all uses must come before it.
+        # Freeing on the host follows issue order, as in a caching allocator, and is safe while work is still running.
+        # Freeing on a stream happens when the stream reaches it, so all uses must come before.
         if stream != HOST:
             uses = [*buffer.read.items(), *([buffer.written] if buffer.written else [])]
             for user, tick in uses:
@@ -174,7 +173,7 @@ def _mismatched_collectives(folding: Folding) -> list[ProgramFault]:
     for c in folding.classes:
         for key, meeting in c.meetings.items():
             if key[0] == "collective":
-                for member in meeting.classes:  # a member that never calls still counts
+                for member in meeting.classes:  # a member that never calls is compared too
                     calls.setdefault(meeting.channel, {}).setdefault(member, [])
         for instruction in c.code.instructions:
             if isinstance(instruction, Collective):
@@ -239,12 +238,12 @@ Node = tuple[int, str]  # (rank class, stream)
 
 
 class _Untimed:
-    """Runs a program without time: whatever can go on goes on, until nothing can."""
+    """Runs a program without time: whatever can proceed does, until nothing can."""
 
     def __init__(self, folding: Folding) -> None:
         self.folding = folding
         self.keys = [meeting_keys(c) for c in folding.classes]
-        self.queues: dict[Node, deque[int]] = {}  # issued, not begun: positions in the code
+        self.queues: dict[Node, deque[int]] = {}  # issued but not begun: positions in the code
         self.issued = [0] * len(folding.classes)
         self.fired: set[tuple[int, str]] = set()
         self.arrived: dict[Hashable, set[Node]] = {}
@@ -255,7 +254,7 @@ class _Untimed:
                 self.queues[c.index, stream] = deque()
 
     def run(self) -> bool:
-        """Return whether everything was carried out."""
+        """Return whether every instruction was carried out."""
         ready = deque(range(len(self.folding.classes)))
         while ready:
             index = ready.popleft()
@@ -266,7 +265,7 @@ class _Untimed:
         )
 
     def _advance(self, index: int) -> set[int]:
-        """Let all streams of a rank class go as far as they can; return the classes that may go on because of it."""
+        """Let all streams of a rank class proceed as far as they can; return the classes that may then proceed."""
         code = self.folding.classes[index].code.instructions
         woken: set[int] = set()
         progress = True
@@ -317,7 +316,7 @@ class _Untimed:
     # --- why it stopped -----------------------------------------------------------------------------------------
 
     def head(self, node: Node) -> Instruction | None:
-        """Return what a stream is stuck at; None if it has nothing to do."""
+        """Return the instruction at which a stream is stuck; None if it has none left."""
         index, stream = node
         code = self.folding.classes[index].code.instructions
         if stream == HOST:
@@ -340,7 +339,7 @@ class _Untimed:
         return [n for n in self._absent(self.keys[index][position]) if n != node]
 
     def _absent(self, key: Hashable) -> list[Node]:
-        """Return the streams that have yet to come to a transfer."""
+        """Return the streams that have not yet arrived at a transfer."""
         here = self.arrived.get(key, set())
         nodes = []
         for c in self.folding.classes:
@@ -352,7 +351,9 @@ class _Untimed:
 
 
 def find_deadlock(folding: Folding) -> str:
-    """Return the cycle of waits in words, or what waits for nothing that can happen; empty if all comes to an end."""
+    """Return a sentence about the cycle of waits, or about a wait for something that cannot happen; empty if the
+    program ends.
+    """
     machine = _Untimed(folding)
     if machine.run():
         return ""

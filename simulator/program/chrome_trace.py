@@ -1,4 +1,6 @@
-"""Traces as files: out to the Chrome trace format, which Perfetto opens, and in from torch's profiler (Kineto)."""
+"""Convert traces to files in the Chrome trace format, which Perfetto opens, and from files of torch's profiler
+(Kineto).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from simulator.program import trace as tr
 from topology.codec import JsonObject
 from topology.errors import BadInput
 
-# What the profiler calls things, and what they are to us. Annotations on GPU streams repeat host spans: left out.
+# Our categories for those of the profiler. Annotations on GPU streams repeat host spans and are left out.
 _ON_GPU = {"kernel": tr.COMPUTE, "gpu_memcpy": tr.COPY, "gpu_memset": tr.COPY}
 _ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver", "user_annotation"})
 # Kernels that move data between GPUs, by parts of their names: NCCL, NVSHMEM, torch's symmetric memory.

@@ -14,14 +14,14 @@ Ints = NDArray[np.int64]
 
 
 def columns(first: Ints, *more: Ints) -> Ints:
-    """Return arrays of one or two dimensions side by side; an array of length 1 is repeated down."""
+    """Return arrays of one or two dimensions as the columns of one; an array of length 1 is repeated."""
     wide = [np.broadcast_to(part, (len(first), *part.shape[1:])) for part in (first, *more)]
     return np.column_stack(wide)
 
 
 def number_rows(rows: Ints) -> Ints:
     """Return a number for each row, equal for equal rows, from 0 without gaps, in the order of the rows."""
-    # As bytes, highest first and negative numbers below: rows then compare as their text does, however wide they are.
+    # As bytes, highest byte first and with negative numbers below: rows of any width then compare as byte strings.
     text, width = (rows ^ np.iinfo(np.int64).min).astype(">i8").tobytes(), 8 * rows.shape[1]
     keys = [text[at : at + width] for at in range(0, len(text), width)]
     number = {key: index for index, key in enumerate(sorted(set(keys)))}
@@ -29,13 +29,13 @@ def number_rows(rows: Ints) -> Ints:
 
 
 def number_values(values: Sequence[Hashable], known: dict[Hashable, int] | None = None) -> Ints:
-    """Return a number for each value by first appearance; `known` carries numbers over from call to call."""
+    """Return a number for each value by first appearance; `known` keeps the numbers between calls."""
     numbers = {} if known is None else known
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def number_bags(owner: Ints, token: Ints, owners: int) -> Ints:
-    """Return a number for each of `owners`, equal where the bags of tokens they own are equal."""
+    """Return a number for each of `owners`, equal for owners with equal multisets of tokens."""
     order = np.lexsort((token, owner))
     owner, token = owner[order], token[order]
     sizes = np.bincount(owner, minlength=owners)
@@ -46,7 +46,9 @@ def number_bags(owner: Ints, token: Ints, owners: int) -> Ints:
 
 
 class SharedLinks:
-    """Who crosses which links: the third side of the refinement, alongside ranks and transfers. Free if nobody does."""
+    """The use of links by transfers: the third part of the refinement, besides ranks and transfers. Costs nothing if no
+    link is shared.
+    """
 
     def __init__(self) -> None:
         self.names: list[Hashable] = []
@@ -57,7 +59,7 @@ class SharedLinks:
         self._known_first: tuple[Ints, Ints] | None = None
 
     def add(self, key: Hashable, routes: Sequence[Sequence[LinkUse]]) -> None:
-        """Say which links each instance of transfer `key` crosses, and with what share."""
+        """State which links each instance of transfer `key` crosses, with its share of each."""
         index, shares = self._index, self._shares
         instances: list[int] = []
         links: list[int] = []
@@ -85,7 +87,7 @@ class SharedLinks:
         return number_values(self._capacity)
 
     def signature(self, key: Hashable, colour: Ints) -> Ints:
-        """Return a number per instance of transfer `key` that tells apart the link classes and shares it uses."""
+        """Return a number for each instance of transfer `key`, equal for equal link classes and shares."""
         if key not in self._uses:
             return np.zeros(1, dtype=np.int64)
         uses = self._uses[key]
@@ -109,8 +111,8 @@ class SharedLinks:
         return tuple(self.names[link] for link in self._first(colour).tolist())
 
     def total(self, key: Hashable, instances: Ints, colour: Ints) -> tuple[tuple[tuple[int, float], ...], float]:
-        """Return the share of `instances` of a transfer together on one link of each class, as ((class, share), ...),
-        and the largest share of a single one on a single link.
+        """Return the load of all `instances` of a transfer on one link of each class, as ((class, share), ...), and the
+        largest share of one instance on one link.
         """
         if key not in self._uses:
             return (), 0.0
@@ -134,9 +136,9 @@ class SharedLinks:
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """Links crossed by the `instances` of one transfer: parallel columns, one entry a link and instance."""
+    """Links that the `instances` of one transfer cross: parallel columns with one entry for each link and instance."""
 
     instances: int
     instance: Ints
     link: Ints
-    share: Ints  # its number, not its value
+    share: Ints  # index of the share, not its value

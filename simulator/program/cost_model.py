@@ -1,4 +1,4 @@
-"""What instructions cost: the seam between a program and the knowledge of a machine.
+"""The interface between programs and machines: costs of instructions.
 
 The engine asks a `CostModel` how long an instruction takes on an otherwise idle machine and what it uses meanwhile;
 what happens when several want the same SMs, memory or link is then arithmetic (`simulator.engine.contention`).
@@ -19,10 +19,10 @@ Ranks = tuple[int, ...]
 class Cost:
     """One kernel, copy or transfer on an idle machine.
 
-    `sms` are occupied on every rank taking part; `hbm_bytes_per_s` is asked of the memory of every such rank, and
-    `link_bytes_per_s` of the links of the transfer, on average over `seconds` (so the start-up latency of a small
-    message shows as a low demand, and contention for bandwidth stretches it little). `launches`: how many a kernel
-    stands for.
+    `sms` are occupied on every rank taking part; `hbm_bytes_per_s` is the demand on the memory of every such rank,
+    `link_bytes_per_s` that on the links of the transfer, averaged over `seconds` (a small message has a low demand
+    because of its latency, so contention for bandwidth lengthens it little). `launches` is the number of launches that
+    a kernel stands for.
     """
 
     seconds: float
@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """What a GPU has to share out, and how many kernels a stream of it holds that have not begun: then the host
+    """A GPU's shared resources, and how many kernels that have not begun one of its streams holds before the host
     waits.
     """
 
@@ -54,7 +54,7 @@ class LinkUse:
 class CostModel(Protocol):
     """Costs on one machine. `ranks` is `(rank,)` for a kernel, the group for a collective, `(from, to)` for a message.
 
-    Every method must be a pure function: the engine asks once and remembers.
+    Every method must be a pure function, since the engine caches results.
     """
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
@@ -62,28 +62,28 @@ class CostModel(Protocol):
         ...
 
     def host_s(self, instruction: Instruction) -> float:
-        """Return how long the host thread is busy issuing `instruction`; HostWork adds its own duration."""
+        """Return how long the host thread needs to issue `instruction`; HostWork adds its own duration."""
         ...
 
     def limits(self, rank: int) -> GpuLimits:
-        """Return what the GPU of `rank` has to share out."""
+        """Return the shared resources of the GPU of `rank`."""
         ...
 
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
-        """Return the shared links that a transfer among `ranks` crosses; links nobody shares may be left out.
+        """Return the shared links that a transfer among `ranks` crosses; links that are not shared may be left out.
 
         For one rank: the links its copies to and from the host cross. For two: a message from the first to the second;
-        a collective of two is asked for both ways.
+        for a collective of two ranks the engine asks in both directions.
         """
         ...
 
     def link_bytes_per_s(self, link: Hashable) -> float:
-        """Return the capacity of a link in the direction named by it."""
+        """Return the capacity of a link, whose name includes its direction."""
         ...
 
     def kind(self, ranks: Ranks) -> Hashable:
         """Return a key such that tuples of ranks with equal keys cost the same, whatever the instruction.
 
-        For one rank that includes its `limits`. Symmetric ranks are simulated once because of this.
+        For one rank the key also stands for its `limits`. This allows symmetric ranks to be simulated once.
         """
         ...

@@ -1,9 +1,8 @@
-"""What a step waits for: a chain of spans, each of which began when the one before it had ended.
-
-A simulation starts whatever can start at once, so what a span waited for ended at the very moment it began: the span
-before it on its stream, another stream of its rank that it was ordered behind, the host that issued it, or, for a
-transfer, what the last of its ranks came from. The chain is read backwards from the end of the step. A measured trace
-has gaps between a span and what it waited for; there the last span that ended before it stands for that.
+"""The critical path of a step: a chain of spans, each of which began when the one before it had ended. A simulation
+starts everything as early as possible, so what a span waited for ended at the moment it began: the previous span of its
+stream, another stream of its rank, the host that issued it, or, for a transfer, what its last rank did before. The
+chain is followed backwards from the end of the step. In a measured trace there are gaps; there the last span that ended
+before is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 from simulator.program import trace as tr
 
-TOLERANCE_S = 1e-9  # and relative to the time: sums of the same durations in another order
+TOLERANCE_S = 1e-9  # and relative to the time, since sums of the same durations in another order differ
 _ORDER = {tr.COMPUTE: 0, tr.COMMUNICATION: 1, tr.COPY: 2, tr.HOST: 3}
 
 
@@ -30,8 +29,8 @@ class _Rank:
 def critical_path(trace: tr.Trace) -> tuple[int, ...]:
     """Return positions in `trace.spans` of a chain from the start to the end of the step, in order of time.
 
-    Its spans do not overlap. Where several spans ended as one began, the one on its own stream is taken, then compute
-    before transfers before the host: any of them is a reason.
+    Its spans do not overlap. Where several spans ended when one began, the one on its own stream is preferred, then
+    compute, transfers, and the host.
     """
     spans = trace.spans
     ranks = _by_rank(spans)
@@ -45,7 +44,7 @@ def critical_path(trace: tr.Trace) -> tuple[int, ...]:
 
 
 def path_parts_s(spans: Sequence[tr.Span], step_s: float) -> dict[str, float]:
-    """Return how long the spans of a critical path last by category (s); `gaps` is the rest of the step."""
+    """Return the seconds of a critical path by category; `gaps` is the rest of the step."""
     parts: dict[str, float] = defaultdict(float)
     for span in spans:
         parts[span.category] += span.duration_s
@@ -69,9 +68,7 @@ def _by_rank(spans: Sequence[tr.Span]) -> dict[int, _Rank]:
 
 
 def _last_to_arrive(trace: tr.Trace) -> dict[int, int]:
-    """Return, for each transfer that waited for a partner, the span of the same transfer on a rank that did not
-    wait.
-    """
+    """Return for each transfer that waited for a partner the span of the same transfer on a rank that did not wait."""
     waited = {(s.rank, s.stream, s.end_s) for s in trace.spans if s.category == tr.WAIT}
     partners: dict[tuple[int, str, float], tuple[int, str, float]] = {}
     for flow in trace.flows:
@@ -91,7 +88,7 @@ def _last_to_arrive(trace: tr.Trace) -> dict[int, int]:
 
 
 def _before(spans: Sequence[tr.Span], ranks: dict[int, _Rank], at: int) -> int | None:
-    """Return what span `at` waited for; None where nothing of its rank ended before it began."""
+    """Return the span that span `at` waited for; None where nothing of its rank ended before it began."""
     span = spans[at]
     own = ranks[span.rank]
     slack = TOLERANCE_S * max(1.0, span.start_s)

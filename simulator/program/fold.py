@@ -21,18 +21,18 @@ from simulator.program.color_refinement import Ints, SharedLinks, columns, numbe
 from simulator.program.cost_model import CostModel, LinkUse, Ranks
 from simulator.program.program import Collective, Copy, Program, RankCode, Recv, Send, Transfer
 
-COPIES = ("copies",)  # the key of copies among transfers: each rank's own
+COPIES = ("copies",)  # key of copies among transfers; each rank has its own
 Endpoint = tuple[str, str, int, bool]  # (collective or send or recv, family, peer, relative)
 PairKey = tuple[int, Endpoint]  # (code index, endpoint of a message)
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A transfer as its class of instances sees it: who must arrive, what it costs, which links it loads.
+    """A class of equal transfers: the ranks that must arrive, the cost, and the links used.
 
     `channel` is equal for the two ends of a message and for all members of a group. `ranks` is the representative
-    instance, `classes` the rank classes in it. `links` has, for each class of links, the share that all instances of
-    this meeting together put on one link of that class, and `share` is the largest share of one instance on one link.
+    instance, `classes` the rank classes in it. `links` has, for each class of links, the share that all instances
+    together put on one link of that class; `share` is the largest share of one instance on one link.
     """
 
     channel: Hashable
@@ -44,7 +44,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks with the same behaviour, and the one that is simulated for all of them."""
+    """Ranks with the same behaviour, and the one simulated for all of them."""
 
     index: int
     ranks: Ranks
@@ -69,7 +69,7 @@ class Folding:
 
 
 def endpoint(instruction: Transfer) -> Endpoint:
-    """Return whom an instruction talks to, as its code names them: the key of `RankClass.meetings`."""
+    """Return the partner of an instruction as its code names it: the key of `RankClass.meetings`."""
     match instruction:
         case Collective():
             return "collective", instruction.group, 0, False
@@ -80,7 +80,7 @@ def endpoint(instruction: Transfer) -> Endpoint:
 
 
 def meeting_keys(rank_class: RankClass) -> list[Hashable]:
-    """Return for each instruction which transfer it is part of, None if it is no transfer.
+    """Return for each instruction the index of its transfer; None if it is no transfer.
 
     Members of a group meet in the order in which their hosts issue collectives on it, whatever the streams: a
     communicator is one queue. Messages between two ranks match in order, tag by tag.
@@ -121,7 +121,7 @@ def fold(program: Program, costs: CostModel | None = None, *, enabled: bool = Tr
 
 
 class _Refinement:
-    """Colours of ranks, groups, messages and links, refined until they explain each other."""
+    """Colours of ranks, groups, messages and links, refined until none splits further."""
 
     def __init__(self, program: Program, costs: CostModel | None) -> None:
         self.program = program
@@ -145,7 +145,7 @@ class _Refinement:
             pair_colour = {key: self._colour_pairs(key, colour, link_colour) for key in self.partners}
             new = self._refine(colour, group_colour, pair_colour, link_colour)
             new_link = self.links.refine(link_colour, [*group_colour.items(), *pair_colour.items(), (COPIES, colour)])
-            # Colours only ever split, so equal counts mean that nothing did.
+            # Colours only ever split, so equal counts mean no change.
             if new.max() == colour.max() and new_link.max(initial=-1) == link_colour.max(initial=-1):
                 return self._result(colour, group_colour, link_colour)
             colour, link_colour = new, new_link
@@ -153,7 +153,9 @@ class _Refinement:
     # --- what is known before -----------------------------------------------------------------------------------
 
     def _find_partners(self) -> dict[PairKey, Ints]:
-        """Return for every message endpoint of every code the pairs (from, to), one row a rank of that code."""
+        """Return for every message endpoint of every code the pairs (from, to), one row for each rank with that
+        code.
+        """
         partners: dict[PairKey, Ints] = {}
         for index, code in enumerate(self.program.codes):
             mine = np.nonzero(self.code_of == index)[0]
@@ -175,7 +177,7 @@ class _Refinement:
         return partners
 
     def _ask(self, costs: CostModel | None) -> None:
-        """Learn from the cost model which ranks, groups and pairs are of one kind, and what links they share."""
+        """Find from the cost model which ranks, groups and pairs are of the same kind, and which links they share."""
         groups = {name: self.families[name].groups for name in self.collective_families}
         pairs = {key: list(map(tuple, rows.tolist())) for key, rows in self.partners.items()}
         if costs is None:
@@ -219,7 +221,8 @@ class _Refinement:
         for name, colours in group_colour.items():
             family = self.families[name]
             rows.append(np.where(family.group_of >= 0, colours[family.group_of], -1))
-        # Positions tell apart ranks that name partners by position; for ring neighbours the length of the ring will do.
+        # Ranks that name partners by position need positions of their own; for ring neighbours the length of the ring
+        # is enough.
         for name, relative in dict.fromkeys((key[1], key[3]) for _, key in self.partners):
             family = self.families[name]
             rows.append(family.sizes[family.group_of] if relative else family.position)
@@ -281,7 +284,9 @@ class _Refinement:
 
 
 def _both_ways(costs: CostModel, group: Ranks) -> tuple[LinkUse, ...]:
-    """Return the links of a collective: two ranks would be taken for a message, which goes one way."""
+    """Return the links of a collective; for two ranks in both directions, since the cost model takes a pair for a
+    message.
+    """
     return costs.routes(group) if len(group) != 2 else (*costs.routes(group), *costs.routes(group[::-1]))
 
 

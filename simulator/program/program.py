@@ -1,15 +1,14 @@
-"""The one intermediate form: what every rank does, as instructions on named streams, without any cost.
+"""The intermediate form of a step: the instructions of every rank on named streams, without costs.
 
-A rank's code is one ordered list: the order in which its host thread issues the instructions. `stream` says who carries
-an instruction out; streams run in issue order and at the same time, events order them. `host` is the host thread
-itself. Ranks that run the same code share one `RankCode`: a program for 16,384 GPUs is as long as one for its 16
-pipeline stages.
+A rank's code is one ordered list: the order in which its host thread issues the instructions. `stream` names what
+carries an instruction out. Each stream runs in issue order, different streams run at the same time, and events order
+them. `host` is the host thread itself. Ranks that run the same code share one `RankCode`: a program for 16,384 GPUs is
+as long as one for its 16 pipeline stages.
 
 Communication names a *family* of groups ("tp", "pp") and each rank takes part in the one group of the family that
 holds it, so code never mentions a rank and can be shared. Partners are positions in that group.
 
-What an instruction costs is the business of `simulator.program.cost_model`; whether a program makes sense, of
-`simulator.program.check`.
+Costs are in `simulator.program.cost_model`, checks in `simulator.program.check`.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """The host thread is busy with its own affairs: data loading, Python, an optimizer on the CPU."""
+    """The host thread is busy with work of its own: data loading, Python, an optimizer on the CPU."""
 
     name: str
     duration_s: float
@@ -108,7 +107,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitEvent:
-    """`stream` goes no further before `event` has happened; on `host` this is a device synchronisation."""
+    """`stream` does not continue before `event` has happened; on `host` this is a device synchronisation."""
 
     event: str
     stream: str
@@ -116,10 +115,11 @@ class WaitEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alloc:
-    """`nbytes` of `category` from here on. On `host`, as a caching allocator counts; on a stream, when it gets there.
+    """Allocates `nbytes` of `category`. On `host` it takes effect when issued, as in a caching allocator; on a stream,
+    when the stream reaches it.
 
-    `filled` buffers (parameters, optimizer state) hold a value from the start. A caching allocator keeps a `pool` for
-    each stream that memory is allocated on, and what one has freed another cannot use.
+    `filled` buffers (parameters, optimizer state) hold a value from the start. A caching allocator has a `pool` for
+    each allocating stream; memory freed in one cannot be used by another.
     """
 
     buffer: str
@@ -142,7 +142,7 @@ Instruction = Launch | Collective | Send | Recv | Copy | HostWork | RecordEvent 
 
 
 def label(instruction: Instruction) -> str:
-    """Return a short name for people: `matmul`, `all_gather dp_shard`, `send pp+1`, ..."""
+    """Return a short name for display: `matmul`, `all_gather dp_shard`, `send pp+1`, ..."""
     match instruction:
         case Launch() | HostWork():
             return instruction.name
@@ -162,7 +162,7 @@ def label(instruction: Instruction) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCode:
-    """The instructions that all of `ranks` run, in the order their hosts issue them."""
+    """The instructions that all of `ranks` run, in the order in which their hosts issue them."""
 
     name: str
     ranks: tuple[int, ...]
@@ -174,7 +174,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Code for ranks 0..n-1 and the families of groups they talk in.
+    """Code for ranks 0..n-1 and the families of groups in which they communicate.
 
     A family is a tuple of groups; a group lists its ranks by position; no rank is in two groups of a family.
     """
@@ -188,7 +188,7 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """Instructions written down; ranks with the same code count once."""
+        """A program being written; ranks with the same code share it."""
         return sum(len(code.instructions) for code in self.codes)
 
 
@@ -201,18 +201,18 @@ class CodeWriter:
 
     @property
     def length(self) -> int:
-        """Return how many instructions are written."""
+        """Return the number of instructions written."""
         return len(self._instructions)
 
     def add(self, instruction: Instruction) -> None:
         self._instructions.append(instruction)
 
     def extend(self, instructions: Iterable[Instruction]) -> None:
-        """Write instructions that were taken back."""
+        """Write instructions that `cut` returned."""
         self._instructions.extend(instructions)
 
     def cut(self, start: int) -> list[Instruction]:
-        """Take back what has been written from instruction `start` on, and return it."""
+        """Remove the instructions from index `start` on, and return them."""
         taken = self._instructions[start:]
         del self._instructions[start:]
         return taken
@@ -284,10 +284,11 @@ class CodeWriter:
         reads: Iterable[str] = (),
         writes: Iterable[str] = (),
     ) -> None:
-        """Send `step` places further round the group's ring and receive from as far back, both at once.
+        """Send `step` places further round the group's ring and receive from as far back, both at once, as NCCL does in
+        one group call.
 
-        What NCCL does with the two in one group call: one after the other on one stream, every rank of the ring would
-        wait for the next one's receive for ever. The receive runs on a stream alongside `stream`, which waits for it.
+        One after the other on one stream, every rank of the ring would wait for the next one's receive for ever. The
+        receive runs on another stream, which `stream` waits for.
         """
         receiving = f"{stream} in"
         self.after(receiving, stream)
@@ -318,7 +319,7 @@ class CodeWriter:
         self.add(Free(buffer=buffer, stream=stream))
 
     def record(self, stream: str, event: str = "") -> str:
-        """Mark a point of `stream`; return the event's name, made up if none is given."""
+        """Mark a point of `stream`; return the event's name, which is generated if none is given."""
         if not event:
             self._events += 1
             event = f"event{self._events}"

@@ -1,4 +1,4 @@
-"""What happened when, simulated or measured: one type for both, so that they can be laid over each other."""
+"""Timelines, simulated or measured: one type for both, so that they can be compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 Interval = tuple[float, float]
 
-# Categories of spans. Anything else a reader meets counts as `other`.
+# Categories of spans. A reader counts any other as `other`.
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 WAIT = "wait"  # a transfer that has been launched and waits for its partners
@@ -46,7 +46,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A quantity over time: each sample holds until the next. `unit` is part of what is shown."""
+    """A quantity over time: each sample holds until the next. `unit` is shown with the values."""
 
     rank: int
     name: str
@@ -72,7 +72,7 @@ class Trace:
         return max((span.end_s for span in self.spans), default=0.0)
 
     def of(self, rank: int | None = None, stream: str | None = None, category: str | None = None) -> Iterator[Span]:
-        """Yield the spans of a rank, a stream, a category; None is any."""
+        """Yield the spans of a rank, a stream and a category; None matches any."""
         for span in self.spans:
             if (
                 (rank is None or span.rank == rank)
@@ -82,23 +82,21 @@ class Trace:
                 yield span
 
     def busy_s(self, rank: int, category: str | None = None, stream: str | None = None) -> float:
-        """Return for how long at least one such span of `rank` was running."""
+        """Return the seconds in which at least one such span of `rank` was running."""
         return length_s(union(_interval(span) for span in self.of(rank, stream, category)))
 
     def exposed_s(self, rank: int, category: str = COMMUNICATION, behind: str = COMPUTE) -> float:
-        """Return for how long `category` ran on `rank` while nothing of `behind` did.
-
-        By unions of intervals: two overlapping transfers count once, and so does compute on two streams.
+        """Return the seconds in which `category` ran on `rank` while nothing of `behind` did. Overlapping spans count
+        once.
         """
         shown = union(_interval(span) for span in self.of(rank, category=category))
         cover = union(_interval(span) for span in self.of(rank, category=behind))
         return length_s(difference(shown, cover))
 
     def breakdown_s(self, rank: int) -> dict[str, float]:
-        """Return where the time of `rank` went; the parts add up to the end of the trace.
-
-        Each moment counts for the first that applies: compute, (exposed) communication, copy, waiting for partners,
-        the host alone, and `idle`.
+        """Return the seconds of `rank` by part; the parts add up to the end of the trace. Each moment counts for the
+        first part that applies: compute, (exposed) communication, copy, waiting for partners, the host alone, and
+        `idle`.
         """
         seen: list[Interval] = []
         parts: dict[str, float] = {}
@@ -128,7 +126,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def difference(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Return the times in `left` and not in `right`; both disjoint and in order, as `union` returns them."""
+    """Return the times in `left` and not in `right`; both are disjoint and in order, as returned by `union`."""
     rest: list[Interval] = []
     at = 0
     for begin, end in left:

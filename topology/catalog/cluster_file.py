@@ -52,7 +52,7 @@ from topology.codec import JsonObject, convert, parse_json, read_json, to_json, 
 from topology.errors import BadCluster, BadInput
 from topology.units import GIB
 
-_JOINED = re.compile(r"[+,;&]|\band\b")  # of GPUs of one kind and others
+_JOINED = re.compile(r"[+,;&]|\band\b")  # of one cluster, whose nodes may have GPUs of different kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def parse_cluster(document: Any, *, where: str) -> Cluster:
 
 
 def _without_gpu(document: JsonObject) -> str:
-    """Return why an object is no cluster, with the fields that its own may have meant."""
+    """Return why a JSON object describes no cluster, with the known field nearest in name to each unknown one."""
     known = [field.name for field in fields(SmallCluster)]
     meant = [(name, get_close_matches(name, known, n=1)) for name in document if name not in known]
     unknown = ", ".join(f"{name[:40]!r} (did you mean {near[0]!r}?)" for name, near in meant if near)
@@ -151,7 +151,7 @@ def _without_gpu(document: JsonObject) -> str:
 
 
 def _several(document: Any) -> list[Any]:
-    """Return the machines of several kinds that a document lists in the small form, or nothing."""
+    """Return the descriptions of nodes in the small form that a document lists; empty when it lists none."""
     several = document if isinstance(document, list) else document.get("groups") if isinstance(document, dict) else None
     small = isinstance(several, list) and any(isinstance(one, dict) and "gpu" in one for one in several)
     return list(several) if small and several else []

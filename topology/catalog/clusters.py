@@ -34,7 +34,7 @@ def catalog_names() -> tuple[str, ...]:
 
 
 def platform_named(name: str) -> Platform | None:
-    """Return a machine of the catalogue by its name or an alias; None where there is none. Probed clusters are none."""
+    """Return a machine of the catalogue by its name or an alias; None where there is none, or only a probed cluster."""
     return _index().get(name.lower())
 
 
@@ -204,7 +204,7 @@ def _platforms() -> tuple[Platform, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CloudType:
-    """A machine type of a cloud: a machine of the catalogue with what differs, from a page of its cloud."""
+    """A cloud's machine type: a machine of the catalogue (`like`) with `changes`, as `source` states them."""
 
     name: str
     aliases: tuple[str, ...]

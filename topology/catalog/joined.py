@@ -1,7 +1,7 @@
 """Machines of several kinds on one fabric, and single parts of a machine that are slower than the rest.
 
-A cluster has a group for each kind of node; what plans take at its slowest follows from that (`Cluster.slowest_kind`,
-`topology.rates.groups`).
+A cluster has a group for each kind of node; plans assume the slowest kind where all GPUs wait for each other
+(`Cluster.slowest_kind`, `topology.rates.groups`).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def with_slow_parts(
 
 
 def with_host_memory(cluster: Cluster, nbytes: int, where: str) -> Cluster:
-    """Return a cluster whose nodes' hosts have so much memory. Raises BadCluster."""
+    """Return the cluster with `host_memory_bytes` of every node's host replaced. Raises BadCluster."""
     if nbytes <= 0:
         raise BadCluster(f"{where}: host_memory_gib is not above zero", remedy='"host_memory_gib": 512')
     groups = (replace(one, node=replace(one.node, host_memory_bytes=nbytes)) for one in cluster.groups)
@@ -97,7 +97,7 @@ def with_host_memory(cluster: Cluster, nbytes: int, where: str) -> Cluster:
 
 
 def _share(rate: float | None, share: float) -> float | None:
-    """Return a share of a rate; of one that is not known, nothing."""
+    """Return `share` of a rate; None for an unknown rate."""
     return None if rate is None else rate * share
 
 
@@ -113,7 +113,7 @@ def _pairs(pairs: Sequence[tuple[float, ...]], node: Node, where: str) -> list[t
 
 
 def _slower(kind: GpuKind, share: float) -> GpuKind:
-    """Return a kind that computes at a share of its rate: clocks that heat or power keep down; memory as it is."""
+    """Return the kind with compute rates multiplied by a share, as heat or a power limit lowers clocks."""
 
     def scaled(rates: dict[str, float]) -> dict[str, float]:
         return {dtype: rate * share for dtype, rate in rates.items()}

@@ -21,7 +21,7 @@ MAX_NIC_BYTES_PER_S = 200e9  # 1.6 Tb/s, twice the fastest port of today
 MAX_SMP_BYTES_PER_S = 1e12
 MIN_MEMORY_BYTES = 2 << 30  # of a GPU: a program's context alone takes 1.5 GiB
 MAX_GPUS = 1 << 23
-SLOWEST_PER_S = 1e6  # bytes or FLOPs; a port of 10 Mb/s carries a little more
+SLOWEST_PER_S = 1e6  # of bytes or FLOPs; the slowest port in use carries 10 Mb/s, a little more
 UNKNOWN_KIND = "unknown"  # a GPU whose model the topology text did not name: its datasheet is all zeros
 RANGES: dict[str, Range] = {
     "compute_capability": (0, 999),
@@ -41,7 +41,7 @@ SHOWN = 8  # values out of range named at once
 def verify_cluster(cluster: Cluster) -> list[str]:
     """Return what is wrong with `cluster`, one sentence each; an empty list means nothing was found."""
     problems = list(islice(out_of_range(cluster, RANGES), SHOWN))
-    if problems:  # what follows compares sizes, and would look at every value again
+    if problems:  # Later checks compare sizes; they would report the same values again.
         return problems
     if cluster.gpu_count > MAX_GPUS:
         problems.append(f"the cluster has {cluster.gpu_count} GPUs, expected at most {MAX_GPUS}")

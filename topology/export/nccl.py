@@ -12,7 +12,7 @@ from topology.errors import BadCluster, Infeasible
 from topology.rates.node_rates import link_rates
 from topology.readers.nccl_xml import BRIDGE_CLASS, GPU_CLASS, NIC_CLASS, SWITCH_CLASS, write_xml
 
-ANY_NVSWITCH = "fffffff:ff:ff.0"  # what NCCL itself writes where it sees one fabric and no single switch
+ANY_NVSWITCH = "fffffff:ff:ff.0"  # what NCCL writes where a node has one fabric and NCCL sees no single switch
 GT_PER_S = {"gen3": "8.0", "gen4": "16.0", "gen5": "32.0", "gen6": "64.0"}
 # The processors from which NCCL takes the rate between sockets (topo.cc): Arm, AMD, or a recent Intel.
 ARM = {"arch": "arm64"}

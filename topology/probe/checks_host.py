@@ -29,7 +29,7 @@ def check_host(evidence: Evidence, machine: Machine, known: Mapping[int, GpuKind
 
 
 def _driver(evidence: Evidence) -> list[Finding]:
-    """The driver's version, against which profiles are held."""
+    """The driver's version, with which profiles must agree."""
     versions = {gpu.driver for gpu in evidence.query if gpu.driver}
     if evidence.nvml is not None and evidence.nvml.driver:
         versions.add(evidence.nvml.driver)

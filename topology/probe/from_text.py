@@ -49,7 +49,7 @@ UNKNOWN_KIND = GpuKind(
     memory_bytes_per_s=0.0,
     peak_flops={},
 )
-MAX_HOST_GPUS = 64  # four times the most that were built
+MAX_HOST_GPUS = 64  # four times the largest host built
 MAX_DOMAIN_GPUS = 576  # the largest announced
 # GPU generations by NVLink count: a hint to the user. The count does not identify a model, so it sets no rates.
 LINK_HINTS = {

@@ -8,7 +8,7 @@ from topology.probe.machine import components
 from topology.rates.graph import bisection_bytes_per_s, crossing_kinds, graph, pair_bytes_per_s
 from topology.rates.node_rates import node_rates
 
-MAX_SPLIT_GPUS = 16  # the largest machine of unlike pairs that was built
+MAX_SPLIT_GPUS = 16  # GPUs of the largest machine built whose pairs differ
 
 PATH_CLASS_TEXT = {
     "PIX": "through one PCIe switch",

@@ -16,8 +16,7 @@ from topology.profile.store import run_name
 _HEAD = ("machine", "gpu", "device", "gpus", "driver", "versions", "taken_at", "command")
 
 
-# Samples by the `kind` of the records that hold them, as in `operator` for an OperatorSample. Collectives have `group`
-# records.
+# Sample types by the `kind` of their records, such as `operator` for OperatorSample. Collectives have `group` records.
 RECORDS: dict[Any, type] = {
     sample.__name__.removesuffix("Sample").lower(): sample for sample in SAMPLE_LISTS if sample is not CollectiveSample
 }
@@ -35,7 +34,7 @@ def profile_from_records(records: Iterable[JsonObject]) -> Profile:
     for number, record in enumerate(records):
         where, kind = f"record {number}", record.get("kind")
         if kind == "header":
-            # Later headers add what only their piece knows, such as the version of NCCL.
+            # A later header adds what its part of the calibration knows, such as the version of NCCL.
             versions = {**head.get("versions", {}), **record.get("versions", {})}
             head = {**head, **{k: v for k, v in record.items() if k in _HEAD}, "versions": versions}
         elif kind in RECORDS:

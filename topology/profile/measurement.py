@@ -165,7 +165,7 @@ def measurement_from_records(records: Iterable[JsonObject]) -> Measurement:
         body = {key: value for key, value in record.items() if key != "kind"}
         match record.get("kind"):
             case "header":
-                # Later headers add what only their piece knows, such as the version of NCCL.
+                # A later header adds what its part of the run knows, such as the version of NCCL.
                 versions = {**((header or {}).get("versions") or {}), **(body.get("versions") or {})}
                 header = {**(header or {}), **body, "versions": versions}
             case "flows":

@@ -40,10 +40,11 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
 FASTEST_S = 1e-8
-# Samples of one kind: all are fitted at once, within seconds. A machine's own profile has some 700 operators and 70
-# layers.
+# Most samples of one kind and most layers: all are fitted together, within seconds. A calibration measures some 700
+# operators and 70 layers.
 MOST_SAMPLES, MOST_LAYER_RUNS = 20_000, 512
-# Layers this narrow show the host, and nobody trains a model of so few: several tell what each of them costs.
+# Layers at most this wide measure host time: nobody trains so narrow a model. Samples with several layers give the host
+# time of each.
 NARROW_WIDTH, NARROW_LAYERS = 512, 8
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -69,7 +70,7 @@ class CollectiveSample:
     nbytes: int
     time_s: float
     launch: str = "queued"
-    run: str = ""  # of Profile.runs; empty: the profile's own head says it
+    run: str = ""  # name in Profile.runs; empty: the profile's own head has the provenance
     at_s: float | None = None
 
     @property
@@ -105,7 +106,7 @@ class Profile:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the profile holds more of its GPUs than collectives."""
+        """Whether the profile has samples of its GPUs other than collectives."""
         return any(samples for name, samples in self.sample_lists().items() if name not in {"collectives", "host"})
 
     def sample_lists(self) -> dict[str, tuple[Any, ...]]:
@@ -134,7 +135,7 @@ def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile
     """Return the profile in a JSON file, checked. Raises BadInput with the path of the first thing that is wrong."""
     data = read_json(path)
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > PROFILE_SCHEMA_VERSION:  # before keys that this release does not know
+    if isinstance(version, int) and version > PROFILE_SCHEMA_VERSION:  # first, since a newer release may have new keys
         raise NewerSchema(
             f"{path} is a profile in schema {version}",
             why=f"this release reads up to {PROFILE_SCHEMA_VERSION}",

@@ -18,8 +18,7 @@ FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal sl
 
 OPERATOR_KINDS = ("matmul", "attention", "move")
 DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
-# Axes without which a sample tells nothing of its operator: by kind, and of the moves that are priced by more than
-# their bytes.
+# Axes that a sample must have, by kind, and by name for moves whose cost depends on more than their bytes.
 AXES: dict[str, tuple[str, ...]] = {
     "matmul": ("m", "n", "k"),
     "attention": ("b", "a", "s", "S", "d"),
@@ -98,7 +97,7 @@ class OperatorSample(Sample):
 
     @property
     def times(self) -> dict[str, float]:
-        """The times of the sample by name, which are finite and positive."""
+        """The times of the sample by name; each must be finite and positive."""
         return {"seconds": self.seconds}
 
     @property
@@ -108,7 +107,8 @@ class OperatorSample(Sample):
         return self.kind, self.name, shape, self.dtype, self.direction, self.runtime, self.regime
 
 
-# Host samples of a layer's forward and backward pass on the CPU alone, plain and cut by tensor parallelism on DTensors.
+# Host samples of a layer's forward and backward pass on the CPU alone: without tensor parallelism, and divided on
+# DTensors.
 LAYER_PLAIN, LAYER_CUT = "layer", "layer on DTensors"
 
 
@@ -134,7 +134,7 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionSample(Sample):
-    """A kernel and a collective: seconds of each alone, and of each (`_beside_s`) while the other runs all the time."""
+    """A kernel and a collective: seconds of each alone, and of each (`_beside_s`) while the other runs throughout."""
 
     compute: str  # matmul or copy
     shape: dict[str, int]

@@ -1,4 +1,4 @@
-"""Samples of a serving engine: steps that were timed, sums over ranks, and what its host takes between steps."""
+"""Samples of a serving engine: timed steps, all-reduces over the ranks, and host time between steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ PHASES = ("decode", "prefill", "all_reduce", "host")
 class ServingSample(Sample):
     """Seconds of a serving engine, in its slowest rank.
 
-    `decode` is a step in which `batch` answers go on with `context` tokens cached each, `prefill` one that reads
-    `batch` prompts of `context` tokens: `seconds` with the host waiting for each, `queued_s` with the host ahead of the
-    device, `issued_s` what it took to issue. `all_reduce` is one sum over the ranks of `batch` tokens' hidden vectors
-    with the residual and the norm that follow, replayed from a graph. `host` is what the device waits for the host
-    between two steps of a load in which `batch` answers went on in the mean. Fields that a phase does not have are 0.
-    `model` has the fields of the simulator's type as plain data; `all_reduce` names the kernel, `own` or `nccl`.
+    `decode` is a step that generates one token for each of `batch` answers, with `context` tokens cached each,
+    `prefill` one that reads `batch` prompts of `context` tokens. `seconds` is with the host waiting for each step,
+    `queued_s` with the host ahead of the device, `issued_s` the host's time to issue a step. `all_reduce` is one sum
+    over the ranks of `batch` tokens' hidden vectors with the residual and the norm that follow, replayed from a graph.
+    `host` is the time for which the device waits for the host between two steps under load, with `batch` answers in
+    progress on average. Fields that a phase does not have are 0. `model` has the fields of the simulator's type as
+    plain data; `all_reduce` names the kernel, `own` or `nccl`.
     """
 
     engine: str

@@ -98,7 +98,7 @@ def merge(older: Profile, newer: Profile) -> Profile:
         versions={**a.versions, **b.versions},
         runs=runs,
         **samples,
-        # Rates are of the samples that they were fitted to.
+        # These rates were fitted to the samples of `overlap`, so they go with them.
         overlap_rates=next((one.overlap_rates for one in (b, a) if one.overlap == samples["overlap"]), {}),
         missing=tuple(dict.fromkeys((*(a.missing if not newly_measured else ()), *b.missing))),
     )
@@ -137,7 +137,8 @@ def store_path(gpu: str, folder: Path | None = None) -> Path:
 def read_stored(
     gpu: str, folder: Path | None = None, *, tell: Callable[[str], None] = lambda _: None
 ) -> Profile | None:
-    """Return the stored profile of a GPU model, or None. A damaged file is set aside, which `tell` hears.
+    """Return the stored profile of a GPU model, or None. A damaged file is set aside, and `tell` is called with a
+    warning.
 
     Raises NewerSchema where a newer release wrote the file, BadInput where it cannot be opened.
     """
@@ -147,14 +148,14 @@ def read_stored(
     try:
         return read_profile(path)
     except BadInput as error:
-        if isinstance(error, NewerSchema) or isinstance(error.__cause__, OSError):  # it is sound, as far as is known
+        if isinstance(error, NewerSchema) or isinstance(error.__cause__, OSError):  # the file may well be sound
             raise
         tell(f"warning: {error}\n  kept as {codec.set_aside(path)}; the store begins anew")
         return None
 
 
 def add_to_store(profile: Profile, folder: Path | None = None, *, tell: Callable[[str], None] = lambda _: None) -> Path:
-    """Merge `profile` into the store and return the file's path. `tell` and errors are those of `read_stored`."""
+    """Merge `profile` into the store and return the file's path. For `tell` and errors see `read_stored`."""
     path = store_path(profile.gpu, folder)
     with codec.locked(path):
         before = read_stored(profile.gpu, folder, tell=tell)

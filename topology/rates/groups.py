@@ -20,7 +20,7 @@ from topology.rates.partition import best_partition
 
 # NCCL takes 10 Gb/s for a port whose speed it cannot read: NVIDIA/nccl @5067397c src/graph/topo.cc.
 UNKNOWN_NIC_BYTES_PER_S = 10e9 / 8
-MAX_SCORED_EXACTLY = 2000  # sets of GPUs of one size; all those of a node with 12 GPUs
+MAX_SCORED_EXACTLY = 2000  # sets of GPUs of one size that are compared, enough for all of a node with 12 GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,12 @@ class GroupRates:
     intra_bytes_per_s: float  # between neighbours in a node; infinite for a single rank per node
     inter_bytes_per_s: float  # NIC bandwidth this group gets on each node, all its ranks there together
     inter_latency_s: float
-    nvswitch: bool = False  # the ranks of a node are connected to one NVSwitch hub
+    nvswitch: bool = False  # all ranks on a node are connected to one NVSwitch hub
     nvls: bool = False  # that hub can reduce and multicast in the switch
     compute_capability: int = 0
     intra_nccl_bytes_per_s: float = 0.0
     inter_all_to_all_bytes_per_s: float = 0.0
-    ports_bytes_per_s: float = 0.0  # what `inter_bytes_per_s` were if the ports alone decided, not the host's links
+    ports_bytes_per_s: float = 0.0  # what `inter_bytes_per_s` would be if only ports limited it, not the host's links
     layer: str = ""  # what the ring of a node runs on: nvswitch, nvlink, host, or self for one rank
     gpus: tuple[int, ...] = ()  # positions of the slowest such group on its node
 
@@ -158,7 +158,7 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
     )
 
 
-# Which GPUs of a node
+# Which GPUs of a node each group uses
 
 
 def sibling_groups(rates: NodeRates, shape: GroupShape) -> tuple[tuple[int, ...], ...]:
@@ -185,7 +185,8 @@ def sibling_groups(rates: NodeRates, shape: GroupShape) -> tuple[tuple[int, ...]
 
 
 def gpu_order(rates: NodeRates, block: int, need: int) -> tuple[int, ...]:
-    """Return GPU positions so that each run of `block` is a group with fast links: at least `need`, more if they fit.
+    """Return GPU positions so that each run of `block` is a group with fast links: at least `need` groups, more if they
+    fit.
 
     GPUs off the fabric come last, and only if `need` cannot be met without them.
     """
@@ -273,7 +274,7 @@ def _spine_share(cluster: Cluster, shape: GroupShape) -> float:
 
 
 def _spine_share_all_to_all(cluster: Cluster, shape: GroupShape) -> float:
-    """Return the same for all-to-all, of which all but a leaf's share leaves the leaf."""
+    """Return the fraction of its NIC rate that an all-to-all keeps: all but one leaf's share leaves the leaf."""
     fabric = cluster.fabric
     if fabric is None or fabric.oversubscription <= 1 or _span(shape) <= fabric.nodes_per_leaf:
         return 1.0

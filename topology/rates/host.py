@@ -19,18 +19,18 @@ SOCKETS = 2  # of a node, or a tray of one, that lists none; NUMA nodes may be p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """Bytes/s that each of some GPUs of a node gets while all of them ask: `copy_bytes_per_s` of copies in one
-    direction, `memory_bytes_per_s` of the CPUs' nominal memory bandwidth. `source` says what the latter rests on.
+    """Bytes/s for each of several GPUs of a node while all of them transfer: `copy_bytes_per_s` of copies in one
+    direction, `memory_bytes_per_s` of the CPUs' nominal memory bandwidth. `source` is the source of the latter.
     """
 
     copy_bytes_per_s: float
     memory_bytes_per_s: float
     source: str
-    memory_bytes: float | None = None  # of the host's memory a GPU's share, where it is known
+    memory_bytes: float | None = None  # a GPU's share of the host's memory; None where unknown
 
 
 def host_rates(cluster: Cluster, gpus: int) -> HostRates:
-    """Return the rates where `gpus` GPUs of `cluster` are used, its first node filled first."""
+    """Return the rates for `gpus` GPUs of `cluster`, of which the first node takes as many as it has."""
     rates = node_rates(cluster)
     used = max(1, min(gpus, len(rates.node.gpus)))
     kinds = {link.kind for link in rates.node.links}

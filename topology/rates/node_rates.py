@@ -36,7 +36,7 @@ Edge = tuple[str, str]
 
 
 def gpu_kinds_of(cluster: Cluster, node: Node) -> dict[str, GpuKind]:
-    """Return the kind of every GPU of a node by its vertex."""
+    """Return the kind of each GPU, by its vertex."""
     kinds = {kind.name: kind for kind in cluster.gpu_kinds}
     return {gpu.vertex: kinds[gpu.kind] for gpu in node.gpus}
 
@@ -47,7 +47,7 @@ def link_rates(
     """Return (rate to plan with, rate in NCCL's model) of a link, bytes/s and direction; zeros for an absent one.
 
     A link of unknown rate gets what the datasheets of its GPUs allow, and an assumed rate where they are unknown too.
-    `kind_of` is `gpu_kinds_of(cluster, node)`, for those who ask about many links.
+    `kind_of` is `gpu_kinds_of(cluster, node)`; pass it when asking about many links.
     """
     if link.state is LinkState.ABSENT:
         return 0.0, 0.0
@@ -100,7 +100,7 @@ class NodeRates:
     _tree_paths: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _uniform: bool | None = None
     _leaves: frozenset[str] = frozenset()  # GPUs and network ports, which forward nothing
-    _cut: dict[str, set[str]] = field(default_factory=dict)  # host links that are listed and carry nothing
+    _cut: dict[str, set[str]] = field(default_factory=dict)  # host links that are listed but down
 
     def __post_init__(self) -> None:
         position = {gpu.vertex: i for i, gpu in enumerate(self.node.gpus)}
@@ -176,11 +176,11 @@ class NodeRates:
         return None
 
     def _cut_off(self, vertex: str) -> bool:
-        """Return whether a vertex has links to the host, none of which carries anything."""
+        """Return whether a vertex has links to the host and all of them are down."""
         return vertex in self._cut and not self.host.get(vertex)
 
     def _severed(self, a: str, b: str) -> bool:
-        """Return whether links that are listed would join two vertices, did they carry anything."""
+        """Return whether the listed links would connect two vertices if all of them were up."""
         if self._cut_off(a) or self._cut_off(b):
             return True
         seen, waiting = {a}, [a]

@@ -20,7 +20,7 @@ from topology.rates.partition import Score, best_partition
 
 # Fastest first: the reverse of the mesh order that plans and frameworks use.
 AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
-MAX_ALIGNED_ORDERS = 24  # orders of a group tried when aligning it with the group before it
+MAX_ALIGNED_ORDERS = 24  # largest number of orders of a group tried when aligning it with the group before it
 
 
 def place(cluster: Cluster, plan_shape: Mapping[str, int]) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def _aligned_blocks(rates: NodeRates, blocks: Sequence[tuple[int, ...]]) -> tupl
                 speeds = [rates.pair_bytes_per_s(a, b) for a, b in zip(previous, order, strict=True)]
                 return min(speeds), sum(speeds)
 
-            before = max(permutations(block), key=score)  # the first among equals: deterministic
+            before = max(permutations(block), key=score)  # the first of equals, so the result is deterministic
         else:
             before = block
         result += before
@@ -148,7 +148,7 @@ def _sizes(plan_shape: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _whole_groups(rates: NodeRates, offered: int, inner: int) -> int:
-    """Return how many of a node's healthy GPUs whole tensor-parallel groups can use."""
+    """Return how many healthy GPUs of a node belong to whole tensor-parallel groups."""
     healthy = sum(1 for gpu in rates.on_fabric if gpu < offered)
     return healthy // inner * inner if inner <= offered else healthy
 

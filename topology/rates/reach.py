@@ -1,4 +1,4 @@
-"""How many GPUs of a cluster can exchange data, and what of its links was not said.
+"""How many GPUs of a cluster can exchange data, and which of its links are not described.
 
 A rate of zero means that there is no path. It is found here, before anything is divided by it: every command that plans
 asks how far the links of a cluster reach.
@@ -18,7 +18,7 @@ UNCONFIRMED = "unconfirmed"  # in the source of a figure that nothing published 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """`gpus` of a cluster can exchange data, nodes filled in order; `why` not more, empty where all can."""
+    """`gpus` GPUs of a cluster can exchange data, nodes filled in order; `why` not all (empty where all can)."""
 
     gpus: int
     why: str = ""
@@ -126,7 +126,7 @@ def _network(nics: Sequence[Nic]) -> tuple[tuple[float, bool], ...]:
 
 
 def _unlisted(rates: NodeRates) -> list[str]:
-    """Return what is assumed of links that the node does not list, or of whose state nobody knows."""
+    """Return what is assumed about links that the node does not list or whose state is unknown."""
     node = rates.node
     hosted = {end for link in node.links if link.kind in HOST_KINDS for end in (link.a, link.b)}
     bare = [gpu.index for gpu in node.gpus if gpu.vertex not in hosted]

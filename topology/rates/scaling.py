@@ -48,8 +48,9 @@ def scale_network(cluster: Cluster, factor: float) -> Cluster:
 def scale_nvlink(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with every NVLink `factor` times as fast.
 
-    NCCL counts what it counts on this machine, and so chooses algorithms, protocols and channels as here: its formulas
-    know no other links, and at some rates would leave a quicker algorithm sooner (examples/validation/monotone.md).
+    NCCL's own rates stay, so it chooses the same algorithms, protocols and channels as on `cluster`. Its formulas are
+    made for real links; with scaled ones NCCL would sometimes change to a slower algorithm
+    (examples/validation/monotone.md).
     """
     kinds = tuple(replace(kind, nvlink_bytes_per_s=kind.nvlink_bytes_per_s * factor) for kind in cluster.gpu_kinds)
     changed = {

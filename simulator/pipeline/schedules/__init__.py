@@ -1,4 +1,4 @@
 """Pipeline schedules, one file each, registered by name in `registry`.
 
-A file says how the schedule is laid out, how many micro batches its ranks hold, and what it has in common with others.
+A file has the order of actions, the micro batches that ranks hold, and the schedule's properties.
 """

@@ -10,7 +10,7 @@ from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind
 
 
 def lay_out(row: Row, place: Place) -> None:
-    """Lay out a row in whose steady state every forward rides on a backward."""
+    """Write a row; in its steady state every forward pass runs together with a backward pass."""
     (down, up), rank, ranks, micro_batches = place.stages, place.rank, place.ranks, place.micro_batches
     above = ranks - 1 - rank
     for _ in range(2 * above):
@@ -24,7 +24,7 @@ def lay_out(row: Row, place: Place) -> None:
         row.forward(up)
     for turn in range(micro_batches - 2 * ranks + rank + 1):
         if turn == 0 and above == 0:
-            # On the last rank the two are of one micro batch: nothing to overlap yet.
+            # On the last rank both are of the same micro batch, so they cannot overlap yet.
             row.forward(down)
             row.backward(up)
         else:
@@ -33,7 +33,7 @@ def lay_out(row: Row, place: Place) -> None:
     for _ in range(above):
         row.backward(up)
         row.pair(up, down)
-    # The drain: from its middle on, weight gradients are delayed to fill the waits at the end.
+    # The end of the step: from its middle on, weight gradients are delayed to fill waits.
     half = rank + 1
     for turn in range(2 * (rank + 1)):
         stage = down if turn % 2 else up

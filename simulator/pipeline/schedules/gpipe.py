@@ -1,4 +1,4 @@
-"""GPipe: all micro batches forward, then all of them back (arXiv 1811.06965)."""
+"""GPipe: the forward passes of all micro batches, then all backward passes (arXiv 1811.06965)."""
 
 from __future__ import annotations
 

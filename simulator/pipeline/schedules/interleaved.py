@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, passed in rounds (arXiv 2104.04473 section 2.2)."""
+"""Interleaved 1F1B: several stages per rank, in rounds (arXiv 2104.04473 section 2.2)."""
 
 from simulator.config.plan import INTERLEAVED_SCHEDULE
 from simulator.pipeline.schedules.kind import interleaving

@@ -1,4 +1,4 @@
-"""What every schedule has: its layout, its micro batches in flight, and its properties."""
+"""The interface of a schedule: its order of actions, its micro batches in flight, and its properties."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The row that is laid out: the stages of a rank among `ranks`, for so many micro batches.
+    """The row to be written: the stages of a rank among `ranks`, for `micro_batches`.
 
-    `paired`: a forward and the backward that follows it run together, see `registry.build_schedule`.
+    `paired`: a forward pass and the backward pass after it run together, see `registry.build_schedule`.
     """
 
     rank: int
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def after(self) -> int:
-        """Ranks that follow this one."""
+        """Number of ranks after this one."""
         return self.ranks - 1 - self.rank
 
 
@@ -49,9 +49,10 @@ class PipelineRanks:
 class ScheduleKind:
     """A schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
 
-    `lay_out` writes the row of a rank. `in_flight` are the micro batches whose activations a rank holds at least when
-    one of them goes back, in whole passes of it; `beside_gradients` likewise once every stage of the rank has gradients
-    of its parameters and none has had its last (0 where that never is).
+    `lay_out` writes the row of a rank. `in_flight` is the least number of micro batches in flight on a rank when the
+    first of them begins its backward pass, in units of passes through all of the rank's stages; `beside_gradients` is
+    that number once every stage of the rank has parameter gradients and none has had its last (0 where this never
+    happens).
     """
 
     name: str
@@ -60,24 +61,24 @@ class ScheduleKind:
     beside_gradients: Callable[[PipelineRanks], Floats]
     least_stages: int = 1
     most_stages: int = 1
-    v_shaped: bool = False  # stages go down the ranks and come back up, instead of looping
-    splits_backward: bool = False  # gradients of inputs and of weights apart, which blocks that are compiled cannot
-    lags: bool = False  # a rank puts off as many weight gradients as there are ranks before it
-    rounds: bool = False  # micro batches pass a rank's stages in equal rounds of about as many as there are ranks
-    forwards_first: bool = False  # all micro batches go forward before the first goes back
-    pairs: bool = False  # runs a forward and a backward of two micro batches together by itself
+    v_shaped: bool = False  # stages go down the ranks and back up, instead of round the ranks
+    splits_backward: bool = False  # computes input and weight gradients separately; compiled blocks cannot
+    lags: bool = False  # a rank delays as many weight gradients as there are ranks before it
+    rounds: bool = False  # micro batches pass a rank's stages in equal rounds, of about as many as ranks
+    forwards_first: bool = False  # all forward passes come before the first backward pass
+    pairs: bool = False  # runs forward and backward passes of two micro batches at the same time by itself
     every_stage: bool = False  # has at least one micro batch for each stage
     in_torch: bool = True  # torch.distributed.pipelining has it under this name
-    every_stage_in_torch: bool = False  # its class there wants that, though the schedule does not
-    also_called: tuple[str, ...] = ()  # other words for it in cases and flags
+    every_stage_in_torch: bool = False  # its class there requires this, although the schedule does not
+    also_called: tuple[str, ...] = ()  # other names in cases and flags
 
     def has_stages(self, stages_per_rank: int) -> bool:
-        """Return whether a rank may hold so many stages."""
+        """Return whether a rank may have this number of stages."""
         return self.least_stages <= stages_per_rank <= (self.most_stages or stages_per_rank)
 
 
 def per_round(ranks: int, micro_batches: int) -> int:
-    """Return how many micro batches pass one local stage before the next one's turn: about as many as ranks."""
+    """Return how many micro batches pass one local stage before the next: about as many as ranks."""
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
         raise BadPlan(
@@ -89,7 +90,9 @@ def per_round(ranks: int, micro_batches: int) -> int:
 
 
 class Row:
-    """One rank's row while it is written. Micro batches of a stage come in order, so only the stage is named."""
+    """One rank's row while it is written. The micro batches of a stage come in order, so a call names only the
+    stage.
+    """
 
     def __init__(self, *, backward_first: bool) -> None:
         self.backward_first = backward_first
@@ -115,13 +118,13 @@ class Row:
         self.actions.append(self._backward(stage))
 
     def input_grad(self, stage: int) -> None:
-        """The first half of a backward; the second, the weight gradient, is delayed."""
+        """The first half of a backward pass; the second half, the weight gradient, is delayed."""
         half = self._backward(stage, Kind.INPUT_GRAD)
         self.actions.append(half)
         self.delayed_weights.append((stage, half.micro_batch))
 
     def weight_grad(self, stage: int | None = None) -> None:
-        """Run the oldest delayed weight gradient (of `stage`, if given); nothing if there is none."""
+        """Run the oldest delayed weight gradient (of `stage`, if given), if there is one."""
         for entry in self.delayed_weights:
             if stage is None or entry[0] == stage:
                 self.delayed_weights.remove(entry)
@@ -134,11 +137,11 @@ class Row:
 
 
 def interleaving(name: str, ahead: int, *, lags: bool = False, rounds: bool = False, **facts: Any) -> ScheduleKind:
-    """Return a schedule whose ranks go up their stages in rounds, and down them, backwards in turn with forwards.
-
-    A rank begins its backwards after the rounds of all its stages but the last, and `ahead` forwards for each rank that
-    follows. One that `lags` splits backwards, and a weight gradient follows as many backwards later as there are ranks
-    before: as many micro batches are in flight on every rank as 1F1B has on the first.
+    """Return a schedule whose ranks run forward passes up their stages in rounds, and backward passes down them, the
+    two alternating. A rank begins its backward passes after the rounds of all its stages but the last, and `ahead`
+    forward passes for each following rank. With `lags`, backward passes are split and a weight gradient is delayed by
+    as many backward passes as there are ranks before: every rank then has as many micro batches in flight as the first
+    rank of 1F1B.
     """
 
     def lay_out(row: Row, place: Place) -> None:
@@ -173,9 +176,9 @@ def _in_round(of: PipelineRanks) -> Floats:
 
 
 def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_lag: int | None = None) -> None:
-    """Write forwards in rounds up the local stages, backwards in rounds down them, `warm_up` forwards ahead.
-
-    With `weights_lag`, backwards are split, and each weight gradient follows that many backwards later.
+    """Write forward passes in rounds up the local stages, backward passes in rounds down them, with `warm_up` forward
+    passes ahead. With `weights_lag`, backward passes are split, and each weight gradient is delayed by that many
+    backward passes.
     """
     stages, local, total = place.stages, len(place.stages), len(place.stages) * place.micro_batches
     warm_up = min(warm_up, total)

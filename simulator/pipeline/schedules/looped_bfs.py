@@ -7,7 +7,7 @@ from simulator.pipeline.schedules.table import Action, Kind
 
 
 def lay_out(row: Row, place: Place) -> None:
-    """Lay out the forwards stage by stage, and the backwards in exactly the opposite order."""
+    """Write the forward passes stage by stage, and the backward passes in exactly the opposite order."""
     for stage in place.stages:
         for _ in range(place.micro_batches):
             row.forward(stage)
@@ -19,7 +19,7 @@ LOOPED_BFS = ScheduleKind(
     name="LoopedBFS",
     lay_out=lay_out,
     in_flight=lambda of: of.micro_batches,
-    beside_gradients=lambda of: 0 * of.micro_batches,  # stage after stage has its last micro batch go back
+    beside_gradients=lambda of: 0 * of.micro_batches,  # each stage in turn runs its last backward pass
     least_stages=2,
     most_stages=0,
     forwards_first=True,

@@ -1,4 +1,6 @@
-"""1F1B: as many forwards ahead as ranks follow, then a backward after every forward (arXiv 2104.04473 section 2.2)."""
+"""1F1B: as many forward passes ahead as ranks follow, then a backward pass after every forward pass (arXiv 2104.04473
+section 2.2).
+"""
 
 from simulator.config.plan import PLAIN_SCHEDULE
 from simulator.pipeline.schedules.kind import interleaving

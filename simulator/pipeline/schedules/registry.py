@@ -48,12 +48,12 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 
 def schedules_that(fact: Callable[[ScheduleKind], bool]) -> tuple[str, ...]:
-    """Return the names of schedules of which `fact` is true."""
+    """Return the names of the schedules for which `fact` is true."""
     return tuple(kind.name for kind in SCHEDULES.values() if fact(kind))
 
 
 def where(names: NDArray[np.str_], fact: Callable[[ScheduleKind], bool]) -> NDArray[np.bool_]:
-    """Return of which plans, by the names of their schedules, `fact` is true; it is of none without a pipeline."""
+    """Return for each plan, by its schedule's name, whether `fact` is true; false without a pipeline."""
     return np.isin(names, schedules_that(fact))
 
 
@@ -63,9 +63,10 @@ def build_schedule(
 ) -> Schedule:
     """Return the table of schedule `name`. Raises BadPlan for a combination that the schedule does not have.
 
-    `paired`: a forward and the backward that follows it run together, one more forward ahead, so that they are of two
-    micro batches (1F1B and its interleaved form: Megatron-LM, core/pipeline_parallel/combined_1f1b.py and
-    schedules.py). Of such pairs the backward is named first: layer by layer it makes room for the forward.
+    `paired`: a forward pass and the backward pass after it run together, with one more forward pass ahead, so that they
+    belong to two micro batches (1F1B and its interleaved form: Megatron-LM, core/pipeline_parallel/combined_1f1b.py and
+    schedules.py). The backward pass of such a pair is named first, since layer by layer it frees memory for the forward
+    pass.
     """
     kind = schedule_kind(name)
     _refuse_impossible(kind, ranks, micro_batches, stages_per_rank)
@@ -86,10 +87,8 @@ def build_schedule(
 
 
 def schedule_of_plan(plan: Plan, micro_batches: int) -> Schedule:
-    """Return the table of a plan's schedule for so many micro batches; without a pipeline there is nothing for one to
-    order.
-
-    Raises BadPlan as `build_schedule`.
+    """Return the table of a plan's schedule for `micro_batches`; a plan without a pipeline has one stage. Raises
+    BadPlan as `build_schedule` does.
     """
     return build_schedule(
         plan.schedule_name if plan.pp > 1 else default_schedule(plan.virtual_stages),

@@ -1,10 +1,10 @@
-"""A schedule as a table: for every rank the order of its actions, and where the stages live.
+"""A schedule as a table: for every rank the order of its actions, and the rank of every stage.
 
 An action is a forward F, a full backward B, or a backward split into input gradient I and weight gradient W, of one
 micro batch on one stage; an overlapped pair runs a forward and a backward together. Actions are written as
 torch.distributed.pipelining writes them ("2F0": forward of micro batch 0 on stage 2), and the names are torch's class
-names without `Schedule`, so that a table can be handed to its runtime as it is. Tables hold compute only; messages
-follow from where the stages are (`simulator.pipeline.schedule_program`).
+names without `Schedule`, so that torch's runtime can load a table unchanged. Tables hold compute only; messages follow
+from where the stages are (`simulator.pipeline.schedule_program`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Action(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """The actions inside: itself, or the two of a pair."""
+        """The actions themselves: this one, or the two of a pair."""
         return self.parts or (self,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One table row per pipeline rank. `v_shaped`: stages go down the ranks and come back up, instead of looping."""
+    """One table row per pipeline rank. `v_shaped`: stages go down the ranks and back up, instead of round the ranks."""
 
     name: str
     ranks: int
     stages_per_rank: int
     micro_batches: int
-    table: tuple[tuple[Action, ...], ...] = field(hash=False)  # too long to hash at each look-up
+    table: tuple[tuple[Action, ...], ...] = field(hash=False)  # cached: a table is too long to hash at each look-up
     v_shaped: bool = False
 
     @property
@@ -70,6 +70,6 @@ class Schedule:
 
 
 def stage_rank(stage: int, ranks: int, *, v_shaped: bool) -> int:
-    """Return the rank of a stage: round and round the ranks, or (v_shaped) down and up again."""
+    """Return the rank of a stage: round the ranks repeatedly, or with `v_shaped` down the ranks and back up."""
     turn, place = divmod(stage, ranks)
     return ranks - 1 - place if v_shaped and turn % 2 else place

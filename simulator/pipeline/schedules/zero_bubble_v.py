@@ -8,7 +8,7 @@ from simulator.pipeline.schedules.kind import Floats, PipelineRanks, Place, Row,
 
 
 def lay_out(row: Row, place: Place) -> None:
-    """Lay out for at least 2p-1 micro batches; with fewer, the surplus is left out."""
+    """Write a row for at least 2p-1 micro batches; for fewer, the surplus is left out."""
     (down, up), rank, ranks = place.stages, place.rank, place.ranks
 
     def both_grads(stage: int) -> None:
@@ -46,13 +46,15 @@ def lay_out(row: Row, place: Place) -> None:
 
 
 def _in_flight(of: PipelineRanks, micro_batches: Floats) -> Floats:
-    """Return what of so many micro batches is in flight as the first goes back, of both stages together."""
+    """Return the micro batches in flight, over both stages, when the first backward pass begins."""
     return np.minimum(2 * of.pp - 1 - of.rank, micro_batches) + np.minimum(of.rank + 1, micro_batches)
 
 
 def _beside_gradients(of: PipelineRanks) -> Floats:
-    """Return what of both stages is in flight when the further one has had its first gradients."""
-    m, before = of.micro_batches, of.pp - of.rank  # backwards of the nearer stage before
+    """Return the micro batches in flight, over both stages, when the stage further from the loss has its first
+    gradients.
+    """
+    m, before = of.micro_batches, of.pp - of.rank  # backward passes of the nearer stage before that
     few = np.minimum(2 * of.pp - 1 - of.rank, m) - 1 + np.minimum(m, of.pp) - np.minimum(m, before)
     return np.where(m > of.pp, _in_flight(of, m - 1), np.where(m > before, few, 0.0))
 
