@@ -11,8 +11,8 @@ fails, too, memory is out.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from math import inf
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from topology.units import MIB
 
@@ -24,12 +24,13 @@ LARGE_SEGMENT = 20 << 20
 ROUND_SEGMENT = 2 << 20
 
 
+def whole_blocks(nbytes: int) -> int:
+    """Return the bytes of the block that a tensor is given."""
+    return -(-nbytes // BLOCK) * BLOCK or BLOCK
+
+
 class OutOfMemory(Exception):
     """Memory that was given back did not suffice either."""
-
-
-class AboveLimit(Exception):
-    """More is reserved than was asked about."""
 
 
 class Pool:
@@ -89,8 +90,9 @@ class Pool:
         return size
 
 
-# Where a tensor lies: the pool, the address and the bytes of the block.
-Block = tuple[Pool, int, int]
+# Where a tensor lies: the pool of an allocator, the address and the bytes of the block.
+Block = tuple[Any, int, int]
+TensorEvent = tuple[int, int]  # the slot of a tensor that is allocated, and bytes of whole blocks; none: it is freed
 
 
 class ExpandablePool(Pool):
@@ -167,14 +169,10 @@ class ExpandablePool(Pool):
 
 
 class CachingAllocator:
-    """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for. More
-    than `limit_bytes` reserved raise AboveLimit.
-    """
+    """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for."""
 
-    def __init__(
-        self, *, capacity_bytes: float | None = None, limit_bytes: float = inf, expandable: bool = True
-    ) -> None:
-        self.capacity_bytes, self.limit_bytes = capacity_bytes, limit_bytes
+    def __init__(self, *, capacity_bytes: float | None = None, expandable: bool = True) -> None:
+        self.capacity_bytes = capacity_bytes
         self.retries = 0
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.expandable = expandable
@@ -192,7 +190,7 @@ class CachingAllocator:
         """Return a block for `nbytes` that `stream` will write: of the smallest free one of its pool that holds them,
         without what is left of it, if that is worth a block. Raises OutOfMemory.
         """
-        size = -(-nbytes // BLOCK) * BLOCK or BLOCK
+        size = whole_blocks(nbytes)
         pools = self._small if size <= SMALL else self._large
         pool = pools.get(stream) or self._new_pool(pools, stream)
         free = pool.free
@@ -201,8 +199,6 @@ class CachingAllocator:
             self._make_room(pool, size)
             pool.grow(size)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            if self.peak_reserved_bytes > self.limit_bytes:
-                raise AboveLimit
             place = bisect_left(free, (size,))
         found, address = free[place]
         if address + found in pool.unmapped:
@@ -243,6 +239,14 @@ class CachingAllocator:
             address = before
         starts[address], ends[end] = end - address, address
         insort(free, (end - address, address))
+
+    def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
+        """Allocate and free tensors, which are in `slots` while they are there. What is not there is not freed."""
+        for slot, nbytes in events:
+            if nbytes:
+                slots[slot] = self.allocate(nbytes, stream)
+            elif slot in slots:
+                self.free(slots.pop(slot))
 
     def record_stream(self, block: Block, stream: str) -> None:
         """Note that a stream other than the block's own uses it: freed, it waits for `reached` of that stream."""

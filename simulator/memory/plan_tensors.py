@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
-from simulator.memory.tensors import BlockTensors, Passes, Weight
+from simulator.memory.allocator import TensorEvent, whole_blocks
+from simulator.memory.tensors import Act, BlockTensors, Event, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import ModelOperators, head_peaks, turns_at_once
@@ -35,6 +37,10 @@ class Held(NamedTuple):
     trained: float
 
 
+# Tensors that come and go, and the weight whose gradient has then been computed, none at the end.
+Piece = tuple[tuple[TensorEvent, ...], int | None]
+
+
 class PlanTensors:
     """What all ranks of a plan share: its units, the events of their passes, its traffic."""
 
@@ -56,6 +62,9 @@ class PlanTensors:
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
         # Of units that have all of this in common, as layers of one kind have: found once.
         self._passes: dict[tuple[str, str], Passes] = {}
+        self._pieces: dict[int, tuple[Piece, ...]] = {}  # by the events of a pass
+        self._halves: dict[tuple[int, frozenset[int]], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
+        self.turns: dict[Hashable, Any] = {}  # backward passes that ranks have replayed (`memory.shortcut`)
         self._elements: dict[tuple[int, int, bool], list[Held]] = {}
         self._shares: dict[tuple[int, State], float] = {}
         self.away, self.in_backward = goes_away(context.runtime), OPTIMIZER_IN_BACKWARD in context.runtime.savers
@@ -95,6 +104,30 @@ class PlanTensors:
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
+
+    def pieces(self, events: tuple[Event, ...]) -> tuple[Piece, ...]:
+        """Return the events of one of `passes` in pieces that end where the gradient of a weight has been computed."""
+        if id(events) not in self._pieces:
+            self._pieces[id(events)] = _in_pieces(events)
+        return self._pieces[id(events)]
+
+    def halves(
+        self, events: tuple[Event, ...], from_forward: frozenset[int]
+    ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """Return the same of a backward pass that is split: the second half computes gradients of weights, and frees
+        what is there from the forward pass.
+        """
+        key = id(events), from_forward
+        if key not in self._halves:
+            second = [e for e in events if e[0] is Act.GRADIENT or (e[0] is Act.FREE and e[1] in from_forward)]
+            first = [e for e in events if e[0] is Act.ALLOCATE or (e[0] is Act.FREE and e[1] not in from_forward)]
+            self._halves[key] = _in_pieces(first), _in_pieces(second)
+        return self._halves[key]
+
+    @cached_property
+    def alike(self) -> list[tuple[Hashable, ...]]:
+        """For each stage what its passes follow from: equal for stages that are alike."""
+        return [tuple((u.block, id(u.words), u.wrapped, id(u.trained)) for u in units) for units in self.stages]
 
     def keeps_inputs(self, unit: Unit) -> bool:
         """Whether a unit's input and the gradient of it are there until the backward pass ends."""
@@ -199,3 +232,15 @@ class PlanTensors:
             mine = own.shared[0] / table.state_shard[kind][0] + own.experts[0] / table.expert_shard[kind][0]
             self._shares[key] = float(mine) / whole if whole else 0.0
         return self._shares[key]
+
+
+def _in_pieces(events: Iterable[Event]) -> tuple[Piece, ...]:
+    found: list[Piece] = []
+    piece: list[TensorEvent] = []
+    for act, slot, nbytes in events:
+        if act is Act.GRADIENT:
+            found.append((tuple(piece), slot))
+            piece = []
+        else:
+            piece.append((slot, whole_blocks(nbytes) if act is Act.ALLOCATE else 0))
+    return (*found, (tuple(piece), None))

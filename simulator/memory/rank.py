@@ -27,8 +27,8 @@ import numpy as np
 
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
-from simulator.memory.plan_tensors import PlanTensors
-from simulator.memory.tensors import Act
+from simulator.memory.growing import GrowingAllocator
+from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
@@ -43,7 +43,14 @@ COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "repl
 class RankReplay:
     """One rank of a plan with an allocator: `start()`, then `step()` again and again."""
 
-    def __init__(self, plan: PlanTensors, rank: int, allocator: CachingAllocator, *, micro_batches: float) -> None:
+    def __init__(
+        self,
+        plan: PlanTensors,
+        rank: int,
+        allocator: CachingAllocator | GrowingAllocator,
+        *,
+        micro_batches: float,
+    ) -> None:
         self.plan, self.rank, self.memory = plan, rank, allocator
         self.micro_batches = micro_batches  # of the step itself: a schedule that is replayed may have fewer
         self.context, self.spec, self.traffic = plan.context, plan.context.spec, plan.traffic
@@ -114,17 +121,21 @@ class RankReplay:
         self.highest = []
         for action in self.row:
             check_time()
-            passes = [self._pass(leaf) for leaf in action.leaves]
-            if self.watches:
-                passes = [self._watched(units) for units in passes]
-            if self.plan.paired:  # layer by layer, the forward pass ahead
-                deque(zip_longest(*reversed(passes)), maxlen=0)
-            else:
-                deque(chain(*passes), maxlen=0)
+            self.run(action)
         if not self.optimizer:
             self.make_optimizer()
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give([block for nbytes in made for block in self._taken(nbytes)])
+
+    def run(self, action: Action) -> None:
+        """Run an action of the schedule."""
+        passes = [self._pass(leaf) for leaf in action.leaves]
+        if self.watches:
+            passes = [self._watched(units) for units in passes]
+        if self.plan.paired:  # layer by layer, the forward pass ahead
+            deque(zip_longest(*reversed(passes)), maxlen=0)
+        else:
+            deque(chain(*passes), maxlen=0)
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Note the most that is allocated in each unit's pass."""
@@ -160,8 +171,8 @@ class RankReplay:
                 recast += again
             if given is not None:
                 instance.slots[passes.inward] = given
-            self._play(unit, instance, passes.forward, forward=True)
-            instance.from_forward = set(instance.slots)
+            self._play(unit, instance, self.plan.pieces(passes.forward))
+            instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.wrapped:
                 self._send_away(instance)
@@ -197,7 +208,11 @@ class RankReplay:
             if keeps := self.plan.keeps_inputs(unit):
                 self.kept.append(instance.slots.pop(passes.inward))
             again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
-            self._play(unit, instance, passes.backward, forward=False, split=split)
+            if split:
+                now, instance.later = self.plan.halves(passes.backward, instance.from_forward)
+            else:
+                now = self.plan.pieces(passes.backward)
+            self._play(unit, instance, now)
             self._give(again)
             gradient = instance.slots.pop(passes.gradient, None)
             self.kept += [gradient] if keeps and gradient is not None else []
@@ -219,38 +234,17 @@ class RankReplay:
         """The second half of a split backward: gradients of weights, whose inputs it frees."""
         for unit in reversed(self.plan.stages[stage]):
             instance = self.running[unit.name, micro_batch]
-            for act, slot in instance.later:
-                if act is Act.GRADIENT:
-                    self._weight_gradient(unit, slot)
-                elif slot in instance.slots:
-                    self.memory.free(instance.slots.pop(slot))
+            self._play(unit, instance, instance.later)
             self._turned(unit, micro_batch, last=last)
             yield
         if self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
 
-    def _play(
-        self,
-        unit: Unit,
-        instance: Instance,
-        events: Iterable[tuple[Act, int, int]],
-        *,
-        forward: bool,
-        split: bool = False,
-    ) -> None:
-        allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
-        allocates, frees = Act.ALLOCATE, Act.FREE
-        for act, slot, nbytes in events:
-            if act is allocates:
-                slots[slot] = allocate(nbytes, COMPUTE)
-            elif split and (act is not frees or slot in instance.from_forward):
-                instance.later.append((act, slot))
-            elif act is frees:
-                block = slots.pop(slot, None)
-                if block is not None:
-                    free(block)
-            elif not forward:
-                self._weight_gradient(unit, slot)
+    def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
+        for events, weight in pieces:
+            self.memory.play(events, instance.slots, COMPUTE)
+            if weight is not None:
+                self._weight_gradient(unit, weight)
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
         """All gradients of a unit are there: free its tensors, and reduce."""

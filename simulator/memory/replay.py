@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
-from simulator.memory.allocator import AboveLimit, CachingAllocator, OutOfMemory
+from simulator.memory.allocator import CachingAllocator, OutOfMemory
+from simulator.memory.growing import AboveLimit, GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
+from simulator.memory.shortcut import ShortReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
@@ -81,45 +83,44 @@ class MemoryReplay:
         """How many passes of units a step of a rank has, on average."""
         return len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
 
-    def rank(
-        self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True, every_step: bool = False
-    ) -> ReservedMemory:
-        """Return what the allocator of pipeline rank `rank` holds; `every_step` is replayed where one shows as much,
+    def rank(self, rank: int, *, capacity_bytes: float | None = None, every_event: bool = False) -> ReservedMemory:
+        """Return what the allocator of pipeline rank `rank` holds; `every_event` is replayed where fewer show as much,
         too.
         """
-        return self._replayed(
-            rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable), every_step=every_step
-        )
+        if capacity_bytes is not None or every_event:
+            return self._by_rules(rank, CachingAllocator(capacity_bytes=capacity_bytes))
+        return self._replayed(rank, GrowingAllocator())
 
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
         """Return the same, or None as soon as more than a limit is reserved."""
         try:
-            return self._replayed(rank, CachingAllocator(limit_bytes=limit_bytes))
+            return self._replayed(rank, GrowingAllocator(limit_bytes=limit_bytes))
         except AboveLimit:
             return None
 
-    def _replayed(self, rank: int, memory: CachingAllocator, *, every_step: bool = False) -> ReservedMemory:
+    def _replayed(self, rank: int, memory: GrowingAllocator) -> ReservedMemory:
+        self._run(ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches))
+        return _held(memory)
+
+    def _run(self, replay: RankReplay) -> None:
+        """Run as many steps as show what any holds."""
+        replay.start()
+        if self.tensors.repeats:
+            replay.make_optimizer()
+        for _ in range(1 if self.tensors.repeats else STEPS):
+            replay.step()
+
+    def _by_rules(self, rank: int, memory: CachingAllocator) -> ReservedMemory:
         replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
-        limited = memory.capacity_bytes is not None
-        steps, before, retried, full = LIMITED_STEPS if limited else STEPS, 0, 0, False
+        before, full = 0, False
         try:
             replay.start()
-            if self.tensors.repeats and memory.expandable and not limited and not every_step:
-                replay.make_optimizer()
-                steps = 1
-            for _ in range(steps):
+            for _ in range(STEPS if memory.capacity_bytes is None else LIMITED_STEPS):
                 before = memory.retries
                 replay.step()
-                retried = memory.retries - before
         except OutOfMemory:
-            full, retried = True, memory.retries - before
-        return ReservedMemory(
-            reserved_bytes=memory.peak_reserved_bytes,
-            allocated_bytes=memory.peak_allocated_bytes,
-            by_stream=dict(memory.streams()),
-            retries_per_step=retried,
-            out_of_memory=full,
-        )
+            full = True
+        return replace(_held(memory), retries_per_step=memory.retries - before, out_of_memory=full)
 
     def paged_bytes(self, rank: int) -> float:
         """Return the bytes of an optimizer's state that are paged on pipeline rank `rank`."""
@@ -131,15 +132,19 @@ class MemoryReplay:
         """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at
         its end.
         """
-        replay = RankReplay(self.tensors, rank, CachingAllocator(), micro_batches=self.micro_batches)
+        replay = RankReplay(self.tensors, rank, GrowingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
-        replay.start()
-        if self.tensors.repeats:
-            replay.make_optimizer()
-        for _ in range(1 if self.tensors.repeats else STEPS):
-            replay.step()
+        self._run(replay)
         return [*replay.highest, replay.memory.allocated_bytes]
 
     def ranks(self) -> tuple[ReservedMemory, ...]:
         """Return what every pipeline rank holds."""
         return tuple(self.rank(rank) for rank in range(self.plan.pp))
+
+
+def _held(memory: CachingAllocator | GrowingAllocator) -> ReservedMemory:
+    return ReservedMemory(
+        reserved_bytes=memory.peak_reserved_bytes,
+        allocated_bytes=memory.peak_allocated_bytes,
+        by_stream=dict(memory.streams()),
+    )

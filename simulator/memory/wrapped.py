@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from simulator.memory.allocator import Block
-from simulator.memory.plan_tensors import Held
-from simulator.memory.tensors import Act
+from simulator.memory.plan_tensors import Held, Piece
 
 
 @dataclass(slots=True, eq=False)
@@ -14,8 +13,8 @@ class Instance:
     """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
 
     slots: dict[int, Block] = field(default_factory=dict)
-    from_forward: set[int] = field(default_factory=set)
-    later: list[tuple[Act, int]] = field(default_factory=list)
+    from_forward: frozenset[int] = frozenset()
+    later: tuple[Piece, ...] = ()
     casts: list[Block] = field(default_factory=list)
     away: dict[int, int] = field(default_factory=dict)  # bytes of tensors that wait in host memory, by slot
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.memory.allocator import BLOCK, Block, CachingAllocator, OutOfMemory
+from simulator.memory.growing import GrowingAllocator
 
 MIB = 1 << 20
 STEPS = st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 10), st.sampled_from("ab")), max_size=60)
@@ -72,6 +73,23 @@ def test_fixed_segments_hold_what_a_brute_force_by_the_rules_holds(steps) -> Non
 
         assert memory.reserved_bytes == reference.reserved_bytes
         assert [nbytes for (_, _, nbytes), _ in live] == [piece[0] for _, piece in live]
+
+
+@given(STEPS)
+def test_growing_pools_give_the_blocks_of_growing_segments(steps) -> None:
+    memory, reference = GrowingAllocator(), CachingAllocator()
+    live: list[tuple[Block, Block]] = []
+    for size, victim, stream in steps:
+        if victim < len(live):
+            mine, other = live.pop(victim)
+            memory.free(mine)
+            reference.free(other)
+        live.append((memory.allocate(size, stream), reference.allocate(size, stream)))
+
+        assert live[-1][0][1:] == live[-1][1][1:]
+        assert memory.allocated_bytes == reference.allocated_bytes
+        assert memory.peak_reserved_bytes == reference.peak_reserved_bytes
+    assert dict(memory.streams()) == dict(reference.streams())
 
 
 @given(STEPS, st.booleans())

@@ -125,9 +125,9 @@ def _check(question: Question, plan: Plan) -> None:
         assert columns.peak_bytes[0, rank] <= found.allocated_bytes
         assert columns.reserved_bytes[0, rank] <= found.reserved_bytes
     replay = MemoryReplay(question, plan)
-    for rank in {0, plan.pp - 1}:  # of steps that repeat one shows what every one after the other does
+    for rank in {0, plan.pp - 1}:  # what is replayed of a rank shows what every step and event does
         found = replay.rank(rank)
-        assert found == replay.rank(rank, every_step=True)
+        assert found == replay.rank(rank, every_event=True)
         assert replay.rank_within(rank, found.reserved_bytes) == found
         assert replay.rank_within(rank, found.reserved_bytes - 1) is None
 
