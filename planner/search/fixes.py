@@ -27,7 +27,7 @@ from simulator.config.plan import Plan
 from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
 from simulator.legality.rules import legal_ones
-from simulator.memory.plan_memory import PlanMemory
+from simulator.memory.plan_memory import PlanMemory, Replays
 from topology.errors import Unproved, UserError
 from topology.rates.scaling import with_gpus
 from topology.time_limit import check_time, reading, until
@@ -69,6 +69,7 @@ class _Variant:
     kinds: frozenset[str]
     question: Question
     plan: Plan
+    held: PlanMemory | None = None  # where a search has replayed it
 
 
 _Groups = Iterator[list[_Variant]]
@@ -166,7 +167,7 @@ def _choose(
                 break
             if any(other.variant.kinds <= variant.kinds for other in chosen):
                 continue
-            held = PlanMemory(variant.question, variant.plan)
+            held = variant.held or PlanMemory(variant.question, variant.plan)
             if held.surely_fits:
                 chosen[:] = [*(other for other in chosen if not one.replaces(other)), replace(one, held=held)]
 
@@ -252,17 +253,19 @@ def _on_more_gpus(question: Question, plan: Plan, count: int, deadline: float | 
         wider = _sharded_over(plan, count // plan.gpus)
         yield list(_variants(more, wider, (named,), kinds, paid=MORE_GPUS, degrees=False))
     elif best := _best_plan(more, deadline):
-        changes = (f"{named} ({plan_in_words(best)})",)
-        yield [_Variant(paid=MORE_GPUS, changes=changes, kinds=kinds, question=more, plan=best)]
+        changes = (f"{named} ({plan_in_words(best.plan)})",)
+        yield [_Variant(paid=MORE_GPUS, changes=changes, kinds=kinds, question=more, plan=best.plan, held=best)]
 
 
-def _best_plan(question: Question, deadline: float | None) -> Plan | None:
+def _best_plan(question: Question, deadline: float | None) -> PlanMemory | None:
     # A search, which a plan that fits needs not.
     from planner.search.infeasible import ConstrainedQuestion  # noqa: PLC0415
     from planner.search.plan_space.candidates import Bounds  # noqa: PLC0415
 
+    replays = Replays(question)
     with suppress(Unproved):  # the time was over before there was one
-        return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
+        best = ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline, replays)
+        return None if best is None else replays[best]
     return None
 
 
