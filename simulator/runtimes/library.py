@@ -46,8 +46,8 @@ from topology.errors import BadPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
-    """A runtime. `recompute_stops`: whether recomputation stops as soon as the backward pass has what it needs:
-    `never`, where the model is `compiled`, where checkpoints are not `reentrant`, or `always`; see
+    """A runtime. `recompute_stops`: when recomputation stops as soon as the backward pass has what it needs: `always`,
+    where the model is `compiled`, or not: `never`, or because checkpoints are `reentrant`; see
     `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or `unfused` for separate
     matrix products; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide` that for operands
     of more than 16 bits. `window_kernel`: the attention library for layers with a sliding window, where that is
