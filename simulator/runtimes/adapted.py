@@ -1,11 +1,10 @@
-"""The operators of a network of which only adapters, or only some modules, are trained.
-
-A frozen product gives the gradient of its input and none of its weights, so autograd does not keep its input. LoRA adds
-two thin products that read the same input, dropped out before them, and whose scaled result is added to the frozen one
+"""The operators of a model in which only adapters, or only some modules, are trained. A frozen product computes the
+gradient of its input and not that of its weight, so autograd does not save its input. LoRA adds two thin products that
+read the same input after dropout, and whose scaled result is added to that of the frozen product
 (peft/tuners/lora/layer.py, `Linear.forward`; torchtune/modules/peft/lora.py does the same). A packed weight is unpacked
 to a 16-bit copy before its product, forward and backward, which is freed after it (bitsandbytes/autograd/_functions.py,
-`MatMul4Bit`; torchao/dtypes/nf4tensor.py, `LinearNF4`). The numbers of vectors, DoRA's and IA3's, are not counted: they
-are less than a thousandth of a percent of a network's.
+`MatMul4Bit`; torchao/dtypes/nf4tensor.py, `LinearNF4`). The parameters of DoRA's and IA3's vectors are not counted:
+they are less than a thousandth of a percent of a model's.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from simulator.config.model import Model
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.operators import OperatorSpec, parse_matmul
 
-RANK = "R"  # the axis of an adapter's rank
+RANK = "R"  # axis of an adapter's rank
 TOKENS = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r", "a"])
 
-# The projections of products, by the axes of their weights. Where one axis pair means two, the operator's name decides.
+# The projections of products, by the axes of their weights. Where two projections have the same axes, the operator's
+# name decides.
 _BY_WEIGHT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("h", "qkv"): ("q", "k", "v"),
     ("h", "q"): ("q",),
@@ -49,12 +49,12 @@ _BY_WEIGHT: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cl", "kx"): ("kv_b",),
     ("h", "E"): ("router",),
 }
-# What a projection on its own gives, of a product that is several.
+# Axes of a single projection's result, for products that combine several.
 _OWN_AXIS = {"q": "q", "k": "kv", "v": "kv", "gate": "f", "up": "f"}
 
 
 def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
-    """Return the projections whose matrices a product multiplies with; none of what multiplies activations."""
+    """Return the projections whose matrices a product multiplies with; none for a product of activations."""
     if not operator.matmul:
         return ()
     left, right, out = parse_matmul(operator.matmul)
@@ -71,9 +71,9 @@ def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
 def adapted(
     operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *, compiled: bool, wide: bool = False
 ) -> list[OperatorSpec]:
-    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights. What
-    adapters read is made `wide` and dropped out so, and then narrow again, where they are kept in float32
-    (peft/tuners/lora/layer.py, `_cast_input_dtype`) and autocast multiplies.
+    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights. The
+    input of float32 adapters is cast to a `wide` type, dropped out, and cast back (peft/tuners/lora/layer.py,
+    `_cast_input_dtype`) and autocast multiplies.
     """
     found: list[OperatorSpec] = []
     frozen = frozen_projections(model, adapter)
@@ -89,7 +89,7 @@ def adapted(
         still = adapter.freezes_all or ("experts" if routed else own[0]) in frozen
         product = replace(operator, weight_gradient=False) if still else operator
         unpacked = _unpacked(product, adapter) if still and adapter.packed and own != ("router",) else [product]
-        # Gradients of the input come from the product and from each adapter.
+        # The gradient of the input is the sum of those from the product and from each adapter.
         given = " ".join(parse_matmul(operator.matmul)[0])
         sums = [_backward_only(f"{operator.name}_lora_sum", operator, (f"2*{given}",), (given,))] if adds else []
         before, after = _vectors(operator, own, model, adapter)
@@ -98,8 +98,8 @@ def adapted(
 
 
 def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
-    """Return a norm whose weight has no gradient: one of several kernels keeps the normalised tokens in 16 bits, next
-    to the input in float32, for that gradient alone.
+    """Return a norm whose weight has no gradient: a norm of several kernels saves the normalised tokens in 16 bits,
+    besides the input in float32, only for that gradient.
     """
     wide = [tensor for tensor in norm.saves if tensor.endswith(":f32") and " " in tensor]
     narrow = [tensor.removesuffix(":f32") for tensor in wide]
@@ -107,8 +107,8 @@ def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
 
 
 def trained_dtype(runtime: Runtime, *, wide_adapters: bool) -> str:
-    """Return the type of what is trained: adapters that are `wide_adapters` in a runtime's description are kept in
-    float32 next to narrow weights, but for those that kernels of others compute.
+    """Return the type of trained parameters: with `wide_adapters` in the runtime's description adapters are float32
+    next to narrower weights, unless third-party kernels compute them.
     """
     adapter = runtime.adapter
     wide = wide_adapters and adapter is not None and adapter.freezes_all and not _fuses_adapters(runtime)
@@ -116,7 +116,7 @@ def trained_dtype(runtime: Runtime, *, wide_adapters: bool) -> str:
 
 
 def casts_adapters(runtime: Runtime, *, wide_adapters: bool) -> bool:
-    """Whether adapters cast what they read, by kernels of their own."""
+    """Whether adapters cast their inputs with kernels of their own."""
     narrow = not runtime.compile and DTYPE_BYTES[runtime.activation_dtype] < 4
     return wide_adapters and narrow and not _fuses_adapters(runtime)
 
@@ -127,7 +127,7 @@ def _fuses_adapters(runtime: Runtime) -> bool:
 
 
 def frozen_projections(model: Model, adapter: Adapter) -> frozenset[str]:
-    """Return the parts of the network that its own training freezes: all, or those that patterns name."""
+    """Return the parts of the model that its own training freezes: all, or those that patterns name."""
     return frozenset() if adapter.freezes_all else frozen_parts(adapter.target_modules, model)
 
 
@@ -161,7 +161,7 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
     found = _wide_input(base, given, adapter) if wide else []
     if adapter.dropout and not wide:
         mask = f"{given}:mask"
-        # A compiler draws the same numbers again instead of keeping the mask.
+        # A compiler draws the same random numbers again instead of saving the mask.
         saved = (given,) if compiled else (given, mask)
         drop = replace(base, name=f"{name}_dropout", reads=(given,), writes=(given,) if compiled else (given, mask))
         found.append(replace(drop, saves=saved, backward_reads=saved, backward_writes=(given,)))
@@ -179,7 +179,7 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
 
 
 def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[OperatorSpec]:
-    """Return what an adapter in float32 does with what it reads; the narrow copy is kept for its first product."""
+    """Return the casts and dropout of a float32 adapter's input; the narrow copy is saved for its first product."""
     wide, mask = f"{given}:f32", f"{given}:mask"
     found = [
         replace(
@@ -205,8 +205,8 @@ def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[Operat
 def _vectors(
     product: OperatorSpec, own: tuple[str, ...], model: Model, adapter: Adapter
 ) -> tuple[list[OperatorSpec], list[OperatorSpec]]:
-    """Return what IA3 does before and after a product: it scales the input of the feed-forward's second product, and
-    the results of others (peft/tuners/ia3/layer.py). The gradient of a vector needs what it scales.
+    """Return IA3's operators before and after a product: it scales the input of the feed-forward's second product, and
+    the results of others (peft/tuners/ia3/layer.py). The gradient of a vector needs the tensor that it scales.
     """
     if adapter.kind != IA3:
         return [], []
@@ -223,7 +223,7 @@ def _vectors(
             reads=(tensor,),
             writes=(tensor,),
             saves=(tensor,),
-            backward_reads=(f"4*{tensor}",),  # the gradient times the vector, and times what was scaled, summed
+            backward_reads=(f"4*{tensor}",),  # the gradient times the vector, and times the scaled tensor, summed
             backward_writes=(f"2*{tensor}",),
             backward_launches=3.0,
         )
@@ -236,7 +236,7 @@ def _vectors(
 
 
 def _norm_of_columns(base: OperatorSpec, name: str, product: OperatorSpec, result: str) -> list[OperatorSpec]:
-    """Return what DoRA does besides: the weight with its adapter's product added, its norms by column, and the result
+    """Return DoRA's further operators: the weight with its adapter's product added, its norms by column, and the result
     scaled by the magnitudes over them (peft/tuners/lora/dora.py). Norms have no gradient.
     """
     weight = " ".join(parse_matmul(product.matmul)[1])
@@ -264,7 +264,7 @@ def _norm_of_columns(base: OperatorSpec, name: str, product: OperatorSpec, resul
 
 
 def _unpacked(product: OperatorSpec, adapter: Adapter) -> list[OperatorSpec]:
-    """Return a product of a packed weight with the copy that is made before it, forward and backward."""
+    """Return a product of a packed weight with the operator that unpacks it before, forward and backward."""
     weight = " ".join(parse_matmul(product.matmul)[1])
     launches = UNPACKING_LAUNCHES[adapter.base_weights]
     name, packed = f"{product.name}_unpack", f"{weight}:packed"
@@ -291,10 +291,9 @@ def _backward_only(name: str, product: OperatorSpec, reads: tuple[str, ...], wri
 
 
 def _keeping_what_is_needed(operators: Sequence[OperatorSpec], *, own_copy: bool) -> list[OperatorSpec]:
-    """Return operators of which frozen products keep their input only where a gradient of weights needs it.
-
-    A description has the first of the products that read one input keep it for all of them. An adapter
-    reads that input itself, or its `own_copy` of it, which is kept already.
+    """Return the operators with frozen products that save their input only if a weight gradient needs it. In a
+    description the first of several products that read one input saves it for all. An adapter reads that input, or its
+    `own_copy` of it, which is saved already.
     """
     found = list(operators)
     group: list[int] = []
@@ -320,8 +319,8 @@ def _keeping_what_is_needed(operators: Sequence[OperatorSpec], *, own_copy: bool
 def adapted_ends(
     embedding: Sequence[OperatorSpec], head: Sequence[OperatorSpec], model: Model, adapter: Adapter
 ) -> tuple[tuple[OperatorSpec, ...], tuple[OperatorSpec, ...]]:
-    """Return the operators of the ends of a network: of a frozen embedding nothing runs backward, a frozen head gives
-    the gradient of its input alone.
+    """Return the operators of embedding and head: a frozen embedding has no backward pass, a frozen head only computes
+    the gradient of its input.
     """
     frozen = frozen_projections(model, adapter)
     still = {part: adapter.freezes_all or part in frozen for part in ("embedding", "head")}

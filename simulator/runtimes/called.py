@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# How people call software whose description has another name.
+# Common names of software whose description has another name.
 CALLED = {
     "titan": "torchtitan",
     "megatron": "megatron-lm",
@@ -21,13 +21,13 @@ CALLED = {
 
 
 def called(name: str) -> tuple[str, str]:
-    """Return a runtime's own name and the version after `@` of a name as people write it: `NeMo AutoModel@0.3`."""
+    """Return the runtime's name and the version after `@` in a common name: `NeMo AutoModel@0.3`."""
     bare, _, version = name.partition("@")
     bare = re.sub(r"[\s_]+", "-", bare.strip().lower())
     return CALLED.get(bare, bare), version.strip()
 
 
-# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
+# Synonyms of recompute modes in frameworks and papers. Any other word is passed on as the runtime's own.
 RECOMPUTE_SYNONYMS = {
     **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
     "core_attn": "selective",

@@ -1,4 +1,4 @@
-"""The environment that a plan's prediction assumes: variables that every launcher of it sets, each with its reason."""
+"""The environment that a plan's prediction assumes: variables that every launcher sets, each with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How kernels of a layer are launched where a run says so: products of experts, what CUDA graphs replay."""
+"""How a layer's kernels are launched if a run states it: products of experts, and kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 
 from simulator.kernels.operators import OperatorSpec
 
-# Of a launch through Python and autograd, what another product costs the host that TransformerEngine's GroupedLinear
-# issues in a loop of its own (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
+# Host time of a further product that TransformerEngine's GroupedLinear issues in its own loop, over that of a launch
+# through Python and autograd (transformer_engine/common/gemm: nvte_multi_stream_cublas_gemm). Source: assumed.
 PRODUCT_LAUNCH = 0.2
 
 
 def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[OperatorSpec]:
-    """Return operators with experts' own in the way that a runtime states (`EXPERT_PRODUCTS`)."""
+    """Return the operators with products of experts as a runtime states them (`EXPERT_PRODUCTS`)."""
     found = []
     for operator in operators:
         product = bool(operator.matmul) and operator.matmul.split()[0] == "e"
@@ -29,7 +29,7 @@ def multiplied_as(products: str, operators: Sequence[OperatorSpec]) -> list[Oper
 
 
 def replayed(operators: Sequence[OperatorSpec], patterns: Sequence[str]) -> list[OperatorSpec]:
-    """Return operators with those that CUDA graphs hold launched by the first of them in a row."""
+    """Return the operators with each sequence in a CUDA graph launched by its first operator."""
     found: list[OperatorSpec] = []
     inside = False
     for operator in operators:

@@ -1,7 +1,7 @@
-"""Runtime descriptions: which kernels a framework runs for a layer, what it saves, what the host costs.
+"""Runtime descriptions: the kernels that a framework runs for a layer, the tensors it saves, its host costs.
 
-A description is a TOML file under `simulator/runtimes`; adding a runtime is adding a file. It is read once, checked
-against the types here, and made the operators of one model (`operators_for`), with every `when` decided.
+A description is a TOML file under `simulator/runtimes`; a new runtime needs only a new file. A file is read once and
+checked against the types here; `operators_for` makes the operators of one model from it, with every `when` decided.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ from topology.errors import BadPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
-    """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; checkpoints that are `reentrant` never do: `simulator.runtimes.recomputation`.
-    `attention_kernel` is a curve of efficiency.toml, or `unfused` where matrices are multiplied; `attention_kernel_on`
-    names others by GPU architecture, `attention_kernel_wide` that for operands of more than 16 bits. `window_kernel`:
-    the attention library for layers with a sliding window, where that is another. `recompute_modules` are parts of a
-    layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
-    deviation of the load of one of two ranks with experts, over the mean, where nothing evens what the router chooses;
-    `unbalanced` that of families whose router no loss evens. `recipes`: what its own set. `splits_experts`: what
-    tensor-parallel ranks do with experts (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to
-    experts, its own first (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a
-    layer that CUDA graphs may replay. `wide_adapters` are kept in float32 whatever the weights are kept in. `savers`
-    are the memory savers that it has (`simulator.config.savers`), and `saver_overrides` what replaces parts of the
-    description where a run has one; of how many layers that have run what they keep may still be on the GPU on its way
-    to host memory is `away_layers` (`simulator.step.away`). A description that is `like` another says only what differs
-    (operators of a part of the layer under `layer.overrides`), and what was measured of the other goes for it.
+    """A runtime. `recompute_stops`: when recomputation stops as soon as the backward pass has what it needs: `always`,
+    where the model is `compiled`, or not: `never`, or because checkpoints are `reentrant`; see
+    `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or `unfused` for separate
+    matrix products; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide` that for operands
+    of more than 16 bits. `window_kernel`: the attention library for layers with a sliding window, where that is
+    another. `recompute_modules` are parts of a layer that can be recomputed together
+    (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of two ranks
+    with experts, over the mean, where loads are not balanced by force; `unbalanced` that of families whose router has
+    no balancing loss. `recipes`: settings of its own recipes. `splits_experts`: how tensor-parallel ranks split experts
+    (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
+    (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA graphs
+    may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory savers
+    (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With activation
+    offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to host memory
+    (`simulator.step.away`). A description that is `like` another states only the differences (operators of a part of
+    the layer under `layer.overrides`), and measurements of the other apply to it.
     """
 
     names: tuple[str, ...]
@@ -88,7 +89,7 @@ class RuntimeSpec:
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wide_adapters: bool = False
-    scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
+    scores_after: tuple[str, ...] = ()  # families that weigh the experts' results; others weigh the tokens
     recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
     earlier: tuple[EarlierSpec, ...] = ()  # the newest first
     later: LaterSpec | None = None
@@ -96,22 +97,22 @@ class RuntimeSpec:
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
     like: str = ""
-    rules: str = ""  # the framework whose plans it accepts, where it has no rules of its own, nor what it is like
+    rules: str = ""  # the framework whose rules apply, if neither it nor the description that it is like has rules
     tools: ToolsSpec = field(default_factory=ToolsSpec)
 
     @property
     def measured_as(self) -> str:
-        """The runtime whose measurements go for this one."""
+        """The runtime whose measurements apply to this one."""
         return self.like or self.names[0]
 
 
-LATER = -1  # of the generations of a description, whose own is 0 and whose older ones are counted from 1
+LATER = -1  # the newer generation of a description; 0 is the described one, 1 and up are ever older ones
 
 
 @cache
 def runtime_spec(name: str) -> RuntimeSpec:
-    """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
-    if name in _files():  # a file is called by the first name in it: no need to read the others
+    """Return the description that has `name`. Raises BadPlan with the known names otherwise."""
+    if name in _files():  # a file is named by its first name: no need to read the others
         return _read(name)
     for spec in map(_read, _files()):
         if name in spec.names:
@@ -121,7 +122,7 @@ def runtime_spec(name: str) -> RuntimeSpec:
 
 @cache
 def is_described(name: str) -> bool:
-    """Return whether a description claims `name`."""
+    """Return whether a description has `name`."""
     return name in _files() or name in runtime_names()
 
 
@@ -131,7 +132,7 @@ def runtime_names() -> tuple[str, ...]:
 
 @cache
 def _files() -> tuple[str, ...]:
-    """Return the names of the description files, without their ending."""
+    """Return the names of the description files, without extension."""
     folder = resources.files("simulator") / "runtimes"
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
@@ -143,9 +144,7 @@ def lineage(name: str) -> tuple[str, ...]:
 
 
 def spec_for(runtime: Runtime) -> RuntimeSpec:
-    """Return the description of a runtime in its version: what is read of a run that states none is the description's
-    own.
-    """
+    """Return the description for a runtime's version; without a version, the description's own."""
     spec = runtime_spec(runtime.name)
     generation = LATER if is_later_version(runtime) else _generations_back(runtime)
     if not generation and not runtime.savers and runtime.reentrant is None:
@@ -168,12 +167,12 @@ def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentran
 
 
 def _document(file: str) -> JsonObject:
-    """Return a description with all that it does not state of what it is like. Versions are its own."""
+    """Return a description completed from the one that it is like. Versions are its own."""
     document = _load_toml(file)
     if not document.get("like"):
         return document
     other = {key: value for key, value in _document(document["like"]).items() if key not in {"earlier", "later"}}
-    # What is measured is the last in such a row.
+    # Measurements are those of the last description in the chain.
     return _replaced(other, document) | {"like": other.get("like") or document["like"]}
 
 
@@ -182,14 +181,14 @@ def _load_toml(file: str) -> JsonObject:
 
 
 def _merge(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `below` with what `above` says in its place, table by table."""
+    """Return `below` with the values of `above` in their places, table by table."""
     both = {key: _merge(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
 
 
 def _replaced(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their
-    names.
+    """Return `below` with the values of `above` in their places; operators under `layer.overrides` replace those of the
+    same name.
     """
     layer = dict(above.get("layer", {}))
     overrides = layer.pop("overrides", {})
@@ -199,7 +198,9 @@ def _replaced(below: JsonObject, above: JsonObject) -> JsonObject:
 
 
 def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonObject]]) -> list[JsonObject]:
-    """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
+    """Return a part's operators with `others` in the place of those with the same name; operators of one name stay
+    together.
+    """
     found: list[JsonObject] = []
     for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
         found += others.get(name, list(run))
@@ -207,11 +208,12 @@ def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonO
 
 
 def is_earlier_version(runtime: Runtime) -> bool:
-    """Whether `runtime` states a version of an older generation that its description tells apart."""
+    """Whether `runtime` states a version of an older generation in its description."""
     return _generations_back(runtime) > 0
 
 
 def _generations_back(runtime: Runtime) -> int:
+    """Return how many generations older than the described one the stated version is; 0 without a version."""
     version = runtime.version
     if version is None:
         return 0
@@ -222,7 +224,7 @@ def _generations_back(runtime: Runtime) -> int:
 
 
 def is_later_version(runtime: Runtime) -> bool:
-    """Whether `runtime` states a version of the newer generation that its description tells apart."""
+    """Whether `runtime` states a version of the newer generation in its description."""
     later = runtime_spec(runtime.name).later
     if later is None or runtime.version is None:
         return False
@@ -232,9 +234,7 @@ def is_later_version(runtime: Runtime) -> bool:
 
 
 def attention_kernel(runtime: Runtime, architecture: str) -> str:
-    """Return the attention library that `runtime` calls on GPUs of an architecture: a curve of efficiency.toml, or
-    `unfused` where it multiplies matrices.
-    """
+    """Return the attention kernel of `runtime` on GPUs of an architecture: a curve of efficiency.toml, or `unfused`."""
     spec = spec_for(runtime)
     if DTYPE_BYTES[runtime.activation_dtype] > 2:
         return spec.attention_kernel_wide
@@ -242,14 +242,14 @@ def attention_kernel(runtime: Runtime, architecture: str) -> str:
 
 
 def attention_implementation(runtime: Runtime) -> str:
-    """Return `flash` for a fused kernel, which keeps no scores, or `unfused`."""
+    """Return `flash` for a fused kernel, which does not save scores, or `unfused`."""
     return "unfused" if attention_kernel(runtime, "") == "unfused" else "flash"
 
 
 def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
-    """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides.
-
-    `cut`: tensor-parallel ranks have cut the vocabulary. A head that is frozen with all else has no gradient.
+    """Return the tensors alive together at the start of the loss's backward pass, one tuple per moment; the largest
+    decides. `cut`: tensor-parallel ranks divide the vocabulary. A head that is frozen with everything else has no
+    gradient.
     """
     layer, adapter = spec_for(runtime).layer, runtime.adapter
     fused = next((part for part in ("linear_loss", "loss") if part in {*runtime.fused} & {*layer.fused_head_peaks}), "")
@@ -265,25 +265,25 @@ def _head_moments(layer: LayerSpec, runtime: Runtime, *, cut: bool) -> tuple[tup
 
 
 def turns_at_once(runtime: Runtime) -> bool:
-    """Whether the loss has its gradients in the forward pass."""
+    """Whether the loss computes its gradients in the forward pass."""
     return spec_for(runtime).layer.head_at_once
 
 
 def head_left(runtime: Runtime) -> tuple[str, ...]:
-    """Return the tensors whose blocks the allocator is left with when the loss turns round."""
+    """Return the tensors of the loss whose blocks the allocator keeps as unused cache when its backward pass begins."""
     layer = spec_for(runtime).layer
     fused = {*runtime.fused} & {*layer.fused_head_peaks}
     return () if fused or (runtime.compile and layer.compiled_head_peak) else layer.head_left
 
 
 def recompute_stops_early(runtime: Runtime) -> bool:
-    """Whether recomputing a block stops as soon as backward has what it needs; see
+    """Whether recomputing a block stops as soon as the backward pass has what it needs; see
     `simulator.runtimes.recomputation`.
     """
     return spec_for(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
 
 
-# A version may be the year and month of the software where nobody gave it a number.
+# A version may be a year and month for software without version numbers.
 DATED = re.compile(r"20\d\d-\d\d(-\d\d)?$")
 
 
@@ -297,15 +297,13 @@ def is_mixed_precision(runtime: Runtime) -> bool:
 
 
 def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
-    """Return whether full sharding wraps a single rank's parameters: to compute in a narrower type than is stored, or
-    anyway.
-    """
+    """Return whether full sharding wraps the parameters of a single rank, always or to compute in a narrower type."""
     differ = runtime.param_dtype != runtime.activation_dtype
     return spec.fsdp.wraps_one == "always" or (spec.fsdp.wraps_one == "differ" and differ)
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
-    """Return the description's own name for a recompute word. Raises BadPlan when the runtime has no such mode."""
+    """Return the description's name for a recompute word. Raises BadPlan when the runtime has no such mode."""
     spec = runtime_spec(runtime.name)
     name = RECOMPUTE_SYNONYMS.get(word, word)
     if name not in spec.recompute and not are_modules(word, spec):
@@ -325,7 +323,7 @@ def are_modules(word: str, spec: RuntimeSpec) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOperators:
-    """The operators of one model under one runtime, in execution order, conditions on the model already decided.
+    """The operators of one model under one runtime, in execution order, with conditions on the model decided.
 
     `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`).
     """
@@ -338,14 +336,14 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CASTS = frozenset({"cast", "rotated"})  # in an operator's `units`
+CASTS = frozenset({"cast", "rotated"})  # symbols in an operator's `units`
 _PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
 @lru_cache(maxsize=32)
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
-    """Return the operators `runtime` runs for `model`."""
+    """Return the operators that `runtime` runs for `model`."""
     spec = _with_head_weight(spec_for(runtime), model)
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
@@ -356,7 +354,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
     attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
 
-    # Autocast has nothing to cast where parameters are stored in the type that products compute in.
+    # Autocast has nothing to cast if parameters are stored in the type of products.
     of_plans = PLAN_CONDITIONS if is_mixed_precision(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
 
     def active(operators: tuple[OperatorSpec, ...], *, in_layer: bool = False) -> tuple[OperatorSpec, ...]:
@@ -391,7 +389,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
-    """Return an operator without torch's slow casts where a compiler writes its kernels, or its type is float32
+    """Return an operator without torch's slow casts, for kernels written by a compiler or types that are float32
     already.
     """
     if not {"compiled", "wide"} & features or not CASTS & {*operator.units, *operator.backward_units}:
@@ -404,9 +402,9 @@ def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorS
 
 
 def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
-    """Return a description that divides layers by their arithmetic with the head's products over those of a layer:
-    weights as nanotron counts them, which takes all projections of attention to be as wide as the queries and three for
-    any feed-forward network.
+    """Return a description that divides layers by arithmetic, with the head's weight: its products over those of a
+    layer, as nanotron counts them (all projections of attention as wide as the queries, three for any feed-forward
+    network).
     """
     if not spec.pipeline.by_arithmetic:
         return spec
@@ -418,7 +416,7 @@ FUSED_DISPATCH = ("deepep", "hybridep")
 
 
 def dispatcher_of(runtime: Runtime, spec: RuntimeSpec) -> str:
-    """Return how tokens are sent to experts: as stated, where the description has that."""
+    """Return how tokens are sent to experts: as stated, if the description has that."""
     return runtime.moe_dispatcher if runtime.moe_dispatcher in spec.dispatchers else spec.dispatchers[0]
 
 

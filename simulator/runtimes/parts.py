@@ -1,4 +1,4 @@
-"""The parts of a runtime's description: what it keeps, sends, saves and runs again, and what its host costs."""
+"""The parts of a runtime's description: state, communication, saved and recomputed tensors, and host costs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class RuntimeDefaults:
     optimizer: str
     compile: bool
     savers: tuple[str, ...] = ()
-    adapter_targets: tuple[str, ...] = ()  # peft's where there are none
+    adapter_targets: tuple[str, ...] = ()  # peft's defaults, if it has none of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """`master_weights`: a float32 copy alongside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
+    """`master_weights`: a float32 copy in addition to 16-bit parameters. Gradient dtypes are `param`, `compute`,
+    `reduce`.
 
-    `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for
-    every element of a rank's gradients before they are sharded, `owned_gradient_passes_bytes` for each that it updates.
-    `gradients_freed`: no gradient is there when a step begins (`zero_grad(set_to_none=True)`), so the loss begins its
-    backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks have cut the vocabulary,
-    a rank's gradient of the embedding has all rows, to be summed over ranks.
+    `placeholder_gradients`: products add weight gradients to buffers themselves, and autograd gets an unfilled tensor,
+    one for every distinct shape of weight, which is never freed. `gradient_passes_bytes` are moved once per step for
+    every element of a rank's gradients before sharding, `owned_gradient_passes_bytes` for each element that the rank
+    updates. `gradients_freed`: a step begins without gradients (`zero_grad(set_to_none=True)`), so the loss begins its
+    backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
+    rank's gradient of the embedding still has all rows, to be summed over ranks.
     """
 
     master_weights: bool
@@ -42,13 +43,13 @@ class StateSpec:
     owned_gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
-    update_copies: float = 0.0  # of what a rank updates, that the update makes for a moment
-    offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
+    update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update
+    offloads_gradients: bool = True  # sharded gradients are kept where an offloaded optimizer is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always` or where types
     `differ`.
 
     `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
@@ -63,12 +64,13 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
+    """`bucket_bytes` of gradients are reduced at once; 0: those of a layer. `every_micro_batch`: after every micro
+    batch, not only after the last.
 
-    A sharded optimizer's traffic is a layer's at once, or `bucket_elements`, or so many for each data-parallel rank,
-    whatever is most. It runs behind backward passes with `sharded_overlap`, and gathers of what was updated behind the
-    next forward pass unless `gathers_overlap` is off. `sums_whole`: its gradients are summed whole on every rank, which
-    takes what it owns.
+    A sharded optimizer exchanges at once the largest of a layer, `bucket_elements`, and the elements stated per
+    data-parallel rank. With `sharded_overlap` this runs during backward passes, and updated parameters are gathered
+    during the next forward pass unless `gathers_overlap` is off. `sums_whole`: gradients are summed whole on every
+    rank, which then takes its shard.
     """
 
     overlap: bool
@@ -84,8 +86,8 @@ class DdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSpec:
-    """DeepSpeed's buffers, in elements: `buckets` contiguous ones of `bucket_elements` that gradients are copied to,
-    and `update_elements` that a rank of ZeRO-3 updates at once.
+    """DeepSpeed's buffers, in elements: `buckets` contiguous buffers of `bucket_elements` for gradients, and the
+    `update_elements` that a rank of ZeRO-3 updates at once.
     """
 
     bucket_elements: float
@@ -95,12 +97,12 @@ class ZeroSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has
-    one for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
-    `caches_outputs`: until its backward pass has run, logits of the last stage too. `ends_fill_stages`: layers that do
-    not divide by the stages are made to by counting the head, or embedding and head, as one layer each.
-    `by_arithmetic`: stages take layers until they have their share of all products, those of the head too;
-    `head_weight` is then the head's products over a layer's, which follows from the model.
+    """`embedding_weight` and `head_weight`: as how many layers the splitter counts them. `receive_buffers`: a stage has
+    a permanent buffer for every micro batch and direction. `keeps_outputs`: outputs of stages are kept until the step
+    ends. `caches_outputs`: outputs, the last stage's logits included, are kept until their backward pass has run.
+    `ends_fill_stages`: if layers do not divide by the stages, the head, or embedding and head, count as one layer each.
+    `by_arithmetic`: stages take layers until they have their share of all products, the head's included; `head_weight`
+    is then the head's products over a layer's, from the model.
     """
 
     embedding_weight: float
@@ -134,15 +136,15 @@ class HostSpec:
     synchronizes: Literal["never", "micro_batch", "pipeline", "always"] = "never"
     plain_tensors: bool = False
     data_token_s: float = 0.0
-    norm_to_host: bool = False  # the host reads the norm of gradients before it launches their clipping
-    data_spread: float = 0.0  # of `data_token_s` from process to process: standard deviation over median
-    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut
-    # by tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at
-    # once; what dispatching a layer operator by operator costs under selective recomputation; and the host's work of a
-    # step outside its layers, which runs ahead of the device where that is the slower one: of any step, and what it is
-    # more (embedding, head, norms, update) where parameters are sharded, replicated or cut, or sequences are; what a
-    # pass of a pipeline's stage costs more: its action in the schedule, its messages; and what running a layer again
-    # costs more where FSDP wraps it.
+    norm_to_host: bool = False  # the host reads the norm of gradients before it launches the clipping
+    data_spread: float = 0.0  # spread of `data_token_s` between processes: standard deviation over median
+    # Known from measurements only. `*_layer_s`: added to a layer's forward and backward pass if it is sharded,
+    # replicated, divided by tensor or context parallelism, has experts, exchanges their tokens, or is both sharded and
+    # divided. `selective_s`: dispatching a layer operator by operator under selective recomputation. `rest_s`: the
+    # host's work in a step outside its layers, which runs ahead of a slower device; `*_rest_s`: added to it (embedding,
+    # head, norms, update) if parameters are sharded, replicated or divided, or sequences are. `pp_pass_s`: added to a
+    # pass of a pipeline stage for its action and messages. `fsdp_again_s`: added to recomputing a layer that FSDP
+    # wraps.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
@@ -150,19 +152,19 @@ class HostSpec:
     moe_layer_s: float = 0.0
     ep_layer_s: float = 0.0
     fsdp_tp_layer_s: float = 0.0
-    tp_rank_layer_s: float = 0.0  # for each tensor-parallel rank, in a stage of a pipeline; known from whole runs only
+    tp_rank_layer_s: float = 0.0  # per tensor-parallel rank, in a pipeline stage; from whole runs only
     pp_pass_s: float = 0.0
     fsdp_again_s: float = 0.0
-    selective_s: float | None = None  # None: as any other recomputed region
+    selective_s: float | None = None  # None: like any other recomputed region
     rest_s: float = 0.0
     fsdp_rest_s: float = 0.0
     ddp_rest_s: float = 0.0
     tp_rest_s: float = 0.0
     cp_rest_s: float = 0.0
-    cut_step_s: float = 0.0  # what `step_s` is more where parameters or sequences are sharded or cut
+    cut_step_s: float = 0.0  # added to `step_s` if parameters or sequences are sharded or divided
 
     def dispatches(self, recompute: str) -> bool:
-        """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""
+        """Return whether layers are recomputed operator by operator through a dispatch mode."""
         return recompute == "selective-op" and self.selective_s is not None
 
     def wrapping_s(self, recompute: str) -> float:
@@ -172,15 +174,13 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by
-    moment.
-
-    `head_at_once`: the loss has its gradients in the forward pass, so that these are alive there.
-    `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are
-    too small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
-    `cut_head_peak` and `compiled_cut_head_peak` go before them where tensor-parallel ranks have cut the vocabulary.
-    `metrics_after`: tensors of metrics after a micro batch's backward pass. For their sake the logits are kept until
-    the next forward pass has given its own.
+    """Operators by part of the network. `head_peak`: tensors alive together at the start of the loss's backward pass,
+    by moment. `head_at_once`: the loss computes its gradients in the forward pass, where these tensors are then alive.
+    `head_left`: tensors of the loss's forward pass that are freed by then, and whose blocks in the allocator's pool are
+    too small for the backward pass. Both apply to a loss that is not compiled, unless `compiled_head_peak` is given.
+    `cut_head_peak` and `compiled_cut_head_peak` replace them where tensor-parallel ranks divide the vocabulary.
+    `metrics_after`: tensors of metrics after a micro batch's backward pass; for these the logits are kept until the
+    next forward pass has computed its own.
     """
 
     attention: tuple[OperatorSpec, ...]
@@ -193,7 +193,7 @@ class LayerSpec:
     cut_head_peak: tuple[tuple[str, ...], ...] = ()
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
     compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
-    fused_head_peaks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of losses that others fuse
+    fused_head_peaks: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of losses in third-party kernels
     head_at_once: bool = False
     head_left: tuple[str, ...] = ()
     metrics_after: tuple[str, ...] = ()
@@ -203,8 +203,8 @@ class LayerSpec:
 class RecomputeSpec:
     """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
 
-    With `keeps` the layer stores just those tensors; with `drops`, patterns as well, it stores everything except what
-    those operators save. `layers` is the share of layers the mode applies to.
+    With `keeps` the layer saves only those tensors; with `drops`, also patterns, it saves everything except what those
+    operators save. `layers` is the share of layers the mode applies to.
     """
 
     recomputes: tuple[str, ...] = ()
@@ -216,15 +216,17 @@ class RecomputeSpec:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
 
     def lets_go(self, name: str) -> bool:
-        """Return whether what an operator saves is made again instead."""
+        """Return whether the tensors that an operator saves are recomputed instead."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.drops)
 
 
-MODULES = "+"  # joins the words of modules that are recomputed together into one mode
+MODULES = "+"  # joins the names of modules that are recomputed together
 
 
 class RecomputeModes(dict[str, RecomputeSpec]):
-    """The recompute modes of a runtime by name, and those that modules make together: `core_attn+moe_act`."""
+    """The recompute modes of a runtime by name, including those that several modules make together:
+    `core_attn+moe_act`.
+    """
 
     def __init__(self, modes: Mapping[str, RecomputeSpec], modules: Mapping[str, RecomputeSpec]) -> None:
         super().__init__(modes)
@@ -240,12 +242,10 @@ class RecomputeModes(dict[str, RecomputeSpec]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsSpec:
-    """What here runs a runtime, writes for it and reads what it logs; empty where nothing does.
-
-    `layers`: whose layers the executor runs in a calibration, `trainer`: whose training step for a plan. `export`: the
-    target of `planner export` that its plans are written for, `program`: whose program launchers start. `log`: the
-    format of its lines; `logs_reserved`: the memory in them is what the allocator reserved. `compiles`: torch.compile
-    can be switched on and off.
+    """Our tools for a runtime; a field is empty where there is none. `layers` and `trainer`: the runtime whose layers
+    the executor runs in a calibration, and whose training step it runs for a plan. `export`: the target of `planner
+    export` for its plans; `program`: what launchers start. `log`: the format of its log lines; `logs_reserved`: their
+    memory is the allocator's reserved bytes. `compiles`: torch.compile can be switched on and off.
     """
 
     layers: Literal["", "own", "torchtitan"] = ""
@@ -259,8 +259,7 @@ class ToolsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierSpec:
-    """An older generation of the software: stated versions lower than `before`, or of a month earlier than
-    `before_date`.
+    """An older generation of the software: stated versions below `before`, or of a month before `before_date`.
 
     `overrides` replaces parts of the description of the next newer generation, in the same form.
     """
@@ -272,10 +271,9 @@ class EarlierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec:
-    """What the recipes that come with a runtime set of runs of one kind: keys of a case's `runtime` and `plan`.
-
-    The kind: with `experts`, on one of `gpus` and with products in one of `low_precision` (a recipe of
-    `simulator.kernels.low_precision`), where these are said, with loads that are forced to be `balanced`.
+    """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`. A kind is given
+    by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`) and `balanced` loads of
+    experts; what is not given matches any run.
     """
 
     experts: bool = False
@@ -288,10 +286,8 @@ class RecipeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterSpec:
-    """A newer generation of the software: stated versions from `since` on, months from `since_date` on; `overrides` as
-    in `EarlierSpec`.
-
-    `loss_pieces` is into how many equal pieces a rank's sequence is cut for the loss.
+    """A newer generation of the software: stated versions from `since` on, or months from `since_date` on; `overrides`
+    as in `EarlierSpec`. The loss divides a rank's sequence into `loss_pieces` equal pieces.
     """
 
     since: str

@@ -1,8 +1,5 @@
-"""The operators of a layer whose products run in float8 or float4: with what quantises their operands, and what is
-kept.
-
-Quantising is written into the sequence as operators of its own, so that it is timed, launched and recomputed like any
-other.
+"""The operators of a layer whose products run in float8 or float4, with the operators that quantise their inputs.
+Quantising operators are part of the sequence, so they are timed, launched and recomputed like any other.
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ from simulator.kernels.operators import OperatorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionSpec:
-    """How a runtime multiplies in a low type: the `recipe` that it has by default, and which products stay
-    `wide` (patterns of operator names; the head and the embedding always do).
-
-    `after_norm` are products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel
-    ranks gather what has been quantised. `gathers_weights`: parameters are stored, and gathered over data-parallel
-    ranks, in the low type; otherwise 16-bit ones are quantised once a step. `keeps` are inputs of products, by name,
-    that are kept in the low type alongside the 16-bit tensor that an operator before keeps.
+    """How a runtime computes products in a low type: its default `recipe`, and the products that stay `wide` (patterns
+    of operator names; the head and the embedding always do). `after_norm`: products whose input a norm may write in the
+    low type itself. `gathers_tokens`: tensor-parallel ranks gather quantised tokens. `gathers_weights`: parameters are
+    stored, and gathered over data-parallel ranks, in the low type; otherwise 16-bit parameters are quantised once per
+    step. `keeps`: inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an
+    earlier operator saves.
     """
 
     recipe: str
@@ -35,7 +31,7 @@ class LowPrecisionSpec:
 
 
 def quantized(operators: Sequence[OperatorSpec], spec: LowPrecisionSpec, recipe: Recipe) -> tuple[OperatorSpec, ...]:
-    """Return `operators` with products, and what feeds them, in the recipe's type."""
+    """Return `operators` with products, and the operators that write their inputs, in the recipe's type."""
     out: list[OperatorSpec] = []
     for operator in operators:
         if not operator.matmul or any(fnmatch.fnmatchcase(operator.name, pattern) for pattern in spec.wide):
@@ -51,7 +47,9 @@ def quantized(operators: Sequence[OperatorSpec], spec: LowPrecisionSpec, recipe:
 
 
 def _quantise(product: OperatorSpec, recipe: Recipe, *, fused: bool) -> OperatorSpec:
-    """Return what writes a product's input in the low type, and backward the gradient of its result."""
+    """Return the operator that writes a product's input in the low type, and in the backward pass its result's
+    gradient.
+    """
     operands, _, result = product.matmul.partition("->")
     given, wanted = _own_tokens(operands.split(",")[0]), _own_tokens(result)
     passes = int(recipe.reads)
@@ -68,13 +66,15 @@ def _quantise(product: OperatorSpec, recipe: Recipe, *, fused: bool) -> Operator
 
 
 def _own_tokens(tensor: str) -> str:
-    """Return a tensor as a rank has it before tokens are gathered: what is as wide as the model is quantised there."""
+    """Return a tensor with the axes that it has on a rank before tokens are gathered: tensors of the model's width are
+    quantised there.
+    """
     return "u h" if tensor.strip() == "t h" else tensor.strip()
 
 
 def _before_gather(out: Sequence[OperatorSpec], product: OperatorSpec) -> int:
-    """Return where the operator that quantises a product's input stands: before the gather of that input, if there is
-    one.
+    """Return the position of the operator that quantises a product's input: before the gather of that input, if there
+    is one.
     """
     given = product.matmul.split(",")[0].strip()
     for position in range(len(out) - 1, -1, -1):

@@ -1,10 +1,10 @@
 """Which operators of a wrapped block run again in the backward pass.
 
-Those that the mode names. But torch's checkpoint without re-entrance may stop as soon as the last tensor that backward
-needs is there again (torch.utils.checkpoint, `early_stop`, the default since torch 2.1), and a compiler drops what
-nobody reads: the last product of the feed-forward, whose input is saved and whose result nobody needs, and what follows
-it do not run again. That is a third of a plain feed-forward's products. Re-entrant checkpoints, those of transformers
-before 5.0 and Megatron-LM's among them, run everything.
+These are the operators that the mode names, with one exception. torch's non-reentrant checkpoint may stop as soon as it
+has recomputed the last tensor that the backward pass needs (torch.utils.checkpoint, `early_stop`, the default since
+torch 2.1), and a compiler drops unused results. Then the last product of the feed-forward, whose result is not needed,
+and what follows it do not run again; that is a third of a plain feed-forward's products. Reentrant checkpoints, such as
+those of transformers before 5.0 and of Megatron-LM, run everything.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def run_again(
     named = [active_rows(operator, table) * mode.runs_again(operator.name) for operator in operators]
     if not recompute_stops_early(runtime):
         return named
-    needed = np.zeros(len(table))  # 1 where a later operator saves something
+    needed = np.zeros(len(table))  # 1 where a later operator saves a tensor
     again: list[Floats] = []
     for operator, rows in zip(reversed(operators), reversed(named), strict=True):
         saves = active_rows(operator, table) * bool(operator.saves)
-        # A product saves what it reads, before it runs; others may save what they give.
+        # A product saves its inputs, before it runs; others may save their results.
         again.append(rows * (needed if operator.matmul else np.maximum(needed, saves)))
         needed = np.maximum(needed, saves)
     return again[::-1]

@@ -1,4 +1,4 @@
-"""The runtime that a source states: what it leaves open is at the runtime's defaults, and said to be assumed."""
+"""The runtime that a source states: what it leaves open has the runtime's defaults and is listed as assumed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
-# Scopes of CUDA graphs that hold whole layers or more.
+# Scopes of CUDA graphs that contain whole layers or more.
 WHOLE_GRAPHS = frozenset({"full_iteration", "full_iteration_inference", "full"})
 
 
 def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
-    """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
+    """Return the runtime that a case states, completed with the runtime's defaults, and a list of these assumptions."""
     name = str(stated.get("name") or "pytorch")
     spec = runtime_spec(name)
     chosen: JsonObject = {}
@@ -81,7 +81,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
 
 
 def _dated(release: str) -> str | None:
-    """Return the month that a release names: itself, or the last of the year alone that is among its words."""
+    """Return the month that a release names: the release itself, or the latest month of the year that it names."""
     if DATED.match(release):
         return release
     months, years = re.findall(r"\b20\d\d-[01]\d\b", release), re.findall(r"\b20\d\d\b(?!-)", release)
@@ -89,7 +89,7 @@ def _dated(release: str) -> str | None:
 
 
 def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:
-    """Return the recipe of products in a low type, and what was assumed of it. Raises BadPlan for one of another
+    """Return the recipe of products in a low type, and a list of assumptions. Raises BadPlan for a recipe of another
     type.
     """
     known = [

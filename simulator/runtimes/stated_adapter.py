@@ -1,4 +1,6 @@
-"""What a source says of adapters and frozen weights: what it leaves open is as the usual recipe has it, and listed."""
+"""Adapters and frozen weights as a source states them; what it leaves open has the usual recipe's values and is
+listed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from topology.codec import JsonObject
 from topology.errors import BadPlan
 
 ADAPTER_KEYS = ("kind", "rank", "target_modules", "base_weights", "dropout")
-# Where a source does not say: the rank of peft's LoraConfig and of torchtune's recipes; queries and values, which the
-# paper of LoRA adapts (section 4.2), are peft's default for Llama-like models.
+# Defaults: the rank of peft's LoraConfig and of torchtune's recipes; queries and values, which the paper of LoRA adapts
+# (section 4.2), are peft's default for Llama-like models.
 USUAL_RANK = 8
 USUAL_TARGETS = ("q_proj", "v_proj")
 
@@ -30,8 +32,8 @@ USUAL_TARGETS = ("q_proj", "v_proj")
 def resolve_adapter(
     stated: JsonObject, *, usual: tuple[str, ...] = (), whose: str = ""
 ) -> tuple[Adapter | None, list[str]]:
-    """Return the adapter that `stated` describes, and what was assumed of it; None where nothing is said. `usual` are
-    the modules of the recipes of `whose` software, peft's where it has none of its own.
+    """Return the adapter that `stated` describes (None without one) and a list of assumptions. `usual` are the modules
+    in the recipes of `whose` software, or peft's if it has none.
 
     Raises BadPlan, naming the key.
     """
@@ -84,7 +86,7 @@ def _targets(stated: Any, kind: str, usual: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _known(word: str) -> str:
-    """Return the name of a module; `all linear` as it is called here. Raises BadPlan for one that no network has."""
+    """Return the name of a module; `all linear` becomes our name for it. Raises BadPlan for one that no model has."""
     plain = word.lower().replace("_", "-").replace(" ", "-")
     if plain in {ALL_LINEAR, "all"}:
         return ALL_LINEAR

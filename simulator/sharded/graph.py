@@ -2,8 +2,7 @@
 
 The operators are those of PyTorch's ATen library by name (`aten.linear.default`), with arguments as plain data. Where
 an argument is a tensor it is `{"tensor": NAME}`; a dtype is `{"dtype": "bf16"}`. Graphs are read from files, so sizes
-are bounded and nothing of a file is run: the planner knows operators from its table of rules, the executor from its
-own.
+are bounded and no code in a file is run: planner and executor look operators up by name in tables of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PARAMETER, BUFFER, CONSTANT, INPUT = "parameter", "buffer", "constant", "input"
 
 
 class GraphInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that the computation is given. `target` is its name in the module; `kind` one of this module's four.
+    """An input tensor of the computation. `target` is its name in the module; `kind` one of this module's four.
 
     A `frozen` parameter has no gradient.
     """
@@ -64,7 +63,7 @@ class GraphNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CapturedGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Inputs, operators in an order in which they can run, and the names of the results."""
+    """Inputs, operators in an order in which they can run, and names of the results."""
 
     inputs: tuple[GraphInput, ...]
     nodes: tuple[GraphNode, ...]
@@ -74,7 +73,7 @@ class CapturedGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def tensors_in(arguments: Any) -> tuple[str, ...]:
-    """Return the tensors that `arguments` name, in order, each once."""
+    """Return the names of the tensors in `arguments`, in order, each once."""
     return tuple(dict.fromkeys(_tensors(arguments)))
 
 
@@ -91,7 +90,7 @@ def _tensors(arguments: Any) -> Iterator[str]:
 
 
 def renamed(arguments: Any, names: Mapping[str, str]) -> Any:
-    """Return arguments with tensors by their new names; those that `names` has not keep theirs."""
+    """Return arguments with tensors renamed as in `names`; others keep their names."""
     if isinstance(arguments, dict):
         if "tensor" in arguments:
             return {"tensor": names.get(arguments["tensor"], arguments["tensor"])}
@@ -102,7 +101,7 @@ def renamed(arguments: Any, names: Mapping[str, str]) -> Any:
 
 
 def read_graph(data: Any, *, where: str) -> CapturedGraph:
-    """Return decoded JSON as a graph whose names are defined before they are used. Raises BadInput."""
+    """Return decoded JSON as a graph; every name is defined before its use. Raises BadInput."""
     try:
         graph = msgspec.convert(data, CapturedGraph, strict=True)
         uses = [node.operands() for node in graph.nodes]

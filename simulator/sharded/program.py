@@ -1,4 +1,4 @@
-"""A program that can be run and simulated: the Program's instructions, and what each of them computes or exchanges.
+"""A program that can be run and simulated: the Program's instructions, with what each computes or exchanges.
 
 `RunnableProgram.program` is an ordinary `simulator.program.program.Program`. Every buffer that an instruction writes
 has its work under `work`: a `Kernel` (an operator on the rank's own pieces) or an `Exchange` (a collective). All ranks
@@ -36,9 +36,9 @@ from topology.errors import BadInput
 FORMAT = "meshwright runnable program"
 MAX_INSTRUCTIONS = 200_000
 MAX_RANKS = 1 << 20
-OVERLAPPED = "overlap."  # begins the names of kernels that exchange pieces while they multiply (`executor.overlap`)
-RING_ATTENTION = "ring.attention"  # a kernel that passes keys and values on while it attends to those it has
-ROUTE = "route."  # begins the names of kernels that send rows to the ranks of their experts, or back
+OVERLAPPED = "overlap."  # prefix of kernels that exchange pieces while they multiply (`executor.overlap`)
+RING_ATTENTION = "ring.attention"  # a kernel that passes keys and values on while it attends to those that it has
+ROUTE = "route."  # prefix of kernels that send rows to the ranks of their experts, or back
 _INSTRUCTIONS: JsonObject = {
     "launch": Launch,
     "collective": Collective,
@@ -54,8 +54,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in one layout. `dims` has for each dim its mesh axes and block counts, major first; `local` is a rank's
     shape.
 
-    `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s
-    gradient. `order` has the dims as they lie in memory, outermost first, where that is not their own order.
+    `pending` has the reduction that is still to be performed, by mesh axis. `gradient` buffers belong to `tensor`'s
+    gradient. `order` lists the dims as they are in memory, outermost first, if that differs from their own order.
     """
 
     tensor: str
@@ -80,10 +80,10 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kerne
 class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exchange"):
     """A collective over `axes` (major first) of the mesh, on a piece seen as [blocks, pieces, rest] along a dim.
 
-    `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source`
-    has by rank the one whose piece it takes, in a permute. `root` is the index, along `axes`, of the rank that
-    broadcasts or is reduced to; a reduction reads, besides its own piece, what the other ranks return. `stages` are
-    from and to which coordinate of the stage axis a message goes.
+    `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. In a
+    permute, `source` has for each rank the rank whose piece it takes. `root` is the index, along `axes`, of the rank
+    that broadcasts or is reduced to; a reduction reads its own piece and what the other ranks return. `stages` are the
+    sender's and receiver's coordinates on the stage axis of a message.
     """
 
     kind: str
@@ -99,7 +99,7 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
 
 
 def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bool:
-    """Return whether the windows of a convolution of these shapes lie side by side, so that it is one product."""
+    """Return whether the windows of a convolution of these shapes do not overlap, so that it is one matrix product."""
     ones = [1] * (len(weight) - 2)
     said: list[Any] = [ones, [0], ones, 1]
     said[: len(kernel.args[3:7])] = kernel.args[3:7]
@@ -114,11 +114,12 @@ def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bo
 class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`inputs` and `gradients` map tensors of the graph to buffers; `outputs` and `seeds` are in the graph's order.
 
-    `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward,
-    which starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one
-    coordinate of that mesh axis, its `stage`. With several `micro_batches`, inputs that have one a batch are called
-    `x[0]`, `x[1]`, ..., and `outputs` and `seeds` have those of the first micro batch first. An `interleaved` program
-    goes forward and backward by turns (1F1B): it has no `backward_start`, and needs the seeds before it begins.
+    `seeds` are the gradients of the outputs, given to a run; a program without a backward pass has none. The backward
+    pass starts at instruction `backward_start`. With a `stage_axis`, every instruction is run by the ranks at one
+    coordinate of that mesh axis, its `stage`. With several `micro_batches`, inputs with one value per micro batch are
+    called `x[0]`, `x[1]`, ..., and `outputs` and `seeds` have those of the first micro batch first. An `interleaved`
+    program alternates forward and backward passes (1F1B): it has no `backward_start`, and needs the seeds from the
+    beginning.
     """
 
     mesh_names: tuple[str, ...]
@@ -146,7 +147,7 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.mesh_shape[self.mesh_names.index(self.stage_axis)] if self.stage_axis else 1
 
     def code(self, stage: int | None = None, *, first: int = 0) -> tuple[Instruction, ...]:
-        """Return the instructions in issue order, from number `first` on; those of one stage, if it is given."""
+        """Return the instructions in issue order from number `first` on, of one stage if it is given."""
         chosen = self.instructions[first:]
         return tuple(_instruction(data) for data in chosen if stage is None or data.get("stage", 0) == stage)
 
@@ -159,8 +160,8 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
 
     def program(self) -> Program:
-        """Return the Program that the simulator times: inputs are there from the start, every result from its writing
-        on.
+        """Return the Program that the simulator times: inputs exist from the start, every result from the instruction
+        that writes it.
         """
         codes = []
         for stage in range(self.stages):
@@ -170,7 +171,7 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Program(codes=tuple(codes), groups=self.groups())
 
     def _with_memory(self, code: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        """Return code with the allocation of what it is given, and of what it writes."""
+        """Return code that allocates the inputs, and every buffer before it is written."""
         used = {name for one in code if isinstance(one, Launch | Collective | Send) for name in one.reads}
         given = {**dict.fromkeys(self.inputs.values()), **dict.fromkeys(self.seeds)}
         out: list[Instruction] = [
@@ -218,7 +219,7 @@ def coordinates(names: tuple[str, ...], shape: tuple[int, ...], rank: int) -> di
 
 
 def rank_at(program: RunnableProgram, rank: int, axis: str, coordinate: int) -> int:
-    """Return the rank with this one's coordinates but for that of one mesh axis."""
+    """Return the rank whose coordinates differ from this one's in one mesh axis only."""
     at = {**coordinates(program.mesh_names, program.mesh_shape, rank), axis: coordinate}
     number = 0
     for name, size in zip(program.mesh_names, program.mesh_shape, strict=True):
@@ -240,7 +241,7 @@ def _instruction(data: Mapping[str, Any]) -> Instruction:
 
 
 def read_program(data: Any, *, where: str) -> RunnableProgram:
-    """Return decoded JSON as a program whose buffers, work and groups are all there. Raises BadInput."""
+    """Return decoded JSON as a program whose buffers, work and groups are all defined. Raises BadInput."""
     try:
         program = msgspec.convert(data, RunnableProgram, strict=True)
         code = program.code()

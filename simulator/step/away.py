@@ -1,11 +1,11 @@
-"""Activations that wait in host memory: what layers keep for backward goes there as they have run, and comes back
-before their turn.
+"""Activation offload: tensors that layers keep for the backward pass are copied to host memory after each layer's
+forward pass, and back before its backward pass.
 
-Where a runtime's `away_layers` may wait on the GPU, copies have a stream of their own and hide behind compute as far as
-they are shorter: forward, a layer waits until those before it have gone; backward, the layer before is fetched while
-this one computes (torchtune/training/_activation_offloading.py, OffloadActivations: max_fwd_stash_size). Without,
-compute waits for each copy (torch.autograd.graph.save_on_cpu, in transformers' gradient checkpointing: pull request
-48444).
+Where a runtime lets `away_layers` layers wait on the GPU, copies have a stream of their own and are hidden behind
+compute if they are shorter: forward, a layer waits until the copies of earlier layers are done; backward, the next
+layer's tensors are fetched while this layer computes (torchtune/training/_activation_offloading.py, OffloadActivations:
+max_fwd_stash_size). Otherwise compute waits for each copy (torch.autograd.graph.save_on_cpu, in transformers' gradient
+checkpointing: pull request 48444).
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from topology.rates.host import host_rates
 
 
 def goes_away(runtime: Runtime) -> bool:
-    """Return whether what layers keep waits in host memory; they all run again then (rule `activation-offload`)."""
+    """Return whether the tensors that layers keep are offloaded to host memory; all layers are then recomputed (rule
+    `activation-offload`).
+    """
     return ACTIVATION_OFFLOAD in runtime.savers
 
 
 def away_bytes(context: CostContext) -> Floats:
-    """Return the bytes of a micro batch that one layer keeps, one value a plan; none where they stay."""
+    """Return the offloaded bytes of one layer for a micro batch, shape (plans,); zero without offload."""
     mode = context.spec.recompute.get("full")
     if mode is None or not goes_away(context.runtime):
         return np.zeros(len(context.table))
@@ -41,7 +43,7 @@ def away_bytes(context: CostContext) -> Floats:
 
 
 def away_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, ...]:
-    """Return what estimates assume of the way to host memory, in words; nothing where activations stay."""
+    """Return the sentences on what estimates assume about copies to host memory; empty without offload."""
     if not goes_away(runtime):
         return ()
     rate = host_rates(cluster, gpus).copy_bytes_per_s
@@ -50,7 +52,7 @@ def away_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, ..
 
 @dataclass(slots=True)
 class AwayWriter:
-    """Tells a pipeline rank the copies of one step."""
+    """Issues the copies of one step to a pipeline rank."""
 
     rank: Rank
     nbytes: Floats
@@ -59,7 +61,7 @@ class AwayWriter:
     _fetched: dict[str, str] = field(default_factory=dict)
 
     def forward(self, unit: Unit) -> None:
-        """Send what `unit`, which has run forward, keeps."""
+        """Copy the kept tensors of `unit`, whose forward pass has run, to the host."""
         if not unit.wrapped:
             return
         for event in self._sent:
@@ -72,7 +74,7 @@ class AwayWriter:
             self._sent = [self.rank.record(OFFLOAD)]
 
     def backward(self, unit: Unit, following: Unit | None) -> None:
-        """Have what `unit` kept come back before it runs backward, and what `following` did under way."""
+        """Copy the kept tensors of `unit` back before its backward pass, and start the copy of those of `following`."""
         self._sent = []
         if self.waits:
             self.rank.after(OFFLOAD, COMPUTE)

@@ -1,4 +1,4 @@
-"""What the cost of everything in a step depends on besides the thing itself."""
+"""The context of costs: everything in a step that costs depend on, except the operator or transfer itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from simulator.runtimes.library import RuntimeSpec
 class CostContext:
     """Everything a block's cost depends on besides its operators.
 
-    `own_costs`: plans have a calibration each, or layers that were run themselves, so that costs of the host and of
-    kernels are columns.
+    `own_costs`: costs of host and kernels are arrays of shape (plans,), since plans have calibrations of their own or
+    layers that were measured.
     """
 
     table: PlanTable
@@ -42,12 +42,12 @@ class CostContext:
 
     @property
     def in_layers(self) -> CostContext:
-        """The context of operators that belong to a layer."""
+        """The context for operators of layers."""
         inside = self.roofline.in_layers
         return self if inside is self.roofline else replace(self, roofline=inside)
 
     def take(self, rows: NDArray[np.intp]) -> CostContext:
-        """Return the context of some of the plans."""
+        """Return the context of the plans `rows`."""
         table, every = self.table.take(rows), len(self.table)
         spec, roofline = self.spec, self.roofline
         if self.own_costs:
@@ -63,13 +63,13 @@ class CostContext:
         )
 
     def held_sms(self, op: str) -> float | None:
-        """Return the SMs that data-parallel traffic takes from kernels, None where that was not measured."""
+        """Return the SMs that data-parallel traffic takes from kernels; None where not measured."""
         return self.calibration.held_sms(op) if self.calibration is not None else None
 
     def dtype_bytes(self, name: str) -> float:
-        """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`),
-        all copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`); of frozen weights as
-        they are kept (`packed`), and parameters that are trained (`trained`).
+        """Return the bytes of one number of a type named in descriptions. For low types: as products read it (`low`),
+        with all its copies (`low_copies`), and as data-parallel ranks gather parameters (`gathered`). `packed` is the
+        type of frozen weights, `trained` that of trained parameters.
         """
         if name in {"low", "low_copies", "gathered"}:
             return self._low_bytes(name)

@@ -1,4 +1,4 @@
-"""What cuBLAS allocates besides the tensors of a step."""
+"""Memory that cuBLAS allocates besides the tensors of a step."""
 
 from __future__ import annotations
 

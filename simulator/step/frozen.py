@@ -1,4 +1,4 @@
-"""The parameters of a rank where some are frozen: what is gathered, what is stored, and what is trained."""
+"""A rank's parameters where some are frozen: counts of those gathered, stored, and trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from simulator.step.muon import with_matrices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrices:
-    """Elements of the matrices of a layer, those of routed experts apart: of adapters, frozen, and of these packed."""
+    """Elements of the matrices of a layer, without or of routed experts: adapters, frozen ones, and packed ones among
+    these.
+    """
 
     adapters: Floats
     frozen: Floats
@@ -29,7 +31,7 @@ class _Matrices:
 
 
 def local_parameters(model: Model, context: CostContext) -> Parameters:
-    """Return parameters per rank, with those that are trained and how the others are stored."""
+    """Return the parameters per rank, with counts of those trained and of stored numbers."""
     whole, adapter = whole_parameters(model, context), context.runtime.adapter
     if adapter is None:
         return with_matrices(whole, model, context)
@@ -63,10 +65,11 @@ def frozen_units_keep_inputs(context: CostContext) -> NDArray[np.bool_]:
     """Return for every plan whether frozen layers keep their inputs, and the gradients of these, until a backward pass
     ends.
 
-    FSDP1 hangs the resharding of a frozen unit on the nodes that collect the gradients of its inputs, until a backward
-    pass ends (torch/distributed/fsdp/_runtime_utils.py, `_register_post_backward_reshard_only_hook`). A re-entrant
-    checkpoint detaches those inputs, so that the nodes hold them and their gradients. Layers are frozen units where
-    adapters are units of their own (peft/utils/other.py, `fsdp_auto_wrap_policy`).
+    FSDP1 attaches the resharding of a frozen unit to the autograd nodes that accumulate the gradients of its inputs,
+    and keeps these nodes until a backward pass ends (torch/distributed/fsdp/_runtime_utils.py,
+    `_register_post_backward_reshard_only_hook`). A reentrant checkpoint detaches those inputs, so the nodes hold them
+    and their gradients. Layers are frozen units where adapters are units of their own (peft/utils/other.py,
+    `fsdp_auto_wrap_policy`).
     """
     adapter, spec = context.runtime.adapter, context.spec
     apart = adapter is not None and adapter.freezes_all
@@ -74,8 +77,8 @@ def frozen_units_keep_inputs(context: CostContext) -> NDArray[np.bool_]:
 
 
 def trained_flops_per_token(model: Model, adapter: Adapter | None, seq_len: int) -> float:
-    """Return the FLOPs of a token's step without recomputation: three times its forward pass, of which the weight
-    gradients of frozen matrices are left out. Adapters are not counted, as they are not the network's.
+    """Return the FLOPs of a token's step without recomputation: three times those of its forward pass, less the weight
+    gradients of frozen matrices. Adapters are not counted, since they are not part of the model.
     """
     whole = 3.0 * model.forward_flops_per_token(seq_len)
     if adapter is None:
@@ -112,7 +115,7 @@ def _matrices(operators: Sequence[OperatorSpec], context: CostContext, *, routed
 
 
 def _frozen_elsewhere(model: Model, adapter: Adapter, whole: Parameters) -> dict[str, Floats | float]:
-    """Return the frozen parameters that are no matrices of layers, by part of the network."""
+    """Return the frozen parameters outside the matrices of layers, by part of the model."""
     frozen = frozen_projections(model, adapter)
     norms = model.block_norm_parameters if "norms" in frozen else 0
     final = model.norm_parameters if model.final_norm else 0

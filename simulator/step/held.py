@@ -1,4 +1,4 @@
-"""What a rank holds besides activations in flight: parameters and their state, what a block saves, buffers."""
+"""Memory of a rank: parameters and their state, the tensors that a block saves, buffers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ State = Literal["parameters", "gradients", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast).
-
-    Where some are frozen (`simulator.step.frozen`), they are counted in numbers of the type that products compute in,
-    as data-parallel ranks gather them; `stored` are the same in numbers of the type that trained parameters are stored
-    in, and `trained` those that have gradients and an optimizer's state.
-
-    Where an optimizer updates hidden `matrices` otherwise than the rest (`simulator.step.muon`), `kept` are all in
-    numbers that have the state of the rest, and `orthogonal_s` the seconds that matrices of a part take besides.
+    """Parameters of one rank before data-parallel sharding, by part of the network. Arrays of shape (plans,) or
+    constants. Where some are frozen (`simulator.step.frozen`), the counts are in numbers of the type of products, as
+    data-parallel ranks gather them; `stored` has the counts in numbers of the type that trained parameters are stored
+    in, `trained` those with gradients and optimizer state. Where an optimizer updates hidden `matrices` differently
+    (`simulator.step.muon`), `kept` counts all parameters in numbers with the state of the others, and `orthogonal_s` is
+    the additional seconds for the matrices of each part.
     """
 
     dense_layer: Floats
@@ -52,13 +50,13 @@ class Parameters:
         return (self.stored if kind == "parameters" else self.trained) or self
 
     def take(self, rows: NDArray[np.intp]) -> Parameters:
-        """Return those of some of the plans."""
+        """Return the parameters of the plans `rows`."""
         parts = {name: getattr(self, name)[rows] for name in PARTS}
         others = {name: other.take(rows) for name in OTHERS if (other := getattr(self, name)) is not None}
         return Parameters(**parts, **others)
 
     def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
-        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, columns)."""
+        """Return (all but routed experts, routed experts) on pipeline ranks, each of shape (plans, columns)."""
         dense, moe = layout.layers
         shared = (
             dense * self.dense_layer[:, None]
@@ -74,7 +72,7 @@ PARTS = tuple(f.name for f in fields(Parameters) if f.name not in OTHERS)
 
 
 def whole_parameters(model: Model, context: CostContext) -> Parameters:
-    """Return the network's parameters per rank: matrices cut over tensor-parallel ranks, norms and routers whole."""
+    """Return the model's parameters per rank: matrices divided over tensor-parallel ranks, norms and routers whole."""
     table = context.table
     tp = table["tp"]
     attention = model.attention_parameters / tp + model.block_norm_parameters
@@ -93,7 +91,7 @@ def whole_parameters(model: Model, context: CostContext) -> Parameters:
 def tensors_bytes(
     operators: Sequence[OperatorSpec], context: CostContext, *, without: RecomputeSpec | None = None
 ) -> Floats:
-    """Return the bytes that operators save, what the mode `without` makes again left out."""
+    """Return the bytes that operators save, without those that the mode `without` recomputes."""
     total = np.zeros(len(context.table))
     for operator in operators:
         if operator.saves and not (without and without.lets_go(operator.name)):
@@ -104,7 +102,7 @@ def tensors_bytes(
 
 
 def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context: CostContext) -> Floats:
-    """Return the bytes a block wrapped in `mode` keeps per micro batch."""
+    """Return the bytes that a block wrapped in `mode` keeps per micro batch."""
     if mode.keeps:
         zero = np.zeros(len(context.table))
         return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
@@ -124,14 +122,14 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 
 
 def autocast_remembers(runtime: Runtime) -> bool:
-    """Return whether narrow copies of weights stay to the end of a forward pass: of those that have gradients (torch,
-    aten/src/ATen/autocast_mode.cpp: cached_cast) and are not cast inside a compiled block.
+    """Return whether 16-bit copies of weights stay to the end of a forward pass: those of weights with gradients
+    (torch, aten/src/ATen/autocast_mode.cpp: cached_cast) and are not cast inside a compiled block.
     """
     return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
 
 
 def head_peak_bytes(context: CostContext) -> Floats:
-    """Return the bytes of the tensors that are alive together when the loss turns round."""
+    """Return the bytes of the tensors alive together at the start of the loss's backward pass."""
 
     def largest(moments: Sequence[Sequence[str]]) -> Floats:
         peak = np.zeros(len(context.table))
@@ -155,8 +153,8 @@ def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
 
 
 def head_cached_bytes(context: CostContext) -> Floats:
-    """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass, though the loss
-    does not need them; what it keeps until the step ends is counted by `between_stages_bytes`.
+    """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass without need; those
+    kept until the step ends are counted by `between_stages_bytes`.
     """
     pipeline = context.spec.pipeline
     kept = (context.table["pp"] > 1) & (pipeline.caches_outputs and not pipeline.keeps_outputs)
@@ -171,7 +169,7 @@ def _logits_bytes(context: CostContext) -> Floats:
 def between_stages_bytes(
     context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], in_flight: Floats
 ) -> Floats:
-    """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
+    """Return the bytes that pipeline stages exchange and keep, besides the inputs that their backward passes need.
 
     `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all
     are of shape (plans, ranks), as is the result.
@@ -188,7 +186,7 @@ def between_stages_bytes(
 
 
 def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:
-    """Return the bytes of weight gradients that nobody fills: one for each distinct shape of weight, if the runtime
+    """Return the bytes of placeholder weight gradients: one for each distinct shape of weight, if the runtime
     has them.
     """
     if not context.spec.state.placeholder_gradients:

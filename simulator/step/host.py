@@ -1,4 +1,4 @@
-"""What the host does in a step besides launching kernels: modules, wrappers, loading, waiting for the device."""
+"""The host's work in a step besides launching kernels: modules, wrappers, loading data, waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
 
-# How much of what parallelism adds to a layer's host time belongs to its forward pass: of FSDP and tensor parallelism
-# 41 to 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py,
-# titan_host_cost.py; examples/profiles/hosts.md). DDP has nothing to do before backward.
+# The share of the forward pass in the host time that parallelism adds to a layer: of FSDP and tensor parallelism 41 to
+# 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py, titan_host_cost.py;
+# examples/profiles/hosts.md). DDP has nothing to do before backward.
 FORWARD_SHARE = 0.43
-# What full sharding costs the host where a single rank is wrapped, of what it costs with others to gather from. Source:
-# our executor on a CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones is another
-# third of it.
+# The host's cost of full sharding on a single wrapped rank, over its cost with several ranks. Source: our executor on a
+# CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones adds a third.
 WRAPPED_SHARE = 0.5
 
-# What asking torchtitan's loader for a batch costs, in tokens: it takes 0.8 ms for 256 and 1.5 us for each of thousands
+# Cost of requesting a batch from torchtitan's loader, in tokens: 256 tokens take 0.8 ms, of thousands each takes 1.5 us
 # (examples/profiles/h200x4.json).
 BATCH_TOKENS = 280
 
@@ -32,19 +31,17 @@ BATCH_TOKENS = 280
 # forum, topic 68937). Next power of two assumed.
 QUEUED_LAUNCHES = 1024.0
 
-# The slowest process over half of them: none took longer where it was timed (hosts.md in examples/profiles).
+# Largest ratio of the slowest process to the median; no measured process took longer (hosts.md in examples/profiles).
 SLOWEST = 1.9
 
-# What the host takes to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us
-# and a nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python
-# around it.
+# Host seconds to replay the graph of a layer's pass. Source: assumed; a graph of kernels in a row takes 2.5 us and a
+# nanosecond for each (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024), the rest is Python around
+# it.
 REPLAY_S = 20e-6
 
 
 def graphed(host: HostSpec) -> HostSpec:
-    """Return host costs with layers launched by replaying graphs: neither kernels nor collectives nor modules cost
-    any.
-    """
+    """Return host costs for layers launched by replaying graphs: kernels, collectives and modules cost nothing."""
     by_layer = (
         "fsdp_layer_s",
         "ddp_layer_s",
@@ -63,17 +60,15 @@ def graphed(host: HostSpec) -> HostSpec:
 
 
 def compiled(host: HostSpec) -> HostSpec:
-    """Return host costs with layers compiled: recomputation is part of their graphs, so that nothing is wrapped and no
-    operator of it goes through Python.
+    """Return host costs for compiled layers: recomputation is part of their graphs, so nothing is wrapped and no
+    operator goes through Python.
     """
     return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True)
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
-    """Return the host seconds of one layer's forward and backward pass besides its launches, one value a plan: means
-    over micro batches, of which DDP may leave all but the last alone.
-
-    `sparse`: of a layer with experts.
+    """Return the host seconds of one layer's forward and backward pass besides its launches, each of shape (plans,):
+    means over micro batches, of which DDP may act on the last only. `sparse`: for a layer with experts.
     """
     host, reduced = spec.host, 1.0 if spec.ddp.every_micro_batch else 1.0 / table.micro_batches
     sharded = table.fully_sharded
@@ -94,18 +89,18 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
 
 
 def _sharding(table: PlanTable) -> Floats:
-    """Return how much of what full sharding costs the host each plan has."""
+    """Return the share of full sharding's host cost that applies to each plan."""
     return np.where(table.fully_sharded, np.where(table.state_shard["parameters"] > 1, 1.0, WRAPPED_SHARE), 0.0)
 
 
 def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of a pass of a pipeline's stage besides those of its layers, one value a plan."""
+    """Return the host seconds of a pass of a pipeline stage besides those of its layers, shape (plans,)."""
     return np.where(table["pp"] > 1, host.pp_pass_s, 0.0)
 
 
 def step_host_s(host: HostSpec, context: CostContext) -> Floats:
-    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading
-    data.
+    """Return the host seconds of a step during which the device is idle, shape (plans,): the step's own work and
+    loading data.
     """
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
@@ -114,9 +109,8 @@ def step_host_s(host: HostSpec, context: CostContext) -> Floats:
 
 
 def slowest(ranks: Floats, spread: float) -> Floats:
-    """Return what the slowest of `ranks` processes that wait for each other takes over what half of them do.
-
-    `spread` is their standard deviation, of that; the expected largest of normal values is Blom's (1958).
+    """Return the time of the slowest of `ranks` processes that wait for each other, over their median. `spread` is
+    their standard deviation over the median; the expected largest of normal values is from Blom (1958).
     """
     if not spread:
         return np.ones(len(ranks))
@@ -127,7 +121,7 @@ def slowest(ranks: Floats, spread: float) -> Floats:
 
 
 def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of a step outside its layers, besides what a step begins with, one value a plan."""
+    """Return the host seconds of a step outside its layers, without those at its start, shape (plans,)."""
     return np.asarray(
         host.rest_s
         + _sharding(table) * host.fsdp_rest_s
@@ -138,15 +132,15 @@ def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 
 def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
-    """Return under which plans the host waits for the device after every pass."""
+    """Return for each plan whether the host waits for the device after every pass."""
     if host.synchronizes == "pipeline":
         return np.asarray((table["pp"] > 1) & (table["virtual_stages"] == 1))
     return np.full(len(table), host.synchronizes == "always")
 
 
 def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of one layer recomputed, besides the launches: its modules, its wrapping, its DTensors,
-    its parts of sequences.
+    """Return the host seconds of recomputing one layer, besides launches: modules, wrapping, DTensors, parts of
+    sequences.
     """
     tensors = (table["tp"] > 1) & (not host.plain_tensors)
     parts = np.where(tensors, host.tp_layer_s, 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
@@ -158,8 +152,8 @@ def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 
 def loaded_tokens(context: CostContext) -> Floats:
-    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes,
-    and what asking for a batch costs, in tokens. A pipeline asks for all of them at once.
+    """Return the tokens that a rank loads for a step: whole sequences of all its micro batches, even if it computes
+    only a part of each, plus the cost of each request in tokens. A pipeline requests all micro batches at once.
     """
     table = context.table
     batches = np.where(table["pp"] > 1, 1, table.micro_batches)

@@ -1,15 +1,15 @@
-"""Muon: the hidden matrices of a network, and what orthogonalising their momentum takes and moves.
+"""Muon: the hidden matrices of a model, and the time and traffic of orthogonalising their momentum.
 
 torch.optim.Muon (torch/optim/_muon.py of 2.13) rounds the momentum of a matrix to bfloat16, transposes it so that it
 has no more rows than columns, divides it by its norm, and runs five iterations of three products each: `A = X X'`,
 `B = b A + c A A`, `X = a X + B X`. The rest is updated by AdamW (Jordan et al.,
 https://kellerjordan.github.io/posts/muon/).
 
-Of a matrix that is cut over ranks, DTensor divides the products and communicates in every iteration. Cut along its
-longer side, `X X'` are parts of sums, which are summed twice, for the second product and for the third. Cut along its
-shorter side, all of `X` is gathered for the first product and again for the third, and `A` for the second. FSDP cuts
-rows, tensor parallelism what a layer is cut by; of a matrix that both cut nothing is known here (rule `muon-tensor`).
-FSDP cuts a stack of experts between experts: a rank orthogonalises its own, and gathers only where there are fewer
+For a matrix divided over ranks, DTensor divides the products and communicates in every iteration. If the longer side is
+divided, `X X'` is a partial sum, which is summed twice, for the second and the third product. If the shorter side is
+divided, `X` is gathered for the first product and again for the third, and `A` for the second. FSDP divides rows,
+tensor parallelism the side by which a layer is divided; a matrix divided by both is not modelled (rule `muon-tensor`).
+FSDP divides a stack of experts between experts: a rank orthogonalises its own, and gathers only if there are fewer
 experts than ranks.
 """
 
@@ -30,16 +30,16 @@ from simulator.step.held import PARTS, Parameters, state_bytes
 
 ITERATIONS = 5  # DEFAULT_NS_STEPS
 WIDTH = 2.0  # bytes of bfloat16
-# Kernels of a matrix besides the products: momentum, Nesterov's step, rounding, norm, its lower limit, division; decay
-# and the addition at the end. And those of an iteration.
+# Kernels for a matrix besides products: momentum, Nesterov's step, rounding, norm, its lower limit, division, decay,
+# and the final addition. And kernels of an iteration.
 OTHER_LAUNCHES, PRODUCTS = 8, 3
-SCALED_BYTES = 3 * WIDTH  # of an element of a whole matrix: read for the norm, read and written to be divided
+SCALED_BYTES = 3 * WIDTH  # bytes per element of a whole matrix: read for the norm, read and written for the division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A hidden matrix of a layer, of `rows` and `columns` elements; `cut` by tensor parallelism, by its rows or not
-    (`cut_rows`). `of_expert`: there is one for each routed expert.
+    """A hidden matrix of a layer, of `rows` and `columns` elements; `cut`: divided by tensor parallelism, by rows or by
+    columns (`cut_rows`). `of_expert`: there is one for each routed expert.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Matrix:
 
     @property
     def short(self) -> int:
-        """The rows of what is orthogonalised, and of its Gram matrix."""
+        """The rows of the orthogonalised matrix, and of its Gram matrix."""
         return min(self.rows, self.columns)
 
     @property
@@ -62,7 +62,7 @@ class Matrix:
         return max(self.rows, self.columns)
 
     def cut_along(self, *, rows: bool) -> str:
-        """Return which side of the matrix is cut where its rows are, or its columns."""
+        """Return the side of the matrix that is divided when its rows, or its columns, are."""
         return "long" if rows == (self.rows > self.columns) else "short"
 
     @property
@@ -72,16 +72,17 @@ class Matrix:
         return 2 * m * m * n + 2 * m**3 + 2 * m * m * n
 
 
-Moved = tuple[str, str, Floats, Floats]  # a collective, its group, bytes, how many
+Moved = tuple[str, str, Floats, Floats]  # a collective, its group, bytes, and count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonal:
-    """What a rank does to the hidden matrices of one layer besides moving momentum and parameters. Columns.
+    """A rank's work on the hidden matrices of one layer besides moving momentum and parameters; arrays of shape
+    (plans,).
 
-    `shared` and `experts` are their elements on the rank before sharding, `seconds` those of the kernels, of which it
-    launches `launches`. `gathers` are (collective, group, bytes of one, how many). `made_bytes` is what the largest
-    matrix takes for a moment.
+    `shared` and `experts` are their elements on the rank before sharding, `seconds` the time of the kernels, `launches`
+    their number. `gathers` are (collective, group, bytes of one, count). `made_bytes` is the temporary memory of the
+    largest matrix.
     """
 
     shared: Floats
@@ -92,7 +93,7 @@ class Orthogonal:
     made_bytes: Floats
 
     def products_s(self, context: CostContext) -> Floats:
-        """Return the seconds of the kernels, or those in which the host launches them, whichever are more."""
+        """Return the seconds of the kernels or of their launches on the host, whichever is more."""
         return np.asarray(np.maximum(self.seconds, self.launches * context.spec.host.launch_s))
 
     def gathers_s(self, context: CostContext) -> Floats:
@@ -102,13 +103,13 @@ class Orthogonal:
 
 
 def is_orthogonalised(runtime: Runtime) -> bool:
-    """Return whether the optimizer treats hidden matrices otherwise than the rest."""
+    """Return whether the optimizer orthogonalises hidden matrices."""
     return OPTIMIZERS[runtime.optimizer].matrices is not None
 
 
 def hidden_matrices(model: Model) -> dict[str, tuple[Matrix, ...]]:
-    """Return the hidden matrices of a layer by the block it is of: projections, routers and experts, all with two
-    dimensions; modules that keep several projections in one matrix have it orthogonalised as one.
+    """Return the hidden matrices of a layer, by kind of block: projections, routers and experts, all two-dimensional. A
+    matrix of several fused projections is orthogonalised as one.
     """
     attention, h = _attention(model), model.hidden
     found = {"dense": (*attention, *_feed_forward(model, model.ffn))}
@@ -134,7 +135,7 @@ def _attention(model: Model) -> list[Matrix]:
         kv = model.kv_heads * model.head_dim
         fused = model.family in FUSED_FAMILIES
         shapes = [*([(queries + 2 * kv, h)] if fused else [(queries, h), (kv, h), (kv, h)]), (h, queries)]
-    last = len(shapes) - 1  # the output projection, which is cut by what it reads
+    last = len(shapes) - 1  # the output projection, divided by its input side
     return [Matrix(rows=rows, columns=columns, cut_rows=at < last) for at, (rows, columns) in enumerate(shapes)]
 
 
@@ -144,8 +145,8 @@ def _feed_forward(model: Model, width: int, *, cut: bool = True) -> list[Matrix]
 
 
 def with_matrices(parameters: Parameters, model: Model, context: CostContext) -> Parameters:
-    """Return a rank's parameters with those in hidden matrices, and all of them counted in numbers that have the state
-    of the others.
+    """Return a rank's parameters with counts of those in hidden matrices, and of all in numbers with the state of the
+    others.
     """
     if not is_orthogonalised(context.runtime):
         return parameters
@@ -166,14 +167,14 @@ def with_matrices(parameters: Parameters, model: Model, context: CostContext) ->
 
 
 def matrix_state_bytes(context: CostContext) -> float:
-    """Return the bytes of an optimizer's state of one element of a hidden matrix, before sharding."""
+    """Return the bytes of optimizer state per element of a hidden matrix, before sharding."""
     param, chosen = context.dtype_bytes("param"), OPTIMIZERS[context.runtime.optimizer]
     master = 4.0 if context.spec.state.master_weights and param < 4 else 0.0
     return (chosen.matrices or chosen).state_bytes(master or param) + master
 
 
 def _local(matrix: Matrix, model: Model, context: CostContext) -> Floats:
-    """Return how many matrices like this a rank holds before data-parallel sharding, parts of them added up."""
+    """Return how many such matrices a rank holds before data-parallel sharding; parts count as fractions."""
     table = context.table
     if matrix.of_expert and model.moe:
         return np.asarray(model.moe.experts / (table["ep"] * table["etp"]))
@@ -181,8 +182,8 @@ def _local(matrix: Matrix, model: Model, context: CostContext) -> Floats:
 
 
 def orthogonalised(model: Model, block: str, context: CostContext) -> Orthogonal | None:
-    """Return what a rank does to the hidden matrices of one layer of a block; None where it has none, or the optimizer
-    does not orthogonalise.
+    """Return a rank's work on the hidden matrices of one layer of a block; None without hidden matrices, or if the
+    optimizer does not orthogonalise.
     """
     matrices = hidden_matrices(model).get(block, ()) if is_orthogonalised(context.runtime) else ()
     if not matrices:
@@ -209,7 +210,7 @@ def orthogonalised(model: Model, block: str, context: CostContext) -> Orthogonal
 
 
 def _cuts(matrix: Matrix, context: CostContext) -> list[tuple[str, Floats, str]]:
-    """Return the groups that cut a matrix that is no expert's: (group, ranks, along which side)."""
+    """Return the groups that divide a matrix outside experts: (group, ranks, side)."""
     table, ones = context.table, np.ones(len(context.table))
     shards = np.where(table.fully_sharded, context.groups.extent("fsdp")[0], 1.0)
     tp = table["tp"] * ones if matrix.cut else ones
@@ -218,7 +219,7 @@ def _cuts(matrix: Matrix, context: CostContext) -> list[tuple[str, Floats, str]]
 
 
 def _gathered(matrix: Matrix, model: Model, context: CostContext) -> tuple[Floats, list[Moved]]:
-    """Return how many matrices like this a rank orthogonalises, and what it gathers or sums for that."""
+    """Return how many such matrices a rank orthogonalises, and the collectives that this needs."""
     table, ones = context.table, np.ones(len(context.table))
     nbytes = ones * WIDTH * matrix.elements
     if not matrix.of_expert or not model.moe:
@@ -243,16 +244,16 @@ def _gathered(matrix: Matrix, model: Model, context: CostContext) -> tuple[Float
 
 
 def matrix_s(matrix: Matrix, context: CostContext) -> Floats:
-    """Return the seconds that one rank takes to orthogonalise one matrix, or its part of one that is cut: its norm, and
-    the products, at the rate that products by themselves keep up.
+    """Return the seconds that one rank takes to orthogonalise one matrix, or its part of a divided one: the norm, and
+    the products at their sustained rate.
     """
     roofline = replace(context.roofline, dtype="bfloat16", tf32=False, low=None)
     m, n = float(matrix.short), float(matrix.long)
     ones = np.ones(len(context.table))
-    rows, long = m * ones, n * ones  # of the short side and of the long one, what is a rank's own
+    rows, long = m * ones, n * ones  # the rank's shares of the short and of the long side
     for _, ranks, along in () if matrix.of_expert else _cuts(matrix, context):
         rows, long = (rows, long / ranks) if along == "long" else (rows / ranks, long)
-    # Products of `addmm` read what they add to besides their operands.
+    # Products of `addmm` also read the addend.
     shapes = ((rows, m, long, 0.0), (rows, m, m, rows * m), (rows, long, m, rows * long))
     scaled = SCALED_BYTES * matrix.elements / roofline.memory_bytes_per_s
     total = np.zeros(len(context.table)) + scaled
@@ -272,8 +273,8 @@ def matrix_s(matrix: Matrix, context: CostContext) -> Floats:
 
 
 def _made_bytes(matrix: Matrix, context: CostContext) -> Floats:
-    """Return the bytes of what is there while a matrix is orthogonalised: its update on the rank, the matrix before and
-    after an iteration's last product, the Gram matrix and its polynomial.
+    """Return the bytes of the tensors that exist while a matrix is orthogonalised: its update on the rank, the matrix
+    before and after an iteration's last product, the Gram matrix and its polynomial.
     """
     table, param = context.table, context.dtype_bytes("param")
     cut = table["etp"] if matrix.of_expert else table["tp"] if matrix.cut else np.ones(len(table))

@@ -1,10 +1,10 @@
-"""State that is kept in host memory: what moves between host and GPU in a step, and what the CPU updates.
+"""State kept in host memory: copies between host and GPU in a step, and updates on the CPU.
 
 `optimizer` keeps the optimizer's state there (DeepSpeed's ZeRO-Offload, Megatron-LM's `--optimizer-cpu-offload`):
-gradients go to the host, where the CPU updates parameters, which come back. `parameters` keeps everything there
-(FSDP2's `CPUOffloadPolicy`, ZeRO-3 with `offload_param`): a shard comes to the GPU before each gather, and its gradient
-goes back when it has been reduced. A gradient that is there already is added up by the CPU, which the host's thread
-waits for (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`).
+gradients are copied to the host, the CPU updates parameters there, and these are copied back. `parameters` keeps
+everything there (FSDP2's `CPUOffloadPolicy`, ZeRO-3 with `offload_param`): a shard is copied to the GPU before each
+gather, and its gradient back after the reduction. The CPU adds a gradient to one that is already there, and the host's
+thread waits for this (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from simulator.step.paged import paged_width
 from topology.cluster import Cluster
 from topology.rates.host import HostRates, host_rates
 
-OFFLOAD = "host copies"  # the stream of gradients on their way to the host
+OFFLOAD = "host copies"  # the stream that copies gradients to the host
 
-# Of the nominal memory bandwidth, what an update on the CPU reaches. Ren et al., ZeRO-Offload, arXiv 2101.06840, table
-# 4: Adam over 10 B parameters, 28 bytes each, in 2.57 s with two Xeon Platinum 8168 (256 GB/s).
+# Share of the nominal memory bandwidth that an update on the CPU reaches. Ren et al., ZeRO-Offload, arXiv 2101.06840,
+# table 4: Adam over 10 B parameters, 28 bytes each, in 2.57 s with two Xeon Platinum 8168 (256 GB/s).
 HOST_SHARE = 0.43
 ADD_PASSES = 3  # a gradient is added up by reading two and writing one
 
 
 def offloaded(context: CostContext, kind: State) -> NDArray[np.bool_]:
-    """Return under which plans a kind of state is in host memory."""
+    """Return for each plan whether a kind of state is in host memory."""
     table = context.table
     if kind == "gradients" and not context.spec.state.offloads_gradients:
         return np.asarray(table.offloaded["parameters"])
@@ -41,17 +41,17 @@ def offloaded(context: CostContext, kind: State) -> NDArray[np.bool_]:
 
 
 def held_bytes(context: CostContext, kind: State) -> Floats:
-    """Return bytes of GPU memory per parameter of a kind of state, before sharding, one value a plan: of states that
-    are paged, what is there in any case.
+    """Return the GPU bytes per parameter of a kind of state, before sharding, shape (plans,); of paged states, the part
+    that is always on the GPU.
     """
-    # With an optimizer in backward, gradients go as soon as their parameter has been updated.
+    # With an optimizer in backward, a gradient is freed as soon as its parameter has been updated.
     gone = kind == "gradients" and OPTIMIZER_IN_BACKWARD in context.runtime.savers
     paged = paged_width(context.runtime) if kind == "optimizer" else 0.0
     return np.where(offloaded(context, kind) | gone, 0.0, state_bytes(context)[kind] - paged)
 
 
 def host_bytes(context: CostContext, kind: State) -> Floats:
-    """Return bytes of host memory likewise."""
+    """Return the host bytes per parameter of a kind of state, before sharding, shape (plans,)."""
     width = host_gradient_bytes(context) if kind == "gradients" else state_bytes(context)[kind]
     return np.where(offloaded(context, kind), width, 0.0)
 
@@ -66,7 +66,7 @@ def host_gradient_bytes(context: CostContext) -> float:
 
 
 def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
-    """Return what the estimates of plans assume of the host, in words; nothing where all state is on the GPUs."""
+    """Return the sentences on what estimates assume of the host; empty if all state is on the GPUs."""
     gpus = max((plan.gpus for plan in plans if plan.offload != "none"), default=0)
     if not gpus:
         return ()
@@ -81,7 +81,7 @@ def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
 
 
 def paged_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, ...]:
-    """Return what the estimates of a runtime assume of a paged optimizer, in words; nothing of others."""
+    """Return the sentences on what estimates assume of a paged optimizer; empty for others."""
     if not paged_width(runtime):
         return ()
     rates = host_rates(cluster, gpus)
@@ -94,12 +94,12 @@ def paged_assumed(runtime: Runtime, cluster: Cluster, gpus: int) -> tuple[str, .
 
 
 def copy_bytes_per_s(context: CostContext) -> Floats:
-    """Return the rate at which each GPU copies to and from the host, one value a plan."""
+    """Return the bytes/s at which each GPU copies to and from the host, shape (plans,)."""
     return _by_plan(context, lambda rates: rates.copy_bytes_per_s)
 
 
 def update_bytes_per_s(context: CostContext) -> Floats:
-    """Return at what rate the CPU moves the bytes of each GPU's update, one value a plan."""
+    """Return the bytes/s at which the CPU updates for each GPU, shape (plans,)."""
     return _by_plan(context, lambda rates: HOST_SHARE * rates.memory_bytes_per_s)
 
 

@@ -1,7 +1,6 @@
-"""What listens to the walk through a step: one pipeline rank, called in the order in which its host issues things.
-
-Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as
-instructions for one plan, `simulator.analytical.rank_timeline` counts clocks and bytes of many.
+"""The interface of a pipeline rank to the walk through a step; its methods are called in the order in which its host
+issues work. Amounts have shape (plans,) for all plans walked at once. `simulator.lowering` writes instructions for one
+plan, `simulator.analytical.rank_timeline` counts clocks and bytes for many.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Value = Floats | float
 
 
 class Pass(StrEnum):
-    """Which pass of a block runs: whole backward, or its gradients of inputs and of weights apart."""
+    """Which pass of a block runs: forward, whole backward, or one of its halves (gradients of inputs, of weights)."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -25,25 +24,25 @@ class Pass(StrEnum):
 
 
 class Rank(Protocol):
-    """Work runs on the compute stream unless another is named; streams run what they get in order."""
+    """Work runs on the compute stream unless another is named; streams run their work in order."""
 
     def begin(self, unit: Unit) -> None:
-        """Begin with all that there is to tell of a pass of a unit."""
+        """Begin a pass of a unit, before anything of it is issued."""
 
     def ended(self, unit: Unit) -> None:
-        """End with it: units that are like it do the same."""
+        """End the pass of a unit; `repeats` further equal units do the same."""
 
     def begin_pair(self) -> None:
-        """Begin with a backward and a forward pass that run at the same time, layer by layer."""
+        """Begin a backward and a forward pass that run at the same time, layer by layer."""
 
     def next_of_pair(self) -> None:
-        """End the backward pass of the two; what follows is the forward pass."""
+        """End the backward pass of the pair; the forward pass follows."""
 
     def end_pair(self) -> None:
         """End with both."""
 
     def host_work(self, name: str, seconds: Value) -> None:
-        """Keep the host busy."""
+        """Keep the host busy for `seconds`."""
 
     def run(self, unit: Unit, which: Pass) -> None:
         """Run a pass of a unit's block: its kernels and its own collectives."""
@@ -55,22 +54,22 @@ class Rank(Protocol):
         """Clip and update the `elements` of parameters that a rank owns."""
 
     def orthogonalise(self, seconds: Value, elements: Value) -> None:
-        """Have the compute stream orthogonalise the momentum of matrices of so many `elements` on the rank."""
+        """Orthogonalise, on the compute stream, the momentum of matrices with `elements` on the rank."""
 
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:
-        """Have a stream copy bytes between host and GPU."""
+        """Copy bytes between host and GPU on a stream."""
 
     def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
-        """Have the host wait for a stream, then read and write bytes of its own memory."""
+        """Let the host wait for a stream, then read and write bytes of its own memory."""
 
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
-        """Have a stream carry out a collective, `times` in a row; nothing in groups of one."""
+        """Run a collective on a stream, `times` in a row; nothing in groups of one rank."""
 
     def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
-        """Have a stream carry out a collective between what computes before it and what computes after."""
+        """Run a collective on a stream, after the compute so far and before the compute that follows."""
 
     def after(self, stream: str, other: str) -> None:
-        """Let a stream wait for all that another has got so far."""
+        """Let a stream wait for all work issued to another so far."""
 
     def record(self, stream: str) -> str:
         """Mark a point of a stream; return the event's name."""

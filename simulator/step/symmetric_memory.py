@@ -1,10 +1,10 @@
-"""What the overlap modes hold on to: symmetric memory, which lies alongside the caching allocator's for as long as a
-run.
+"""Symmetric memory of the overlap modes, which exists outside the caching allocator for the whole run.
 
-Modes that push (`PUSHED_MODES`) keep, for each tensor-parallel group, one buffer for all-gathers and one for
-reduce-scatters, which every layer shares. Each holds two sets in turn of what one collective moves in all, the tokens
-of a micro batch by the width of the model, and a page of flags (executor/gpu/symmetric_memory.py). Both are there
-wherever one site of a block pushes: a site's backward pass runs the other collective. What NCCL's modes hold is NCCL's.
+Modes that push (`PUSHED_MODES`) have, for each tensor-parallel group, one buffer for all-gathers and one for
+reduce-scatters, shared by all layers. Each holds two sets of what one collective moves in total (the tokens of a micro
+batch times the width of the model), used in turn, and a page of flags (executor/gpu/symmetric_memory.py). Both buffers
+exist if one site of a block pushes, since a site's backward pass runs the other collective. Buffers of NCCL's modes
+belong to NCCL.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAGE_BYTES = 2 * MIB
 
 
 def buffer_bytes(moved_bytes: Value) -> Value:
-    """Return the bytes of one buffer for collectives that move so many bytes in all, in pages."""
+    """Return the bytes, in whole pages, of one buffer for collectives that move `nbytes` in total."""
     return _pages(SETS * moved_bytes) + _pages(FLAG_BYTES)
 
 
 def symmetric_bytes(context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]) -> Floats:
-    """Return the bytes that ranks with `dense` and `moe` layers hold; all are of shape (plans, pipeline ranks)."""
+    """Return the bytes on ranks with `dense` and `moe` layers; all have shape (plans, pipeline ranks)."""
     table = context.table
     pushing = np.zeros(dense.shape, dtype=bool)
     if not set(table.overlap_modes) & set(PUSHED_MODES):

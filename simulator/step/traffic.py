@@ -1,14 +1,12 @@
 """Data-parallel traffic of a step: full sharding with prefetch, or reduction of whole gradients.
 
 Fully sharded (FSDP2, torch.distributed.fsdp `fully_shard`): every unit's parameters are gathered just before use, the
-next unit's while this one computes; its gradients are scattered when its backward ends, and with hybrid sharding summed
-over replicas on a stream of their own. Gathers and scatters share one communicator and so one stream here. What is
-copied in and out of flat buffers runs on the compute stream.
-
-Otherwise gradients stay whole: reduced in buckets behind the backward that makes them (DDP) or after the last one, or
-scattered to a sharded optimizer (ZeRO-1), behind that backward too where the runtime overlaps (then parameters that
-were updated are gathered behind the next step's first forward pass), and, with sharded gradients (ZeRO-2), after each
-micro batch.
+next unit's while this one computes; its gradients are scattered when its backward pass ends, and with hybrid sharding
+summed over replicas on a stream of their own. Gathers and scatters share one communicator and therefore one stream
+here. Copies into and out of flat buffers run on the compute stream. Otherwise gradients stay whole: reduced in buckets
+during the backward pass that computes them (DDP) or after the last one, or scattered to a sharded optimizer (ZeRO-1),
+also during that backward pass if the runtime overlaps (then updated parameters are gathered during the next step's
+first forward pass), and, with sharded gradients (ZeRO-2), after each micro batch.
 """
 
 from __future__ import annotations
@@ -37,27 +35,27 @@ WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
 
 
 def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
-    """Return whether shards of parameters have copies on other ranks, one value a plan."""
+    """Return for each plan whether shards of parameters have copies on other ranks."""
     return np.asarray(table["dp"] * table["cp"] > table["sharded_over"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataTraffic:
-    """How plans keep data-parallel ranks in step: what all of them do alike, and by how much each, as columns."""
+    """Data-parallel communication of plans that run the same operations; amounts have shape (plans,)."""
 
     fully_sharded: bool
     keeps_gathered: bool
     optimizer_sharded: bool
-    sharded_overlap: bool  # whose gradients go out behind backward
-    gathers_overlap: bool  # whose parameters come in behind forward
-    scattered_by: str  # the collective that brings a sharded optimizer its gradients
+    sharded_overlap: bool  # whether gradients are reduced during backward passes
+    gathers_overlap: bool  # whether parameters are gathered during forward passes
+    scattered_by: str  # the collective that reduces gradients for a sharded optimizer
     gradients_sharded: bool
     overlap: bool
     replicated_sharding: bool  # shards are summed over replicas too (HSDP)
     shard_ranks: Floats
     expert_shard_ranks: Floats
     every_micro_batch: bool
-    scatters_each: bool  # sharded gradients (ZeRO-2) go out after every micro batch
+    scatters_each: bool  # sharded gradients (ZeRO-2) are reduced after every micro batch
     compute_bytes: float
     reduce_bytes: float
     copies: bool
@@ -65,15 +63,15 @@ class DataTraffic:
     host_gradient_bytes: float
     unsharded_gradient_bytes: float
     has_buckets: bool  # gradients go through ZeRO's buckets
-    adds_up: bool  # gradients of further micro batches are added by kernels of their own
+    adds_up: bool  # kernels add the gradients of further micro batches
     bucket_bytes: float
-    bucket_elements: Floats  # that a sharded optimizer's ranks exchange at once, where a unit has fewer
+    bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool
-    from_host: bool  # shards of parameters come from the host before each gather
-    sends: bool  # shards of gradients go to the host when they have been reduced
+    from_host: bool  # shards of parameters are copied from the host before each gather
+    sends: bool  # shards of gradients are copied to the host after the reduction
     param_bytes: float
-    bucket_bytes_moved: Floats  # within the GPU, for each gradient that goes through ZeRO's buckets
-    # Gradients go into DDP's buckets and sums come out of them (reducer.cpp: `mark_variable_ready_dense`,
+    bucket_bytes_moved: Floats  # moved within the GPU for each gradient that goes through ZeRO's buckets
+    # Gradients are copied into DDP's buckets, and sums out of them (reducer.cpp: `mark_variable_ready_dense`,
     # `copy_bucket_to_grad`).
     copies_buckets: bool
 
@@ -83,7 +81,7 @@ class DataTraffic:
 
     @property
     def fetches(self) -> bool:
-        """Whether parameters that a sharded optimizer has updated are gathered behind the first forward pass."""
+        """Whether parameters updated by a sharded optimizer are gathered during the first forward pass."""
         return self.optimizer_sharded and self.gathers_overlap
 
     @property
@@ -91,12 +89,12 @@ class DataTraffic:
         return self.fully_sharded or self.fetches
 
     def reduces(self, *, last_micro_batch: bool) -> bool:
-        """Whether gradients go out after this micro batch's backward."""
+        """Whether gradients are reduced after this micro batch's backward pass."""
         return self.every_micro_batch or last_micro_batch or (self.gradients_sharded and self.scatters_each)
 
 
 def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
-    """Return a number for each plan, equal for plans whose traffic differs by amounts only."""
+    """Return a number for each plan, equal for plans whose traffic has the same operations."""
     full = table.fully_sharded
     flags = (
         full,
@@ -113,7 +111,7 @@ def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
 
 
 def data_traffic(context: CostContext) -> DataTraffic:
-    """Return the traffic of the plans of a table, which are of one of `traffic_kinds`."""
+    """Return the traffic of the plans of a table, which must have the same `traffic_kinds`."""
     table, spec, bytes_of = context.table, context.spec, context.dtype_bytes
     full, piped = bool(table.fully_sharded[0]), bool(table["pp"][0] > 1)
     scattered, in_shards = (bool(table.state_shard[kind][0] > 1) for kind in ("gradients", "optimizer"))
@@ -152,31 +150,29 @@ def data_traffic(context: CostContext) -> DataTraffic:
 
 
 def bucket_elements(context: CostContext) -> Floats:
-    """Return how many elements a sharded optimizer's ranks exchange at once, one value a plan, where a layer has
-    fewer.
-    """
+    """Return the least elements that a sharded optimizer's ranks exchange at once, shape (plans,)."""
     ddp, ranks = context.spec.ddp, context.table["dp"] * context.table["cp"]
     return np.asarray(np.maximum(ddp.bucket_elements, ddp.bucket_elements_per_rank * ranks))
 
 
 @dataclass(slots=True)
 class DataWriter:
-    """Tells a pipeline rank its traffic around the compute that `simulator.step.walk` tells it."""
+    """Issues traffic to a pipeline rank around the compute that `simulator.step.walk` issues."""
 
     rank: Rank
     traffic: DataTraffic
     _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
     _fetched: dict[str, str] = field(
         default_factory=dict
-    )  # unit -> event of its gather after the update, "" once waited for
+    )  # unit -> event of its gather after the update; "" after waiting for it
     _resident: set[str] = field(default_factory=set)
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
-    _in_buckets: bool = False  # gradients of this backward pass have gone through ZeRO's
-    _summed: Value = 0.0  # elements of gradients that DDP's buckets have taken in a backward pass
+    _in_buckets: bool = False  # gradients of this backward pass have gone through ZeRO's buckets
+    _summed: Value = 0.0  # elements of gradients copied into DDP's buckets in a backward pass
 
     def before(self, unit: Unit, following: Unit | None) -> None:
-        """Have `unit` gathered, and the gather of `following` under way, before `unit` computes."""
+        """Gather `unit` before it computes, and start the gather of `following`."""
         t = self.traffic
         if t.fully_sharded:
             fresh = unit.name not in self._resident
@@ -196,9 +192,7 @@ class DataWriter:
             self._fetch(unit, following)
 
     def have_gathered(self, units: Sequence[Unit], wanted: Sequence[Unit]) -> None:
-        """Make it so that of some units just those that are `wanted` are gathered, as other passes would have left
-        it.
-        """
+        """Set the gathered ones among some units to those that are `wanted`, as earlier passes would have left them."""
         names = {unit.name for unit in wanted}
         for unit in units if self.traffic.fully_sharded else ():
             if unit.name in self._resident and unit.name not in names:
@@ -209,7 +203,7 @@ class DataWriter:
                 self._resident.add(unit.name)
 
     def begin_pass(self) -> None:
-        """Make it so that no gradients are in ZeRO's buckets."""
+        """Set ZeRO's buckets to be empty."""
         self._in_buckets = False
 
     def after(self, unit: Unit, *, last_use: bool) -> None:
@@ -218,12 +212,12 @@ class DataWriter:
             self._resident.discard(unit.name)
 
     def after_backward(self, unit: Unit, *, reducing: bool) -> None:
-        """A backward of `unit` has run: add its gradients to those of micro batches before, or send them off."""
+        """After a backward pass of `unit`: add its gradients to those of earlier micro batches, or reduce them."""
         t = self.traffic
         further = unit.name in self._accumulated
         self._accumulated.add(unit.name)
         if t.fully_sharded and not t.every_micro_batch:
-            # Without a reduction in between, whole gradients add up in the type they are reduced in.
+            # Without a reduction in between, unsharded gradients are added in the type of the reduction.
             if t.adds_up:
                 self.rank.copy("accumulate", unit.trained.all * (t.compute_bytes + 2 * t.reduce_bytes))
         elif further and t.adds_up and not t.fully_sharded:
@@ -232,8 +226,8 @@ class DataWriter:
             self._send_off(unit)
 
     def wait_for_reductions(self) -> None:
-        """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`), and so does
-        DDP (`Reducer::finalize_backward`) and ZeRO (`independent_gradient_partition_epilogue`).
+        """End a backward pass: FSDP2 waits for all reductions here (`_root_post_backward_final_callback`), as do DDP
+        (`Reducer::finalize_backward`) and ZeRO (`independent_gradient_partition_epilogue`).
         """
         if self.traffic.reduces_behind_compute or self._in_buckets:
             self.rank.after(COMPUTE, STREAM)
@@ -243,11 +237,13 @@ class DataWriter:
         if self.traffic.copies_buckets and np.any(self._summed):
             self.rank.copy("copy_out", 2 * self._summed * self.traffic.reduce_bytes)
             self._summed = 0.0
-        if self.traffic.sends:  # `finalize_backward` has the host wait for gradients on their way to it
+        if self.traffic.sends:  # `finalize_backward` makes the host wait for copies of gradients to it
             self.rank.on_host("wait", 0.0, after=OFFLOAD)
 
     def finish(self, units: Sequence[Unit]) -> None:
-        """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
+        """Before the optimizer: reduce what has not been reduced yet, and let the compute stream wait for all
+        reductions.
+        """
         t = self.traffic
         if not t.fully_sharded and not t.reduces_behind_compute and not t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
@@ -259,7 +255,9 @@ class DataWriter:
             self.rank.after(COMPUTE, REPLICAS)
 
     def redistribute(self, units: Sequence[Unit]) -> None:
-        """Gather parameters that a sharded optimizer has updated, where the next step does not do it as it goes."""
+        """Gather parameters updated by a sharded optimizer, unless the next step gathers them during its
+        forward pass.
+        """
         t = self.traffic
         if t.optimizer_sharded and not t.fully_sharded and not t.fetches:
             self.rank.after(STREAM, COMPUTE)
@@ -268,14 +266,14 @@ class DataWriter:
             self.rank.after(COMPUTE, STREAM)
 
     def gather_matrices(self, orthogonal: Orthogonal, layers: float) -> None:
-        """Gather and sum what hidden matrices of so many `layers` need, between what computes before and after."""
+        """Gather and sum what the hidden matrices of `layers` layers need, between the compute before and after."""
         self.rank.after(STREAM, COMPUTE)
         for op, family, nbytes, count in orthogonal.gathers:
             self._send(op, family, nbytes, count * layers)
         self.rank.after(COMPUTE, STREAM)
 
     def update_on_host(self, owned: Floats, moved_bytes: Value) -> None:
-        """Have the host update the `owned` elements of parameters, which moves bytes of its memory."""
+        """Let the host update the `owned` elements of parameters, which moves bytes of its memory."""
         t = self.traffic
         self.rank.after(OFFLOAD, COMPUTE)
         if not t.sends:
@@ -318,7 +316,7 @@ class DataWriter:
                 self.rank.on_host("accumulate", ADD_PASSES * moved, after=OFFLOAD)
 
     def _shard(self, unit: Unit, kind: State) -> Floats:
-        """Return the elements of a unit that a rank has of its own of a kind of state."""
+        """Return the elements of a unit for which the rank itself has a kind of state."""
         own, t = unit.of(kind), self.traffic
         return np.asarray(own.shared / t.shard_ranks + own.experts / t.expert_shard_ranks)
 
@@ -346,14 +344,16 @@ class DataWriter:
         if unit.name in self._resident or unit.name in self._gathered:
             return
         t = self.traffic
-        if t.from_host:  # in line with the gathers, which wait for it
+        if t.from_host:  # in the stream of gathers, which wait for it
             self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=STREAM)
         self._send("all_gather", "fsdp", unit.shared * t.compute_bytes)
         self._send("all_gather", "expert_fsdp", unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:
-        """Gather what a sharded optimizer has updated of a unit before it computes, and of the next one."""
+        """Gather a unit's parameters that a sharded optimizer has updated before it computes, and start the next unit's
+        gather.
+        """
         self._fetch_unit(unit)
         if self._fetched[unit.name]:
             self.rank.wait(COMPUTE, self._fetched[unit.name])
@@ -367,7 +367,7 @@ class DataWriter:
             self._fetched[unit.name] = self.rank.record(STREAM)
 
     def _send_buckets(self, op: str, unit: Unit, width: float) -> None:
-        """Exchange a unit: all of it at once, or as a part of a bucket that is larger."""
+        """Exchange the gradients or parameters of a unit: all at once, or as part of a larger bucket."""
         size = self.traffic.bucket_elements
         own = unit.trained
         elements = np.where(own.all > 0, own.all, 1.0)

@@ -1,4 +1,4 @@
-"""The network of a plan as stages of units: which block each is, under which recompute mode, of what size."""
+"""The model of a plan as stages of units: the block, recompute mode and size of each unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulator.step.muon import Orthogonal, orthogonalised
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elements:
-    """Elements of parameters, routed experts apart. Columns."""
+    """Elements of parameters, with routed experts separate. Shape (plans,)."""
 
     shared: Floats
     experts: Floats
@@ -35,17 +35,14 @@ class Elements:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unit:
-    """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart:
-    those that data-parallel ranks gather. Where some are frozen, others are `trained`, which have gradients and an
-    optimizer's state, and `stored` (`simulator.step.held.Parameters`).
-
-    `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that
-    recomputes. Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps
-    under autocast, `recast` of those that run again.
-
-    `orthogonal` is what an update does to its hidden matrices, where it orthogonalises their momentum. `tensors` of its
-    parameters are trained.
-    `repeats` units in a row are like this one, where it is enough to describe one.
+    """One wrapped module: a block, and the elements of its parameters on a rank before sharding, as data-parallel ranks
+    gather them, with routed experts separate. Where some are frozen, `trained` counts those with gradients and
+    optimizer state, and `stored` the numbers that are stored (`simulator.step.held.Parameters`). `words` are its
+    recompute modes, shape (plans,); `wrapped` is whether it is recomputed under some mode. Of the elements that
+    products use, `kept_cast` belong to modules that run once, whose 16-bit copies the backward pass keeps under
+    autocast, and `recast` to recomputed ones. `orthogonal` is the work on its hidden matrices, where an update
+    orthogonalises their momentum. `tensors` is the number of its trained parameters. The unit stands for `repeats`
+    equal units in a row.
     """
 
     name: str
@@ -72,13 +69,13 @@ class Unit:
 
 
 def wrapping_period(spec: RuntimeSpec, word: str) -> int:
-    """Return every how many layers a recompute mode wraps one; 0: none."""
+    """Return n for a recompute mode that wraps every n-th layer; 0 for none."""
     mode = spec.recompute[word]
     return round(1 / mode.layers) if mode.recomputes else 0
 
 
 class UnitMaker:
-    """Makes the units of plans that share a split into stages: those of `context`, of which `plan` is one."""
+    """Makes the units of plans with the same division into stages: those of `context`, for example `plan`."""
 
     def __init__(self, model: Model, context: CostContext, parameters: Parameters) -> None:
         self.model, self.context, self.parameters = model, context, parameters
@@ -87,12 +84,10 @@ class UnitMaker:
         self._made: dict[tuple[object, ...], Unit] = {}
         self._modes: dict[
             str, tuple[NDArray[np.str_], int]
-        ] = {}  # of each word the modes of all plans, and their period
+        ] = {}  # for each word: the modes of all plans, and their period
 
     def stages(self, plan: Plan) -> list[list[Unit]]:
-        """Return the units of every stage in forward order. Plans of the table that differ in what they wrap do not
-        belong together.
-        """
+        """Return the units of every stage in forward order. All plans of the table must wrap the same layers."""
         counts = stage_layers(self.model.layers, plan, self.context.spec.pipeline)
         starts = np.cumsum([0, *counts]).tolist()
         modes = plan.recompute_per_stage or ("",) * len(counts)
@@ -103,12 +98,12 @@ class UnitMaker:
         ]
 
     def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool) -> list[Unit]:
-        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, where that is
-        empty, each plan's own.
+        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, if that is empty,
+        under each plan's own.
         """
         found = []
         if first:
-            # Looked up, not multiplied with, unless it is the head as well.
+            # The embedding is looked up, not multiplied with, unless its matrix is also the head's.
             found.append(self._end("embedding", cast=self.model.tied_embeddings))
         found += [self._layer(index, mode) for index in range(start, start + count)]
         if last:
@@ -121,7 +116,7 @@ class UnitMaker:
             periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
             self._modes[word] = of, min(periods, default=0)
         of, period = self._modes[word]
-        # A mode for a share of the layers wraps every so many of them, the last of each run.
+        # A mode for a share of the layers wraps every n-th layer, the last of each run of n.
         wrapped = period > 0 and index % period == period - 1
         block = "moe" if self.model.layer_kinds[index].sparse else "dense"
         kind, key = (block, word, wrapped), (index, word)
@@ -174,7 +169,9 @@ class UnitMaker:
         )
 
     def _tensors(self, block: str) -> int:
-        """Return how many tensors of a block are trained: matrices, and the vectors of norms unless all is frozen."""
+        """Return the number of trained tensors in a block: matrices, and the vectors of norms unless everything is
+        frozen.
+        """
         operators, adapter = operators_for(self.model, self.context.runtime), self.context.runtime.adapter
         if block == "embedding":
             return 1
@@ -192,10 +189,9 @@ KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 
 
 def folded(units: Sequence[Unit]) -> list[Unit]:
-    """Return a stage's units with equal ones in a row as one, but for the first two and the last two of them.
-
-    The one that stands for several comes third in either direction, where units go on as they will: those before it
-    still wait for what the ends of the network have sent.
+    """Return a stage's units with equal neighbours folded into one, except the first two and the last two of them. So
+    the folded unit comes third in either direction, where the steady state has begun: earlier units still wait for
+    traffic of the model's ends.
     """
     found: list[Unit] = []
     for unit in units:
@@ -213,6 +209,6 @@ def _equal(one: Unit, other: Unit) -> bool:
 
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:
-    """Return how many (dense, MoE) layers some units stand for."""
+    """Return the number of (dense, MoE) layers in some units."""
     dense, moe = (sum(unit.repeats for unit in units if unit.block == kind) for kind in ("dense", "moe"))
     return dense, moe

@@ -11,10 +11,10 @@ from simulator.kernels.roofline import UPDATE_BYTES, Roofline
 from simulator.runtimes.adapted import trained_dtype
 from simulator.runtimes.library import spec_for
 
-# What the gradient norm is summed over, and the bytes of it.
+# Axes over which the gradient norm is summed, and the bytes of each sum.
 NORM_AXES = ("dp", "tp", "pipeline")
 NORM_BYTES = 4.0
-# What the host launches before the device can go on, where it has read the norm: the kernel that scales gradients.
+# Launches before the device can continue after the host has read the norm: the kernel that scales gradients.
 UPDATE_LAUNCHES = 1.0
 
 # Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter,
@@ -25,21 +25,21 @@ ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
 CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
 
 
-# A 16-bit copy of updated float32 weights: reads them, writes half.
+# A 16-bit copy of updated float32 weights: reads them, writes half as much.
 COPY_BYTES = 6.0
 
 
 def update_bytes(
     runtime: Runtime, owned: Floats | float, held: Floats | float, matrices: Floats | float = 0.0
 ) -> Floats | float:
-    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they
-    were sharded, hidden `matrices` among them, and what the runtime does to the gradients of all that it has `held`
-    before.
+    """Return the bytes that the end of a step moves: clipping and updating the `owned` parameters of a rank after
+    sharding, hidden `matrices` among them, and the runtime's passes over the gradients of the `held` parameters before
+    sharding.
     """
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
     moved = optimizer.moved(wide)
-    # Gradients that are updated with as they come are never there together, and so not clipped.
+    # Gradients used for the update one by one never exist all together, so they are not clipped.
     clipped = 0.0 if OPTIMIZER_IN_BACKWARD in runtime.savers else CLIP_BYTES
     per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + clipped
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
@@ -48,8 +48,8 @@ def update_bytes(
 
 
 def update_rate(runtime: Runtime, roofline: Roofline) -> float:
-    """Return the bytes that `update_bytes` counts over the seconds that they take, one after the other: memory's, and
-    those of an optimizer whose arithmetic takes longer.
+    """Return the rate for the bytes that `update_bytes` counts: bytes over the seconds of memory traffic plus those of
+    an optimizer whose arithmetic takes longer.
     """
     rate, optimizer = roofline.update_bytes_per_s(updated_dtype(runtime)), OPTIMIZERS[runtime.optimizer]
     if optimizer.per_sm_s is None:
@@ -61,9 +61,8 @@ def update_rate(runtime: Runtime, roofline: Roofline) -> float:
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:
-    """Return bytes moved once a step to have a weight in the low type of products, in both directions: other micro
-    batches find it there. What is gathered in that type is there in one direction already; the other is a
-    transposition.
+    """Return the bytes moved once per step to quantise a weight for both directions of products; all micro batches use
+    these copies. A weight gathered in the low type already has one direction; the other is a transposition.
     """
     recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
     if recipe is None or low is None:
@@ -73,6 +72,6 @@ def weight_cast_bytes(runtime: Runtime) -> float:
 
 
 def updated_dtype(runtime: Runtime) -> str:
-    """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
+    """Return the type of the parameters that the optimizer updates: that of the float32 copy if there is one."""
     spec = spec_for(runtime)
     return "float32" if spec.state.master_weights else trained_dtype(runtime, wide_adapters=spec.wide_adapters)

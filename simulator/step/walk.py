@@ -1,8 +1,7 @@
 """One training step, issued to a pipeline rank: micro batches through its stages, traffic around them, the optimizer.
 
-Reads like the loop it stands for. A rank runs its schedule's actions in order; an action runs the units of its stage
-(embedding, layers, head) forward, or backward in reverse; each unit is gathered before use and its gradients are sent
-on their way after.
+A rank runs its schedule's actions in order; an action runs the units of its stage (embedding, layers, head) forward, or
+backward in reverse; each unit is gathered before use, and the reduction of its gradients is started afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, update_bytes
 
-# Whose shares of the gradient norm are summed, and on which streams.
+# The groups over which the gradient norm is summed, and the streams of these sums.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
 
 
@@ -39,30 +38,30 @@ def message_bytes(context: CostContext, hidden: int) -> Floats:
 
 
 class StepWalk:
-    """Walks plans that differ in amounts only: those of `context`, with the units `stages` of each stage."""
+    """Walks plans whose steps have the same operations: those of `context`, with the units `stages` of each stage."""
 
     def __init__(self, context: CostContext, stages: Sequence[Sequence[Unit]]) -> None:
         self.context, self.stages, self.spec = context, stages, context.spec
         self.traffic: DataTraffic = data_traffic(context)
-        # A pipeline is given all its tokens at once.
+        # A pipeline loads all tokens at once.
         self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = away_bytes(context) if goes_away(context.runtime) else None
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
-        """Return a walk of the same plans with other units on their stages."""
+        """Return a walk of the same plans with other units in their stages."""
         other = copy(self)
         other.stages = stages
         return other
 
     def begin(self, rank: Rank) -> DataWriter:
-        """Do what the host does before the first micro batch."""
+        """Issue the host's work before the first micro batch."""
         rank.host_work("step", step_host_s(self.spec.host, self.context))
         return DataWriter(rank=rank, traffic=self.traffic)
 
     def action(self, rank: Rank, data: DataWriter, stage: int, kind: Kind, micro_batch: int, *, last: bool) -> None:
-        """Run one action of a schedule; `last`: of the step's last micro batch."""
+        """Run one action of a schedule; `last`: it belongs to the step's last micro batch."""
         if kind is not Kind.WEIGHT_GRAD and np.any(self.spec.host.pp_pass_s):
             rank.host_work("pass", pass_host_s(self.spec.host, self.context.table))
         if kind is Kind.FORWARD:
@@ -77,7 +76,9 @@ class StepWalk:
             rank.synchronize()
 
     def pair(self, rank: Rank, data: DataWriter, backward: Action, forward: Action, *, last: bool) -> None:
-        """Run a backward and a forward at the same time; `last`: the backward is of the step's last micro batch."""
+        """Run a backward and a forward pass at the same time; `last`: the backward pass belongs to the step's last
+        micro batch.
+        """
         rank.begin_pair()
         self.action(rank, data, backward.stage, backward.kind, backward.micro_batch, last=last)
         rank.next_of_pair()
@@ -93,7 +94,7 @@ class StepWalk:
             rank.run(unit, Pass.FORWARD)
             if away is not None:
                 away.forward(unit)
-            if following is not None:  # the last unit is needed again at once
+            if following is not None:  # the last unit is needed again at once, by the backward pass
                 data.after(unit, last_use=False)
             rank.ended(unit)
 
@@ -117,14 +118,14 @@ class StepWalk:
             rank.ended(unit)
 
     def _away(self, rank: Rank) -> AwayWriter | None:
-        """Return what tells the copies of layers' activations to host memory, where they go there."""
+        """Return the writer of activation offload; None without offload."""
         if self.away is None:
             return None
         return AwayWriter(rank=rank, nbytes=self.away, waits=self.spec.away_layers == 0)
 
     def end(self, rank: Rank, data: DataWriter, stages: Sequence[int]) -> None:
-        """Join what is under way, sum the gradient norm over all that share it, and update the parameters of a rank's
-        stages.
+        """Wait for all traffic, sum the gradient norm over the ranks that share it, and update the parameters of a
+        rank's stages.
         """
         units = [unit for stage in stages for unit in self.stages[stage]]
         rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
@@ -146,8 +147,8 @@ class StepWalk:
         data.redistribute(units)
 
     def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
-        """Have the host work for every tensor that is updated, where the device waits for it: DTensors have another
-        optimizer, which does not.
+        """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for
+        DTensors does not wait.
         """
         context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s
         if not each_s or self.traffic.updates_on_host:
@@ -158,14 +159,14 @@ class StepWalk:
         rank.host_work("tensors", np.where(cut, 0.0, each_s * sum(unit.repeats * unit.tensors for unit in units)))
 
     def _owned(self, units: Sequence[Unit]) -> Floats:
-        """Return the elements of some units that a rank updates."""
+        """Return the elements that a rank updates in some units."""
         table = self.context.table
         shard, expert = table.state_shard["optimizer"], table.expert_shard["optimizer"]
         return np.asarray(sum(u.repeats * (u.trained.shared / shard + u.trained.experts / expert) for u in units))
 
     def _orthogonalise(self, rank: Rank, data: DataWriter, units: Sequence[Unit]) -> Value:
-        """Orthogonalise the momentum of hidden matrices, where the optimizer does, and return the elements of those
-        that a rank updates.
+        """Orthogonalise the momentum of hidden matrices if the optimizer does so, and return the elements of those that
+        a rank updates.
         """
         found = [(unit.repeats, unit.orthogonal) for unit in units if unit.orthogonal is not None]
         if not found:

@@ -1,9 +1,8 @@
-"""What DeepSpeed's ZeRO holds besides parameters, gradients and optimizer: the buckets that gradients go through.
-
-A gradient is copied to a contiguous bucket as it is made. A full bucket is flattened and cast to the type it travels
-in, on a stream of its own, whose blocks the compute stream does not get back; what a rank owns of it is kept there. The
-optimizer updates float32 copies, and has gradients of that type made for it (deepspeed/runtime/zero/stage_1_and_2.py,
-stage3.py; runtime/fp16/unfused_optimizer.py without ZeRO).
+"""The gradient buckets of DeepSpeed's ZeRO, memory besides parameters, gradients and optimizer state. A gradient is
+copied to a contiguous bucket when it is computed. A full bucket is flattened and cast to the type of the reduction on a
+stream of its own, whose blocks the compute stream cannot reuse; the rank's shard of it is kept there. The optimizer
+updates float32 copies, for which float32 gradients are made (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py;
+runtime/fp16/unfused_optimizer.py without ZeRO).
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from simulator.step.held import state_bytes
 
 
 def bucket_copies_bytes(context: CostContext) -> Floats:
-    """Return the bytes moved within the GPU for every gradient that is reduced, one value a plan: into the bucket, its
-    mean, flattened, cast, and what a rank owns back out to where it stays. ZeRO-3 casts first and takes the mean while
-    it sums.
+    """Return the bytes moved within the GPU for every reduced gradient, shape (plans,): into the bucket, for its mean,
+    flattened, cast, and the rank's shard to its final place. ZeRO-3 casts first and takes the mean while it sums.
     """
     table = context.table
     if context.spec.zero is None:
@@ -37,7 +35,9 @@ def bucket_copies_bytes(context: CostContext) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBuffers:
-    """Bytes of a rank: all the time, while gradients are made, of the stream that reduces them, and of an update."""
+    """Bytes on a rank: throughout the step, while gradients are computed, on the stream of reductions, and during an
+    update.
+    """
 
     standing: Floats
     buckets: Floats
@@ -46,9 +46,9 @@ class ZeroBuffers:
 
 
 def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroBuffers:
-    """Return those of ranks with so many `elements` of parameters before data-parallel sharding, and `owned` ones to
-    update. Plans are the first dimension of both, and of the results. Runtimes without such buckets have what their
-    update makes alone.
+    """Return the bytes on ranks with `elements` of parameters before data-parallel sharding, of which they update
+    `owned`; both have shape (plans, ...), like the results. Runtimes without such buckets have only the temporaries of
+    the update.
     """
     zero, table = context.spec.zero, context.table
     nothing = np.zeros(np.shape(elements))
@@ -60,7 +60,8 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     away = column(table.offloaded["optimizer"])
     if zero is None:
         chosen = OPTIMIZERS[context.runtime.optimizer]
-        # torch's own; bitsandbytes updates in one kernel, and what Muon makes is there for a matrix at a time
+        # torch's own optimizers; bitsandbytes updates in one kernel, and Muon's temporaries exist for one matrix at a
+        # time
         foreach = chosen.states == (None, None) and not chosen.paged and chosen.matrices is None
         made = owned * context.dtype_bytes("trained") * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
@@ -71,7 +72,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     sharded = column(~table.fully_sharded & (table.state_shard["optimizer"] > 1))
     cast = reduce if reduce != param else 0.0
     bucket = np.minimum(zero.bucket_elements, elements)
-    # A rank copies its share out of the bucket and adds it to the gradients of earlier micro batches.
+    # A rank copies its shard out of the bucket and adds it to the gradients of earlier micro batches.
     kept = np.where(scattered & (column(table.micro_batches) <= 1), 0.0, owned * context.dtype_bytes("param"))
     out = reduce / column(np.maximum(table["sharded_over"], 1.0))
     copies = np.where(full, bucket * (cast + reduce + out), np.where(sharded, bucket * (param + cast) + kept, 0.0))
