@@ -20,24 +20,22 @@ class AboveLimit(Exception):
     """More is reserved than was asked about."""
 
 
+PoolKey = tuple[str, int]  # the stream, and 0 for its small blocks, 1 for its large ones
+
+
 class GrowingPool:
     """The small or the large blocks of one stream."""
 
     __slots__ = ("end", "ends", "holes", "key", "mapped_bytes", "page", "starts")
 
-    def __init__(self, stream: str, *, small: bool) -> None:
-        self.key = stream, small
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+    def __init__(self, key: PoolKey) -> None:
+        self.key = key
+        self.page = (SMALL_SEGMENT, LARGE_SEGMENT)[key[1]]
         self.holes: list[tuple[int, int]] = []  # (bytes, address), in order
         self.starts: dict[int, int] = {}  # bytes of holes by their address
         self.ends: dict[int, int] = {}  # addresses of holes by where they end
         self.end = 0  # nothing beyond it is in use
         self.mapped_bytes = 0
-
-    @property
-    def room_bytes(self) -> int:
-        """The longest run of mapped addresses that are free."""
-        return max(self.mapped_bytes - self.end, self.holes[-1][0] if self.holes else 0)
 
 
 class GrowingAllocator:
@@ -46,34 +44,27 @@ class GrowingAllocator:
     def __init__(self, *, limit_bytes: float = inf) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.pools: dict[tuple[str, bool], GrowingPool] = {}  # by stream, and whether their blocks are small
+        self._pools: dict[str, tuple[GrowingPool, GrowingPool]] = {}  # by stream
 
     def allocate(self, nbytes: int, stream: str) -> Block:
         """Return a block for `nbytes` that `stream` will write."""
         slots: dict[int, Block] = {}
-        self.play(((0, whole_blocks(nbytes)),), slots, stream)
+        self.play([(0, whole_blocks(nbytes))], slots, stream)
         return slots[0]
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        self.free_all([block])
-
-    def free_all(self, blocks: list[Block]) -> None:
-        """Take several blocks back."""
-        if blocks:
-            slots, pool = dict(enumerate(blocks)), blocks[0][0]
-            self._run([(slot, 0) for slot in slots], slots, pool, pool)
+        self.play([(0, 0)], {0: block}, block[0].key[0])
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
-        """Allocate and free tensors as `CachingAllocator.play` does."""
-        self._run(events, slots, self._pool(stream, small=True), self._pool(stream, small=False))
+        """Allocate and free tensors as `CachingAllocator.play` does.
 
-    def _run(
-        self, events: Iterable[TensorEvent], slots: dict[int, Block], small: GrowingPool, large: GrowingPool
-    ) -> None:
-        """Do events in turn. Nearly all the time of a replay is this loop's: what it needs of the pool that it is at
-        is in variables.
+        Nearly all the time of a replay is this loop's: what it needs of the pool that it is at is in variables.
         """
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = GrowingPool((stream, 0)), GrowingPool((stream, 1))
+        small, large = pools
         pool = large
         holes, starts, ends, end = pool.holes, pool.starts, pool.ends, pool.end
         used, most = self.allocated_bytes, self.peak_allocated_bytes
@@ -138,11 +129,13 @@ class GrowingAllocator:
 
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream and the bytes that its pools hold."""
-        for stream in dict.fromkeys(stream for stream, _ in self.pools):
-            yield stream, sum(self._pool(stream, small=small).mapped_bytes for small in (True, False))
+        for stream, (small, large) in self._pools.items():
+            yield stream, small.mapped_bytes + large.mapped_bytes
 
-    def _pool(self, stream: str, *, small: bool) -> GrowingPool:
-        pool = self.pools.get((stream, small))
-        if pool is None:
-            pool = self.pools[stream, small] = GrowingPool(stream, small=small)
-        return pool
+    def room_bytes(self, key: PoolKey) -> int:
+        """Return the bytes of the longest run of mapped addresses of a pool that are free."""
+        stream, which = key
+        if stream not in self._pools:
+            return 0
+        pool = self._pools[stream][which]
+        return max(pool.mapped_bytes - pool.end, pool.holes[-1][0] if pool.holes else 0)

@@ -26,7 +26,7 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from simulator.kernels.operators import tensor_bytes
-from simulator.memory.allocator import Block, CachingAllocator
+from simulator.memory.allocator import Block, CachingAllocator, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.wrapped import Instance, Wrapped
@@ -86,31 +86,30 @@ class RankReplay:
     def start(self) -> None:
         """Ask for what is there before the first step."""
         for unit in self.units:
-            for elements in self.wrapped[unit.name].elements:
-                nbytes = elements.stored * self.plan.share(unit, "parameters") * self.plan.state["parameters"]
-                self._taken(nbytes, COMPUTE)
+            width = self.plan.share(unit, "parameters") * self.plan.state["parameters"]
+            self._taken(*(elements.stored * width for elements in self.wrapped[unit.name].elements))
         workspace = workspace_bytes(self.context.roofline.gpu.architecture)
         for _ in ("forward", "backward"):
-            self._taken(workspace, COMPUTE)
+            self._taken(workspace)
         whole = float(sum(u.trained.all[0] for u in self.units))
         if not self.traffic.adds_up:  # gradients are added up in place, in buffers that stay
             for unit in self.units:
                 shard = float(unit.trained.all[0]) * self.plan.share(unit, "gradients")
-                self._taken(shard * self.plan.state["gradients"], COMPUTE)
+                self._taken(shard * self.plan.state["gradients"])
         if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
             bucket = self.spec.ddp.bucket_bytes or whole
             left = whole * state_bytes(self.context)["gradients"]
             while left > 0:
-                self._taken(min(left, bucket), COMPUTE)
+                self._taken(min(left, bucket))
                 left -= bucket
         dense, moe = (np.full((1, 1), count) for count in held_kinds(self.units))
         operators = self.plan.operators
         kinds = [*(operators.dense_layer if dense[0, 0] else ()), *(operators.moe_layer if moe[0, 0] else ())]
         if not self.traffic.fully_sharded:
-            self._taken(float(placeholder_bytes(kinds, self.context)[0]), COMPUTE)
-        self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
+            self._taken(float(placeholder_bytes(kinds, self.context)[0]))
+        self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), stream=PEERS)
         self._take_stage_buffers()
-        self._taken(self.zero["standing"], COMPUTE)
+        self._taken(self.zero["standing"])
 
     def step(self) -> None:
         """Run one step."""
@@ -125,7 +124,7 @@ class RankReplay:
         if not self.optimizer:
             self.make_optimizer()
         made = self.plan.made_by_update(self.units, self.zero["update"])
-        self._give([block for nbytes in made for block in self._taken(nbytes)])
+        self._give(self._taken(*made))
 
     def run(self, action: Action) -> None:
         """Run an action of the schedule."""
@@ -195,7 +194,7 @@ class RankReplay:
         units = self.plan.stages[stage]
         output = self.outputs.pop((stage, micro_batch), None)
         if not self.buckets:
-            self.buckets = self._taken(self.zero["buckets"]) + self._taken(self.zero["reducing"], REDUCE)
+            self.buckets = self._taken(self.zero["buckets"]) + self._taken(self.zero["reducing"], stream=REDUCE)
         gradient: Block | None = None
         for position, unit in reversed([*enumerate(units)]):
             passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
@@ -224,8 +223,7 @@ class RankReplay:
         self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
         self._give(self.kept)
         if units and units[-1].block == "head":  # a stage may have nothing to do
-            for nbytes in self.plan.metrics:
-                self.passing += self._taken(nbytes)
+            self.passing += self._taken(*self.plan.metrics)
             self._give(self.passing)
         if not split and self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
@@ -285,8 +283,8 @@ class RankReplay:
         whole = float(unit.elements[0]) * t.compute_bytes
         if ranks > 1 or self.flat_units:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
-            cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
-            buffer = self._taken(whole, GATHER)
+            cast = self._taken(whole / ranks, stream=GATHER) if self.param_bytes != t.compute_bytes else []
+            buffer = self._taken(whole, stream=GATHER)
             self._give(cast)
             if self.flat_units:
                 wrapped.gathered += buffer
@@ -298,8 +296,7 @@ class RankReplay:
                 self.flat = None
         else:
             buffer = []
-        for elements in wrapped.elements:
-            wrapped.gathered += self._taken(elements.used * t.compute_bytes)
+        wrapped.gathered += self._taken(*(elements.used * t.compute_bytes for elements in wrapped.elements))
         if forward and buffer:
             self.flat = buffer[0]
         else:
@@ -368,7 +365,9 @@ class RankReplay:
         if self.spec.fsdp.flat_parameters:
             flat = self._taken(elements * t.unsharded_gradient_bytes)
             flat += (
-                self._taken(elements * t.reduce_bytes, REDUCE) if t.reduce_bytes != t.unsharded_gradient_bytes else []
+                self._taken(elements * t.reduce_bytes, stream=REDUCE)
+                if t.reduce_bytes != t.unsharded_gradient_bytes
+                else []
             )
             self._give(self.reducing)
         else:
@@ -377,7 +376,7 @@ class RankReplay:
         self.reducing = flat
         self._give(whole)
         shard = elements * self.plan.share(unit, "gradients")
-        result = self._taken(shard * t.reduce_bytes, REDUCE)
+        result = self._taken(shard * t.reduce_bytes, stream=REDUCE)
         # What replicas sum on a stream of their own is kept to the end of the backward pass (`_all_reduce_state`).
         kept = self.summed if t.replicated_sharding else []
         if self.plan.in_backward:
@@ -394,7 +393,7 @@ class RankReplay:
 
     def _keep_shard(self, unit: Unit, stream: str) -> None:
         shard = float(unit.trained.all[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
-        fresh = self._taken(shard, stream)
+        fresh = self._taken(shard, stream=stream)
         if self.wrapped[unit.name].gradients:
             self._give(fresh)
         else:
@@ -413,7 +412,7 @@ class RankReplay:
             share = self.plan.share(unit, "optimizer")
             for elements, chosen, width in self.plan.optimizers(unit):
                 kinds, nbytes = len(chosen.states) + master, elements * share * width
-                self.optimizer += [b for _ in range(kinds) for b in self._taken(nbytes / kinds)]
+                self.optimizer += self._taken(*[nbytes / kinds] * kinds)
 
     # --- stages -------------------------------------------------------------------------------------------------
 
@@ -427,17 +426,23 @@ class RankReplay:
         after = sum(stage > 0 for stage in stages)
         before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
         if self.spec.pipeline.receive_buffers:
-            self._taken(count * (after + before) * self.message_bytes, COMPUTE)
+            self._taken(count * (after + before) * self.message_bytes)
         if self.spec.pipeline.keeps_outputs:
             logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
-            self._taken(count * (before * self.message_bytes + (len(stages) - before) * logits), COMPUTE)
+            self._taken(count * (before * self.message_bytes + (len(stages) - before) * logits))
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
-    def _taken(self, nbytes: float, stream: str = COMPUTE) -> list[Block]:
-        return [self.memory.allocate(round(nbytes), stream)] if nbytes >= 1 else []
+    def _taken(self, *sizes: float, stream: str = COMPUTE) -> list[Block]:
+        """Ask for tensors of so many bytes, in turn; for none where it is less than one."""
+        slots: dict[int, Block] = {}
+        events = [(slot, whole_blocks(round(nbytes))) for slot, nbytes in enumerate(sizes) if nbytes >= 1]
+        if events:
+            self.memory.play(events, slots, stream)
+        return [*slots.values()]
 
     def _give(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            self.memory.free(block)
-        blocks.clear()
+        if blocks:
+            slots = dict(enumerate(blocks))
+            self.memory.play([(slot, 0) for slot in slots], slots, COMPUTE)
+            blocks.clear()

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from simulator.memory.allocator import Block, TensorEvent
-from simulator.memory.growing import GrowingAllocator
+from simulator.memory.growing import GrowingAllocator, PoolKey
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedules.table import Action, Kind
@@ -24,7 +24,7 @@ from simulator.pipeline.schedules.table import Action, Kind
 class Turn(NamedTuple):
     """A backward pass, or a half of one, that leaves nothing behind. `freed` and `later` are of each of its units."""
 
-    room_bytes: dict[tuple[str, bool], int]  # in each pool: with so long a run it maps no pages
+    room_bytes: dict[PoolKey, int]  # in each pool: with so long a run it maps no pages
     rise_bytes: int  # that are allocated at most beyond those at its start
     freed: tuple[tuple[int, ...], ...]  # slots
     later: tuple[tuple[Piece, ...], ...]  # what is left to the second half
@@ -70,8 +70,7 @@ class ShortReplay(RankReplay):
         return action.kind, self.plan.alike[stage], last, output, self._zero, others, tuple(tensors)
 
     def _has_room(self, turn: Turn) -> bool:
-        pools = self.memory.pools
-        return all(key in pools and pools[key].room_bytes >= nbytes for key, nbytes in turn.room_bytes.items())
+        return all(self.memory.room_bytes(key) >= nbytes for key, nbytes in turn.room_bytes.items())
 
     def _run_and_see(self, action: Action) -> Turn | None:
         """Run a pass tensor by tensor; return what it does if it leaves nothing behind."""
@@ -109,7 +108,7 @@ class ShortReplay(RankReplay):
             instance.later = later
             blocks += [instance.slots.pop(slot) for slot in freed]
             blocks += instance.casts if turn.ends else ()
-        memory.free_all(blocks)
+        self._give(blocks)
 
 
 class _Log:
@@ -119,7 +118,7 @@ class _Log:
         self.memory = memory
         self.born: dict[int, Block] = {}  # what it has asked for and not freed
         self.freed: list[Block] = []  # that was there before
-        self._asked: dict[tuple[str, bool], list[int]] = {}  # by pool, bytes that are asked for and, negative, freed
+        self._asked: dict[PoolKey, list[int]] = {}  # by pool, bytes that are asked for and, negative, freed
 
     def allocate(self, nbytes: int, stream: str) -> Block:
         block = self.memory.allocate(nbytes, stream)
@@ -141,7 +140,7 @@ class _Log:
             elif slot in slots:
                 self.free(slots.pop(slot))
 
-    def room_bytes(self) -> dict[tuple[str, bool], int]:
+    def room_bytes(self) -> dict[PoolKey, int]:
         """Return for each pool the bytes of a run of free addresses that hold all that was asked for."""
         return {key: min(_room_bytes(asked, most) for most in (0, 1)) for key, asked in self._asked.items()}
 
