@@ -211,6 +211,7 @@ def plan_table(
         on_select=pick,
         selection_mode=mode,
         width="stretch",
+        height="content",  # no plan is out of sight
         column_order=tuple(columns),
         column_config=columns,
     )

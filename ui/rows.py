@@ -338,7 +338,7 @@ def run_row(run: RunSummary) -> dict[str, str | float | None]:
         "model": run.model,
         "plan": run.plan,
         "device": f"{run.gpus} x {run.device}",
-        "ended": run.status if run.complete else f"{run.status}, incomplete",
+        "ended": run.status.replace("_", " ") if run.complete else f"{run.status.replace('_', ' ')}, incomplete",
         "predicted step": in_seconds(run.predicted_step_s) if run.predicted_step_s else "",
         "measured step": in_seconds(run.measured_step_s) if run.measured_step_s else "",
         "step": run.step_error,
@@ -346,6 +346,15 @@ def run_row(run: RunSummary) -> dict[str, str | float | None]:
         "measured memory": gib(run.measured_peak_bytes),
         "memory": run.memory_error,
     }
+
+
+def run_names(runs: Sequence[RunSummary]) -> list[str]:
+    """Return what tells saved runs from each other; their ids, too, where nothing else does."""
+    told = [[run.plan, run.model, f"{run.gpus} x {run.device}", run.taken_at[:16].replace("T", " ")] for run in runs]
+    differs = [len(set(column)) > 1 for column in zip(*told, strict=True)]
+    names = [", ".join(word for word, tells in zip(words, differs, strict=True) if tells) for words in told]
+    alike = len(set(names)) < len(names) or not all(names)
+    return [f"{name} ({run.id[:6]})".strip() if alike else name for run, name in zip(runs, names, strict=True)]
 
 
 def group_row(name: str, runs: Sequence[RunSummary]) -> dict[str, str | float | None]:

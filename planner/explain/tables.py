@@ -23,7 +23,7 @@ from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.rates.reach import mixed_gpus
 from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
-from topology.units import GIB, in_gib
+from topology.units import GIB, in_gb_per_s, in_gib
 
 LABEL = 10  # width of the label at the left of a line
 
@@ -146,7 +146,7 @@ def cluster_line(cluster: Cluster) -> str:
     else:
         parts.append(f"{name} of unknown rate" if has_nvlink else f"no {name}")
     if cluster.node_count > 1:
-        parts.append(f"network {network / 1e9:.1f} GB/s/GPU" if network else "no network described")
+        parts.append(f"network {in_gb_per_s(network)}/GPU" if network else "no network described")
     return " | ".join(parts)
 
 

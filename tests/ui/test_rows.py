@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from planner.io.inputs import read_cluster
+from planner.runs.runs_store import RunSummary
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.health.diagnose import diagnose
 from ui import rows
 from ui.panels import in_words
+from ui.rows import run_names
 
 TOPO = ROOT / "tests" / "data" / "topo"
 
@@ -72,3 +74,31 @@ def test_a_machine_of_the_catalogue_says_datasheet(name):
 )
 def test_flags_are_shown_as_fields_and_command_lines_keep_their_dashes(remedy, shown):
     assert in_words(remedy) == shown
+
+
+def test_runs_are_named_by_what_tells_them_apart():
+    def kept(number, plan, model="llama3-8b"):
+        about = {"status": "finished", "complete": True, "framework": "torchtitan", "gpus": 1, "device": "NVIDIA H200"}
+        known = dict.fromkeys(
+            (*(f"{how}_{what}" for how in ("predicted", "measured") for what in ("step_s", "peak_bytes")),),
+        )
+        return RunSummary(
+            **about,
+            **known,
+            id=f"{number}" * 12,
+            taken_at="2026-11-29T06:20:25+00:00",
+            model=model,
+            plan=plan,
+            seq_len=2048,
+            global_batch_size=8,
+            measured_tokens_per_s=None,
+            directory="",
+        )
+
+    assert run_names([kept(1, "fsdp 2"), kept(2, "tp 2")]) == ["fsdp 2", "tp 2"]
+    assert run_names([kept(1, "fsdp 2"), kept(2, "fsdp 2", "qwen3-8b"), kept(3, "fsdp 2")]) == [
+        "llama3-8b (111111)",
+        "qwen3-8b (222222)",
+        "llama3-8b (333333)",
+    ]
+    assert run_names([kept(1, "fsdp 2")]) == ["(111111)"]

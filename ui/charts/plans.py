@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import altair as alt
 
+from planner.io.figures import gib_text
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from topology.units import GIB
 from ui.charts.look import Figure, finished, paper, picked, table
 from ui.charts.row_types import PlanRow, RatePoint
 
@@ -43,7 +45,9 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
         "peak_gib:Q",
         title="memory on the worst rank, GiB",
         scale=alt.Scale(
-            domain=[max(0.0, min([*memory_gib, limit_gib]) - 0.1 * limit_gib), limit_gib * 1.05], nice=False, zero=False
+            domain=[max(0.0, min([*memory_gib, limit_gib]) - 0.1 * limit_gib), 1.05 * max([*memory_gib, limit_gib])],
+            nice=False,
+            zero=False,
         ),
     )
     tooltip = [
@@ -75,7 +79,8 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
     numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text=alt.Text("rank:Q")).transform_filter(named)
     points = points.add_params(picked())
     ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
-    capacity_rule = alt.Chart(table([{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}]))
+    there_is = f"{gib_text(limit_gib * GIB)} GiB available to a rank"
+    capacity_rule = alt.Chart(table([{"limit": limit_gib, "text": there_is}]))
     limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y=alt.Y("limit:Q"))
     label = capacity_rule.mark_text(align="left", dy=-7, color=p.quiet, fontSize=11).encode(
         y=alt.Y("limit:Q"), x=alt.value(6), text=alt.Text("text:N")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 import streamlit as st
@@ -174,7 +175,8 @@ def _filtered(table: list[PlanRow], result: SearchResult) -> list[PlanRow]:
         bind="query-params",
         wrap=True,
     )
-    top = float(round(result.plans[0].estimate.memory.capacity_bytes / GIB) + 1)
+    most_gib = max(result.plans[0].estimate.memory.capacity_bytes / GIB, *(row["peak_gib"] for row in table))
+    top = float(ceil(most_gib))  # a plan that may not fit is beyond what there is
     most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params", format="%.0f")
     front_only = right.toggle("Only the Pareto front", key="front", bind="query-params")
     by_name = {plan_words.plan_name(r.plan): r.plan for r in result.plans}

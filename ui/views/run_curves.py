@@ -14,6 +14,7 @@ from ui import panels
 from ui.background import service
 from ui.charts.row_types import JobDocument, StepPoint
 from ui.charts.run_curves import curve
+from ui.rows import run_names
 from ui.run_steps import QUANTITIES, points_of
 
 if TYPE_CHECKING:
@@ -53,11 +54,10 @@ def so_far(job: str) -> None:
 def saved(runs: Sequence[RunSummary]) -> None:
     """Draw the steps of runs that are kept on this machine, on common axes."""
     points: list[StepPoint] = []
-    for run in runs:
+    for run, name in zip(runs, run_names(runs), strict=True):
         file = Path(run.directory) / Path(SO_FAR["apply"]).relative_to("run")
         with suppress(OSError):
-            text = file.read_text(encoding="utf-8", errors="replace")
-            points += points_of(text, f"{run.taken_at[:16].replace('T', ' ')} {run.model}, {run.plan} ({run.id[:6]})")
+            points += points_of(file.read_text(encoding="utf-8", errors="replace"), name)
     if runs and not points:
         st.caption("The records of these runs are not kept any more, or no step was timed.")
     show(points, " ".join(["saved", *(run.id for run in runs)]))
