@@ -37,6 +37,7 @@ class Engine:
     runs_ahead: bool
     overlaps_host: bool
     hybrid_waits: bool
+    compiled: bool
     host_exposed_s: float
     host_exposed_sequence_s: float
     host_request_s: float
@@ -112,4 +113,6 @@ def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
         engine = replace(
             engine, host_step_s=waits.host_step_s, host_sequence_s=waits.host_sequence_s, runs_ahead=waits.runs_ahead
         )
-    return replace(engine, graph_batch=0, host_launch_s=engine.host_eager_launch_s) if eager else engine
+    if not eager:
+        return engine
+    return replace(engine, graph_batch=0, compiled=False, host_launch_s=engine.host_eager_launch_s)

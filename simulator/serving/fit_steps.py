@@ -94,7 +94,7 @@ def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: Measure
     measured = sample.queued_s or sample.seconds
     if found.reduced and tokens <= found.reduced[-1].tokens:
         measured -= parts.pop("all_reduce", 0.0) * float(scaled(found.reduced, np.array([float(tokens)]))[0])
-    return _Priced(float(tokens), measured, sum(parts.values()), attention, cost.launches())
+    return _Priced(float(tokens), measured, sum(parts.values()), attention, cost.launches.count)
 
 
 def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
@@ -158,7 +158,7 @@ def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, F
         steps = replace(steps, host_sequence_s=slope, host_step_s=step_s)
     # A long step's launches wait for room in the device's queue: the fastest issuing shows the host.
     launches = [
-        sample.issued_s / costs[str(sample.model.get("name"))].launches()
+        sample.issued_s / costs[str(sample.model.get("name"))].launches.count
         for sample in samples
         if sample.phase == "prefill" and sample.issued_s
     ]

@@ -18,14 +18,13 @@ from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
-from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, DELTA_KERNELS, delta_rule_s
+from simulator.serving.launches import TO_EXPERTS, Launches
+from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
-from simulator.serving.sparse_attention import INDEX_KERNELS, SparseAttention
+from simulator.serving.sparse_attention import SparseAttention
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
-
-TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 
 
 @dataclass(slots=True)
@@ -38,6 +37,7 @@ class ForwardPass:
     pool: Pool
     engine: Engine = field(init=False)
     kernels: Kernels = field(init=False)
+    launches: Launches = field(init=False)
     _collectives: CollectiveModel = field(init=False)
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by what takes them
@@ -53,7 +53,8 @@ class ForwardPass:
     _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _sparse: SparseAttention | None = field(init=False)
-    _launch_s: float = field(init=False)
+    _issue_s: float = field(init=False)  # of a step of which nothing is replayed, and of attention alone
+    _issue_attention_s: float = field(init=False)
     _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
 
@@ -67,8 +68,10 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
+            apart=self.pool.dp_attention > 1,
             attention=self.engine.attention,
         )
+        self.launches = Launches(self.model, self.engine, self.pool, self.deployment.weights, self.kernels.generation)
         measured = self.deployment.measured
         timed = MeasuredCollectives(measured.collectives) if measured and measured.collectives else None
         self._collectives = CollectiveModel(self.cluster, timed)
@@ -93,7 +96,8 @@ class ForwardPass:
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # a token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
-        self._launch_s = self.launches() * self.engine.host_launch_s  # of a step that no CUDA graph replays
+        self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
+        self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
 
     def _bend(self, steps: MeasuredSteps) -> None:
         """Scale the times of kernels so that steps take what was measured of this engine."""
@@ -120,7 +124,7 @@ class ForwardPass:
             if steps.tp == self.pool.tp and steps.reduced:
                 parts.pop("all_reduce", None)
             priced = sum(parts.values()) + float(np.interp(one.tokens, self._rows, self._head))
-            found.append(Ratio(one.tokens, 1 + one.late_s * self.launches() / priced))
+            found.append(Ratio(one.tokens, 1 + one.late_s * self.launches.count / priced))
         return found
 
     @property
@@ -146,7 +150,7 @@ class ForwardPass:
             here = sequences / self.pool.dp_attention
             if not prompt_tokens:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
-            return self.engine.step_s(max(sum(found.values()), self._launch_s), here)
+            return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens + sequences)), here)
         ranks = self.pool.dp_attention
         if prompt_tokens and ranks > 1:
             time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
@@ -161,8 +165,15 @@ class ForwardPass:
             time += self._answers_s(sequences, keys)
         here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
         if prompt_tokens or here > self.engine.graph_batch:
-            time = max(time, self._launch_s)
+            time = max(time, self._issued_s(prompt_tokens + sequences))
         return self.engine.step_s(time, here)
+
+    def _issued_s(self, tokens: float) -> float:
+        """Return what the host takes to issue a step of so many tokens that reads prompts, or writes more answers than
+        a graph of answers alone has.
+        """
+        pieces = self.engine.compiled and tokens <= self.engine.graph_batch
+        return self._issue_attention_s if pieces else self._issue_s
 
     def _speculative(
         self, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int
@@ -193,7 +204,7 @@ class ForwardPass:
             found["attention"] += self._answers_s(sequences, keys)
         here = sequences / self.pool.dp_attention
         if prompt_tokens or here > self.engine.graph_batch:
-            found["launches"] = max(0.0, self._launch_s - sum(found.values()))
+            found["launches"] = max(0.0, self._issued_s(prompt_tokens + sequences) - sum(found.values()))
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, here) - device
         return {name: value for name, value in found.items() if value}
@@ -215,24 +226,6 @@ class ForwardPass:
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; one prompt longer than a full step goes in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
-
-    def launches(self) -> float:
-        """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
-        kinds = self.model.layer_kinds
-        kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
-        kernels += self.model.linear_layers * DELTA_KERNELS
-        return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
-
-    def _small_kernels(self, kind: LayerKind) -> float:
-        """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the
-        activation; each product's input cast to its format; compressed vectors' norms and copies; the way to experts
-        and back.
-        """
-        narrow = self.deployment.weights in {"float8", "float4"}
-        latent = 6.0 if self.model.latent else 0.0
-        latent += INDEX_KERNELS if self.model.latent and self.model.latent.indexer else 0.0
-        norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
-        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (TO_EXPERTS if kind.sparse else 0.0)
 
     def _one_pair_s(self) -> float:
         """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
@@ -322,7 +315,7 @@ class ForwardPass:
         # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
         # sum.
         small = 2.0 * local * self.model.hidden * 10
-        apart = self._small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
+        apart = self.launches.small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
         block = {
             "attention_products": self._attention_products(local),
             "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,

@@ -84,6 +84,7 @@ class Kernels:
     weights: str
     experts: str = "triton"  # what multiplies them, see engines.toml
     program: str = ""  # the engine, where expert_kernels.toml lists its own
+    apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
 
     @property
@@ -138,7 +139,9 @@ class Kernels:
     @property
     def listed_experts(self) -> ExpertKernels | None:
         """What expert_kernels.toml says of these kernels; None where it says nothing."""
-        return expert_kernels().get((self.program, self.generation, self.weights))
+        listed, kind = expert_kernels(), (self.generation, self.weights)
+        apart = listed.get((f"{self.program}-dp", *kind)) if self.apart else None
+        return apart or listed.get((self.program, *kind))
 
     @property
     def experts_route(self) -> bool:

@@ -94,7 +94,7 @@ def test_an_eager_step_takes_the_launches_of_all_its_kernels_and_no_memory_for_g
         graphs[eager] = cache_capacity(question.model, question.cluster, deployment, pool).by_category["graphs"]
     engine = engine_of("vllm")
 
-    assert steps[True] == pytest.approx(costs.launches() * engine.host_eager_launch_s + engine.host_exposed_s)
+    assert steps[True] == pytest.approx(costs.launches.count * engine.host_eager_launch_s + engine.host_exposed_s)
     assert steps[True] > 3 * steps[False]
     assert graphs == {False: 2.0**30, True: 0.0}
 

@@ -63,7 +63,7 @@ def _sample(costs: ForwardPass, phase: str, batch: int, context: int = 0) -> Ser
         all_reduce="own",
         seconds=seconds,
         queued_s=seconds - host,
-        issued_s=costs.launches() * costs.engine.host_launch_s,
+        issued_s=costs.launches.count * costs.engine.host_launch_s,
     )
 
 
@@ -135,4 +135,4 @@ def test_what_a_kernel_takes_longer_is_the_same_in_a_larger_model() -> None:
         for known in (None, replace(measured, steps=steps))
     )
     step = {"prompt_tokens": 0, "pairs": 0.0, "sequences": 1, "keys": 1.0}
-    assert fitted.seconds(**step) - plain.seconds(**step) == pytest.approx(1.2e-6 * plain.launches(), rel=0.01)
+    assert fitted.seconds(**step) - plain.seconds(**step) == pytest.approx(1.2e-6 * plain.launches.count, rel=0.01)
