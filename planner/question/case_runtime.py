@@ -27,7 +27,9 @@ _NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there w
 
 # What a stated recipe computes in where the source does not name the type.
 _RECIPES = {
-    **dict.fromkeys(("delayed", "current", "tensorwise", "rowwise", "blockwise", "mxfp8"), "float8"),
+    **dict.fromkeys(
+        ("delayed", "current", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"), "float8"
+    ),
     "nvfp4": "float4",
 }
 

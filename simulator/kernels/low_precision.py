@@ -30,6 +30,7 @@ class Recipe:
     element_bytes: float
     reads: float
     fused: bool = False
+    wide_weight_gradient: bool = False
     transposed_on: tuple[str, ...] = ()
     only_on: tuple[str, ...] = ()  # empty: all GPUs whose tensor cores have the type
     rate: Mapping[str, float] = field(default_factory=dict)

@@ -79,6 +79,7 @@ class OperatorSpec:
     backward_allocates: tuple[str, ...] | None = None
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"
+    wide_weight_gradient: bool = False  # computed in 16 bits where the other products are in a low type
     low: bool = False
     scattered: bool = False
     waits: bool = False
@@ -197,7 +198,15 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
         if spec.weight_gradient:
             extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
             wgrad = _matmul(
-                f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra, low=low
+                f"{spec.name}.wgrad",
+                left,
+                out,
+                right,
+                sizes,
+                dtype_bytes,
+                backward=True,
+                extra=extra,
+                low=low and not spec.wide_weight_gradient,
             )
             work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))
         return work

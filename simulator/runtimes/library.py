@@ -238,6 +238,8 @@ def attention_kernel(runtime: Runtime, architecture: str) -> str:
     spec = spec_for(runtime)
     if DTYPE_BYTES[runtime.activation_dtype] > 2:
         return spec.attention_kernel_wide
+    if spec.attention_kernel == "unfused":
+        return spec.attention_kernel
     return spec.attention_kernel_on.get(architecture.lower(), spec.attention_kernel)
 
 

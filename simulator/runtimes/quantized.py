@@ -41,8 +41,9 @@ def quantized(operators: Sequence[OperatorSpec], spec: LowPrecisionSpec, recipe:
         quantise = _quantise(operator, recipe, fused=recipe.fused and operator.name in spec.after_norm)
         out.insert(_before_gather(out, operator), quantise)
         also = (spec.keeps or {}).get(operator.name)
-        saves = tuple(f"{tensor}:low" for tensor in (*operator.saves, *((also,) if also else ())))
-        out.append(replace(operator, low=True, saves=saves))
+        saved = (*operator.saves, *((also,) if also and not recipe.wide_weight_gradient else ()))
+        saves = saved if recipe.wide_weight_gradient else tuple(f"{tensor}:low" for tensor in saved)
+        out.append(replace(operator, low=True, saves=saves, wide_weight_gradient=recipe.wide_weight_gradient))
     return tuple(out)
 
 

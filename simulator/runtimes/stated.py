@@ -100,7 +100,7 @@ def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]
         name = usual if usual in known else USUAL[dtype]
         return name, [f"runtime.low_precision_recipe = {name}"]
     if stated not in known and (near := next((name for name in known if str(stated).startswith(f"{name}_")), None)):
-        return near, [f"runtime.low_precision_recipe {stated}: costed as {near}"]  # a kind of it: rowwise_with_gw_hp
+        return near, [f"runtime.low_precision_recipe {stated}: costed as {near}"]  # a kind of it
     if stated not in known:
         raise BadPlan(f"runtime.low_precision_recipe {stated!r} is none of {dtype}", why=f"known: {', '.join(known)}")
     return str(stated), []

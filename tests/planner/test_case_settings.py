@@ -64,9 +64,9 @@ def test_a_recipe_says_the_type_that_a_source_leaves_open():
 
     assert case.question.runtime.compute_dtype == "float4"
     assert any("float4 (low_precision_recipe nvfp4)" in line for line in case.assumed)
-    kind = load_case(changed(runtime={"low_precision_recipe": "rowwise_with_gw_hp", "compute_dtype": "float8"}))
+    kind = load_case(changed(runtime={"low_precision_recipe": "rowwise_by_hand", "compute_dtype": "float8"}))
     assert kind.question.runtime.low_precision_recipe == "rowwise"
-    assert any("rowwise_with_gw_hp: costed as rowwise" in line for line in kind.assumed)
+    assert any("rowwise_by_hand: costed as rowwise" in line for line in kind.assumed)
     plain = load_case(changed(runtime={"low_precision_recipe": "delayed", "compute_dtype": "bfloat16"}))
     assert any("delayed changes nothing" in line for line in plain.assumed)
 

@@ -9,9 +9,10 @@ import pytest
 
 from simulator.config.runtime import Runtime
 from simulator.kernels.low_precision import recipe_of
-from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import Roofline, efficiency, grouped_tile_factor
 from simulator.runtimes.library import attention_kernel, is_earlier_version, runtime_spec, spec_for
+from simulator.runtimes.quantized import LowPrecisionSpec, quantized
 from topology.catalog.gpus import gpu_kind, gpu_kinds
 from topology.cluster import GpuKind
 
@@ -158,6 +159,13 @@ def test_torchtitan_calls_the_attention_of_its_version(version, architecture, ke
     assert attention_kernel(Runtime(name="torchtitan", version=version), architecture) == kernel
 
 
+def test_megatron_calls_composable_kernel_on_amd_unless_it_multiplies_matrices() -> None:
+    """ROCm/TransformerEngine, README.rst: of two backends that match, CK goes first."""
+    assert attention_kernel(Runtime(name="megatron-lm"), "CDNA3") == "flash2"
+    assert attention_kernel(Runtime(name="megatron-lm", version="2022-05"), "CDNA3") == "unfused"
+    assert attention_kernel(Runtime(name="megatron-deepspeed"), "CDNA3") == "unfused"
+
+
 @pytest.mark.parametrize(
     ("name", "version", "early"),
     [
@@ -200,6 +208,58 @@ def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
     assert len(missed) > 50
     assert abs(np.mean(missed)) < 0.03
     assert np.mean(np.abs(missed)) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "backward", "published"),
+    [
+        ("cudnn", False, {2048: 353, 8192: 705}),
+        ("cudnn", True, {1024: 110, 8192: 224}),
+        ("flash2", False, {2048: 701, 8192: 866}),
+        ("flash2", True, {4096: 946, 8192: 978}),
+    ],
+)
+def test_attention_on_amd_takes_what_was_published(kernel: str, backward: bool, published: dict[int, float]) -> None:
+    """TFLOP/s of an MI355X, 16 sequences of 64 heads, causal (HipKittens' tables). Curves are of other lengths, but
+    for `flash2` backward at 8,192 tokens.
+    """
+    roofline = Roofline(gpu=gpu_kind("mi355x"), attention_kernel=kernel)
+    for tokens, tflops in published.items():
+        shape = {"batch": 16.0 * 64, "m": np.array([float(tokens)]), "n": np.array([float(tokens)])}
+        work = Work(
+            kind=WorkKind.ATTENTION, name="a", flops=np.array([1e15]), k=np.array([128.0]), backward=backward, **shape
+        )
+        assert 1e15 / roofline.seconds(work)[0] == pytest.approx(tflops * 1e12, rel=0.1)
+
+
+@pytest.mark.parametrize("gpu", ["h100-sxm", "mi300x"])
+def test_a_weight_gradient_in_16_bits_gains_nothing(gpu: str) -> None:
+    """Torchao's rowwise_with_gw_hp: of a product's three, two gain what they gain by rows, and one what it took."""
+    runtimes = {
+        "bfloat16": Runtime(name="torchtitan"),
+        **{
+            name: Runtime(name="torchtitan", compute_dtype="float8", low_precision_recipe=name)
+            for name in ("rowwise", "rowwise_with_gw_hp")
+        },
+    }
+    spec = OperatorSpec(name="w", matmul="t h, h f -> t f", saves=("t h",))
+    sizes = {"t": np.array([8192.0]), "h": np.array([8192.0]), "f": np.array([8192.0]), "one": np.ones(1)}
+    seconds, saves = {}, {}
+    for name, runtime in runtimes.items():
+        recipe = recipe_of(runtime)
+        product = quantized([spec], LowPrecisionSpec(recipe=name), recipe)[-1] if recipe else spec
+        work = [*forward_work(product, sizes, dtype_bytes), *backward_work(product, sizes, dtype_bytes)]
+        seconds[name] = sum(float(Roofline(gpu=gpu_kind(gpu), low=recipe).seconds(one)[0]) for one in work)
+        saves[name] = product.saves
+
+    gained = seconds["bfloat16"] - seconds["rowwise"]
+    assert gained > 0.2 * seconds["bfloat16"]
+    assert seconds["bfloat16"] - seconds["rowwise_with_gw_hp"] == pytest.approx(gained * 2 / 3, rel=0.05)
+    assert saves["rowwise_with_gw_hp"] == saves["bfloat16"] != saves["rowwise"]
+
+
+def dtype_bytes(name: str) -> float:
+    return {"low": 1.0, "compute": 2.0}[name]
 
 
 def test_few_heads_leave_sms_idle_at_the_end_of_the_forward_grid() -> None:
