@@ -1,4 +1,4 @@
-"""A configuration of any kind, of training or of serving, judged as `planner check` judges it."""
+"""Judge a configuration of training or of serving, as `planner check` does."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def check_any(
     search: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Checked | CheckedServing:
-    """Judge a configuration; `clients` are fields of ServingFlags that say what a server is asked.
-
-    Raises UserError for what is stated and means nothing for this kind, BadInput for a text that cannot be read.
+    """Judge a configuration; `clients` are fields of ServingFlags that describe the requests. Raises UserError for
+    flags without a meaning for this kind, BadInput for a text that cannot be read.
     """
     said = {name: value for name, value in (clients or {}).items() if value is not None}
     if not serving_engine(text):
@@ -41,7 +40,7 @@ def check_any(
 CLIENTS = frozenset(field.name for field in fields(ServingFlags)) & {
     *("isl", "osl", "vary", "concurrency", "request_rate", "arrivals", "requests", "cached_prompt"),
     *("ttft", "tpot", "objective", "gpu_price", "separate"),
-}  # the command says the rest itself
+}  # the command itself states the rest
 
 
 def _refuse(said: Mapping[str, Any], kind: str) -> None:
@@ -50,7 +49,7 @@ def _refuse(said: Mapping[str, Any], kind: str) -> None:
 
 
 def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
-    """Return which fields of CheckFlags a configuration says itself. Raises BadInput as `check_any` does."""
+    """Return the fields of CheckFlags that a configuration states itself. Raises BadInput as `check_any` does."""
     if serving_engine(text):
         return frozenset({"model", "seq_len", "global_batch"})
     found = read_configuration(text, where, CheckFlags(launch=launch))
