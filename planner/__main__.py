@@ -17,10 +17,10 @@ LIMIT, LIMITED = "--time-limit", frozenset({"suggest", "explain", "check"})
 def main() -> int:
     """Run the command line and end the process with its exit code."""
     end_at_once()
-    with command(process=True), with_alarm(_limit(sys.argv[1:])):  # what is imported from here on is part of its time
+    with command(process=True), with_alarm(_limit(sys.argv[1:])):  # imports below count against its time limit
         code = _run()
     if threading.active_count() == 1:
-        # Nothing is left to do but to free memory, object by object, which the system does at once.
+        # Nothing is left to do but free memory object by object, which the system does at once.
         atexit._run_exitfuncs()  # noqa: SLF001 - there is no other name for it
         _flush()
         os._exit(code)
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def _limit(words: list[str]) -> float | None:
-    """Return the seconds that one answer may take, as far as the words say so plainly."""
+    """Return the seconds that an answer may take, if the arguments state them plainly."""
     said = [
         after if word == LIMIT else word.partition("=")[2]
         for word, after in pairwise([*words, ""])
@@ -36,13 +36,13 @@ def _limit(words: list[str]) -> float | None:
     ]
     try:
         seconds = float(said[-1]) if said and words[0] in LIMITED else 0.0
-    except ValueError:  # which is said later
+    except ValueError:  # a later flag overrides this one
         return None
-    return seconds if 0 < seconds < inf else None  # others are refused later
+    return seconds if 0 < seconds < inf else None  # other values are refused later
 
 
 def _run() -> int:
-    gc.set_threshold(50_000)  # importing makes many objects that stay: looking through them as often finds nothing
+    gc.set_threshold(50_000)  # imports make many lasting objects; collecting garbage as often finds nothing
     from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
     from topology.cores import several_cores  # noqa: PLC0415 - the same
 
@@ -54,7 +54,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed by whoever reads it
+        except (OSError, ValueError):  # closed by its reader
             continue
 
 

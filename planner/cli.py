@@ -1,8 +1,8 @@
-"""The `planner` command: what is registered, and how every way of ending becomes text and an exit code.
+"""The `planner` command: the registered commands, and the text and exit code for every way of ending.
 
 A command is a request (`planner.requests`), whose flags the command line has, and a function of its name in
-`planner.commands` that answers it. Both are imported when the command is asked for, so that `planner --help` costs
-little. Results go to standard output, progress and warnings to standard error.
+`planner.commands` that answers it. Both are imported only when the command is used, so that `planner --help` is fast.
+Results go to standard output, progress and warnings to standard error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Exit codes:
 Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
 """
 
-# What `planner --help` says of each command, in this order.
+# The lines of `planner --help`, in order.
 COMMANDS = {
     "suggest": "Rank the legal plans for one training step.",
     "estimate": "Predict step time and memory of one plan, if it is legal.",
@@ -94,15 +94,15 @@ class _OnDemand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return what `args` begin with. Names near an unknown one are suggested, loaded or not."""
+        """Return the command that `args` begin with. Names near an unknown one are suggested."""
         if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
 
 
-# What a system says when there is no room for what is written.
+# Error codes of a system without room for the output.
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-# And where this user may not use a file.
+# Error codes for files that this user may not use.
 _NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -132,7 +132,7 @@ app = _OnDemand(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit code. Never raises. A reader that closes the pipe has had its answer: 0."""
+    """Run the command line; return its exit code. Never raises. If the reader closes the pipe, the code is 0."""
     _open_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -168,7 +168,9 @@ def _run(words: list[str]) -> int:
 
 
 def _refuse_undecodable(words: list[str]) -> None:
-    """Raise UserError for words that are not text: reports and JSON that name such a file could not be written."""
+    """Raise UserError for arguments that are not valid text: reports and JSON that name such a file could not be
+    written.
+    """
     for word in words:
         try:
             word.encode()
@@ -179,7 +181,7 @@ def _refuse_undecodable(words: list[str]) -> None:
 
 
 def _unwritable(error: OSError) -> int:
-    """Say what the system refused, where it is not the program's fault; return the exit code."""
+    """Print an error of the system that is not the program's fault; return the exit code."""
     if error.errno == errno.ENAMETOOLONG:
         _say(f"error: {str(error.filename)[:40]}... is no file name\n  why: {error.strerror}")
         return 2
@@ -200,7 +202,7 @@ def _unwritable(error: OSError) -> int:
 
 
 def _last_resort(error: Exception) -> int:
-    if isinstance(error, click.ClickException):  # what is wrong with the command line
+    if isinstance(error, click.ClickException):  # errors in the command line
         error.message = shortened(error.message)  # type: ignore[misc]  # what it shows
         error.show()
         return error.exit_code
@@ -218,14 +220,14 @@ def _say(text: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started without standard output or error somewhere to write."""
+    """Give a process without standard output or error a place to write to."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open for good
 
 
 def _silence_stdout() -> None:
-    """Point standard output at nothing, so that the interpreter's last flush cannot fail aloud."""
+    """Point standard output at nothing, so that the interpreter's last flush cannot print an error."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stream without a descriptor, as in tests

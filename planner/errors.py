@@ -1,4 +1,4 @@
-"""What the functions of this package raise. Each says what happened, `why`, and the `remedy` that a person can try."""
+"""The exceptions of this package. Each states what happened, `why`, and the `remedy` that a person can try."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFile:
-    """The answer of `planner check`: `file` is its name, `checked` what was found of training or of serving."""
+    """The answer of `planner check`: `file` is its name, `checked` the result for training or for serving."""
 
     file: str
     checked: Checked | CheckedServing
 
     @property
     def legal(self) -> bool | None:
-        """Whether it runs; None where it leaves open what a verdict needs."""
+        """Whether it runs; None where a verdict needs something that it leaves open."""
         return self.checked.legal
 
     @property
@@ -61,9 +61,8 @@ def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile | CheckedFolder:
-    """Return the answer, of a folder's configurations where `file` is one.
-
-    Raises BadInput for a file that cannot be read, UserError for what means nothing for it.
+    """Return the answer, for all configurations of a folder if `file` is one. Raises BadInput for a file that cannot be
+    read, UserError for flags that have no meaning for it.
     """
     flags = CheckFlags(
         model=asked.model,
@@ -123,7 +122,7 @@ def check_configuration(
     if asked.time_limit is not None and not asked.search:
         raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
     measured = measurements(asked.profile, strict=asked.strict)
-    with limited(asked.time_limit or None):  # none at all leaves the prediction of what is configured
+    with limited(asked.time_limit or None):  # without any, what is configured is predicted
         checked = check_text(
             text,
             where,

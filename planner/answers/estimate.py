@@ -46,7 +46,7 @@ class Estimated:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What was left open, and what it was taken to be."""
+        """Assumptions for what the question leaves open."""
         return self.found.case.assumed
 
     @property
@@ -70,7 +70,7 @@ class Estimated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A case of a list that cannot be read, and what is wrong with it."""
+    """A case of a list that cannot be read, with the error."""
 
     id: str
     error: str
@@ -84,9 +84,9 @@ class Unreadable:
 def estimate(
     asked: Estimate, progress: Callable[[str], None] = lambda _: None
 ) -> Estimated | Iterator[Estimated | Unreadable]:
-    """Return the answer; of a file with a list of cases one after the other. Raises UserError and Infeasible.
+    """Return the answer; for a file with a list of cases, yield one answer per case. Raises UserError and Infeasible.
 
-    `progress` gets the estimate of one plan in words while it is looked for what would make it fit.
+    `progress` is called with the estimate of a plan as text while changes that make it fit are searched.
     """
     refuse(stated(values_of(asked.load, asked.engine, asked.deployment)), Task.TRAIN)
     flags = flags_of_plan(asked.stated)

@@ -1,4 +1,4 @@
-"""Requests of Python: keyword arguments made a request, and answered by the module that answers its command."""
+"""Make a request of Python keyword arguments, and answer it with the module of its command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topology.errors import UserError
 
 
 def answer(command: str, keywords: Mapping[str, Any]) -> Any:
-    """Return the typed answer to a command's flags. Raises UserError for what is no flag of it."""
+    """Return the typed answer to a command's flags. Raises UserError for an argument that is no flag of the command."""
     if "json" in keywords:
         raise UserError("json is how the command prints", remedy="to_dict() of the answer")
     asked = from_keywords(request_of(command), with_fetched_model(keywords), command=command)

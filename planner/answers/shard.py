@@ -35,7 +35,7 @@ from topology.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """The answer of `planner shard`. `rows` are its cases as JSON has them: placements, collectives, or why there are
+    """The answer of `planner shard`. `rows` are its cases as JSON: placements and collectives, or why there are
     none.
     """
 
@@ -86,9 +86,7 @@ def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sha
 
 
 def _refuse_unused(asked: Shard) -> None:
-    """Raise UserError where an option is about something that is not named, or where the cases are named twice or
-    not.
-    """
+    """Raise UserError if an option refers to something that is not named, or if cases are named twice or not at all."""
     stated = {name for name, value in values_of(asked).items() if value is not None}
     if "model" not in stated and stated & {"layers", "mesh", "seq_len", "micro_batch"}:
         raise UserError(
@@ -131,7 +129,7 @@ def _model_case(model: str, asked: Shard) -> JsonObject:
 def _check_files(
     cases: Sequence[Mapping[str, Any]], *, program: str | None, python: str | None, picture: str | None
 ) -> None:
-    """Raise UserError where a file is asked for that these cases do not make."""
+    """Raise UserError if a file is requested that these cases do not produce."""
     for flag, path in (("--program", program), ("--python", python)):
         if path is not None and (len(cases) != 1 or not is_request(cases[0])):
             raise UserError(f"{flag} is about one captured graph", remedy="a file with a graph, from executor.sharding")

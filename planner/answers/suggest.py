@@ -30,7 +30,7 @@ from topology.time_limit import limited
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggested:
-    """The answer of `planner suggest`: the search with its question, and the whole run where one was asked about."""
+    """The answer of `planner suggest`: the search with its question, and the whole run if one was asked about."""
 
     result: SearchResult
     run: RunAnswer | None = None
@@ -62,7 +62,7 @@ def suggest(
     progress: Callable[[str], None] | None = None,
     early: Callable[[SearchResult], None] | None = None,
 ) -> Suggested:
-    """Return the answer; `early` receives what a single search knows before it ends.
+    """Return the answer; `early` is called with preliminary results of a single search.
 
     Raises UserError for what cannot be asked, Infeasible where no plan is legal or fits.
     """
@@ -86,7 +86,7 @@ def suggest(
 
 
 def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:
-    """Return the question that is asked, and the framework, which a learned runtime knows."""
+    """Return the question, and the framework, if a learned runtime has one."""
     flags = flags_of_search(asked)
     if learned is None:
         return flags, asked.framework

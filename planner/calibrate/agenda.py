@@ -1,7 +1,7 @@
-"""What a calibration is for, what it will measure in which order, and what stays assumed when it is over.
+"""The agenda of a calibration: the steps whose uncertainty it is to reduce, the measurements in their order, and what
+stays assumed afterwards.
 
-The question names plans: those that could win it, those of files, or typical ones of a runtime. Their steps are what is
-to become sure.
+The steps are those of plans that could win a question, of plans in files, or of typical plans of a runtime.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from simulator.config.estimate import NORMAL_80
 from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
-STARTING_S = 16.0  # of a budget, for processes to start: torch imported from a cold disk, groups joined
-MEASURED_BELOW = 0.8  # of a term's spread: one that is left with more was hardly measured
-LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be listed
+STARTING_S = 16.0  # share of a budget for starting processes: importing torch from a cold disk, joining groups
+MEASURED_BELOW = 0.8  # share of a term's spread; a term with more left was hardly measured
+LEAST_CHANGE = 0.01  # share of a step that an assumption must be able to change to be listed
 
 
 LAUNCHES: dict[str, object] = {
@@ -57,19 +57,19 @@ LAUNCHES: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The steps that are to become sure, the likeliest first. `choice`: they are plans of one question, of which one is
-    chosen; else each counts by itself.
+    """The steps to become certain, the likeliest plans first. `choice`: they are plans of one question, one of which is
+    chosen; otherwise each step counts by itself.
     """
 
     steps: tuple[PlannedStep, ...]
     choice: bool = False
-    everything: bool = False  # go on with what is worth little while there is time
+    everything: bool = False  # continue with measurements of little value while there is time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumption:
-    """A term that stays as it was before: by how much it may be off (80 %), the plan whose step that changes most, by
-    how much, and whether it could change which plan is first.
+    """A term that keeps its assumed value: its possible error (80 %), the plan whose step it changes most and by how
+    much, and whether it could change which plan is first.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Assumption:
 
 @dataclass(slots=True, kw_only=True)
 class Agenda:
-    """`chosen` are the measurements to make, in order; `known` what the profile has already."""
+    """`chosen` are the measurements to make, in order; `known` those that the profile has."""
 
     wanted: Wanted
     terms: list[Term]
@@ -94,29 +94,29 @@ class Agenda:
 
     @property
     def seconds(self) -> float:
-        """About how long it takes, processes started."""
+        """Approximate seconds, including the start of processes."""
         return STARTING_S + expected_seconds(self.chosen, self.gpus)
 
     def jobs(self) -> list[dict[str, object]]:
-        """Return what the executor is asked for, in order; last, where there is time, what launches cost, which is only
-        reported.
-        """
+        """Return the executor's jobs in order; the last, if there is time, measures launches, for the report only."""
         last = [LAUNCHES] if self.wanted.everything else []
         return [*(job_of(one.measurement) for one in self.chosen), *last]
 
     def knowledge(self, made: Sequence[Measurement]) -> Knowledge:
-        """Return what is known once `made` were measured."""
+        """Return the knowledge after the measurements `made`."""
         found = Knowledge.of_nothing(len(self.terms))
         for one in made:
             found.measure(one)
         return found
 
     def spread_after(self, made: Sequence[Measurement]) -> float:
-        """Return the uncertainty (80 %) of the targets after `made` were measured, as a fraction."""
+        """Return the uncertainty (80 %, relative) of the targets after the measurements `made`."""
         return math.expm1(NORMAL_80 * self.targets.spread(self.knowledge(made).covariance))
 
     def assumed(self, made: Sequence[Measurement]) -> list[Assumption]:
-        """Return what is still assumed after `made` were measured and could change a step, largest effect first."""
+        """Return assumptions that remain after the measurements `made` and could change a step, the largest effect
+        first.
+        """
         spreads = np.sqrt(np.maximum(np.diag(self.knowledge(made).covariance), 0.0))
         found = []
         for place, term in enumerate(self.terms):
@@ -138,7 +138,7 @@ class Agenda:
         return sorted(found, key=lambda one: (not one.decides, -abs(one.change)))
 
     def _decides(self, changes: Floats) -> bool:
-        """Return whether steps that are off by `changes`, either way, have another first plan."""
+        """Return whether changing steps by `changes`, in either direction, makes another plan the first."""
         logs = np.log(self.steps_s)
         return any(int(np.argmin(logs + sign * changes)) != int(np.argmin(logs)) for sign in (1.0, -1.0))
 
@@ -156,9 +156,7 @@ def agenda_for(
     stand_in: bool = False,
 ) -> Agenda:
     """Return what to measure on `gpus` GPUs of `cluster` within `budget_s` seconds; for a `stand_in` tiny ones of the
-    same kinds.
-
-    Raises what predicting the steps raises.
+    same kinds. Raises the errors of predicting the steps.
     """
     steps = list(wanted.steps)
     runtimes = [step.runtime for step in steps]
@@ -201,6 +199,6 @@ def agenda_for(
 
 
 def made_of(agenda: Agenda, profile: Profile) -> list[Measurement]:
-    """Return which of the agenda's measurements a profile has, those known before included."""
+    """Return the measurements of the agenda that a profile has, including those known before."""
     _, made = without_known([*agenda.known, *(one.measurement for one in agenda.chosen)], profile)
     return made

@@ -1,4 +1,4 @@
-"""What a calibration says before it measures, and of what stays assumed after it, as text and JSON."""
+"""What a calibration prints before it measures, and the assumptions that remain afterwards, as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_ASSUMED = 8
 
 
 def announced(agenda: Agenda, budget_s: float) -> list[str]:
-    """Return what will be measured, in order, how long each takes, and how sure the steps are before and after it."""
+    """Return lines with the measurements in order, their seconds, and the uncertainty of the steps before and after."""
     count = len(agenda.wanted.steps)
     if agenda.wanted.choice:
         goal = f"find the fastest of {count} plans, whose steps are known relative to each other"
@@ -43,7 +43,7 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
 
 
 def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[str]:
-    """Return how sure the steps are, what they are predicted to be, and what is still assumed."""
+    """Return lines with the uncertainty of the steps, their predictions, and the remaining assumptions."""
     made = made_of(agenda, whole)
     before, now, of = agenda.spread_after(agenda.known), agenda.spread_after(made), "of a step"
     if agenda.wanted.choice:
@@ -62,7 +62,7 @@ def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[
 
 
 def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> JsonObject:
-    """Return the same as a part of the answer of `planner calibrate --json`; widths are 80 % ranges, relative."""
+    """Return the agenda as part of the answer of `planner calibrate --json`; widths are 80 % ranges, relative."""
     made = made_of(agenda, whole)
     return {
         "agenda": [
@@ -90,7 +90,7 @@ def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> Js
 
 
 def _steps(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[tuple[str, float, float]]:
-    """Return each step in words, as it was predicted before and as it is with what was measured, fastest first."""
+    """Return each step as text, as predicted before and with the measurements, fastest first."""
     if links is None:
         return []
     machine = grow(links, max(step.plan.gpus for step in agenda.wanted.steps))

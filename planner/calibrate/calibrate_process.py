@@ -1,4 +1,4 @@
-"""Run the executor's calibration as a child process, and read what it measured, however it ended."""
+"""Run the executor's calibration as a child process, and read its measurements, however it ended."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def calibrate(
     return found
 
 
-HOST_ALONE_S = 60.0  # that timing the host may take; it takes four of a processor
+HOST_ALONE_S = 60.0  # limit for timing the host, which takes four seconds of a processor
 
 
 def time_host(*, machine: str, gpu: str, command: str = "") -> Profile | None:
-    """Return a profile with what layers take on this machine's CPU alone (`executor.calibrate.host_alone`), or None
-    where torch cannot do that here.
+    """Return a profile with the times of layers on this machine's CPU alone (`executor.calibrate.host_alone`), or None
+    if torch cannot run them here.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         records = Path(folder) / "host.jsonl"

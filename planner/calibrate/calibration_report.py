@@ -15,7 +15,7 @@ from topology.profile.profile import Profile
 def document(found: Profile, merged: Profile, links: Cluster | None = None) -> codec.JsonObject:
     """Return the answer of `planner calibrate --json`.
 
-    `found` is what was measured now, `whole` the resulting profile.
+    `found` has the new measurements, `whole` is the resulting profile.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -55,7 +55,7 @@ class OverlapRow:
 
 
 def overlap_rows(profile: Profile) -> list[OverlapRow]:
-    """Return what was measured of overlap, a row for each product with its collective."""
+    """Return the overlap measurements, one row for each product with its collective."""
     rows = []
     for sample in profile.overlap:
         if sample.invalid or not sample.seconds:

@@ -1,5 +1,5 @@
-"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator
-list.
+"""What a calibration can measure, and which of it a profile lacks: operators of plans, from the runtime's
+description.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TYPICAL_LAYERS = (
 VOCABULARY = 128256
 COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
 
-# Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
+# Sizes of collectives measured at the same time as compute: those of layers that FSDP gathers, 100 MB to 1 GB.
 CONTENTION = tuple(
     ContentionItem(compute=compute, shape=shape, dtype=dtype, op=op, nbytes=nbytes)
     for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * MIB))
@@ -44,7 +44,7 @@ CONTENTION = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the executor is to measure, the most valuable first in each list.
+    """The executor's measurements, the most valuable first in each list.
 
     `layers` are runs of one and two layers (`planner.calibrate.layer_runs`).
     """
@@ -61,8 +61,8 @@ class Request:
 
 
 def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> CollectiveItem:
-    """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole
-    numbers.
+    """Return a collective to measure at `sizes` in bytes, rounded down so that all ranks have equal whole numbers of
+    elements.
     """
     whole = ranks * 256
     rounded = {max(whole, size // whole * whole) for size in sizes}
@@ -70,7 +70,7 @@ def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> CollectiveItem
 
 
 def copies() -> Request:
-    """Return plain copies of memory of all sizes, to which kernels that were not measured are compared."""
+    """Return plain memory copies of all sizes, the reference for kernels that are not measured."""
     return Request(operators=tuple(_copies()))
 
 
@@ -116,15 +116,15 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
 
 
 def _sizes_missing(one: CollectiveItem, profile: Profile) -> tuple[int, ...]:
-    """Return the sizes of a collective that were not measured. A size that is an even share of ranks is timed as it
-    is.
+    """Return the sizes of a collective that are not yet measured; compared as even shares of ranks, as they are
+    timed.
     """
     known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one.op, one.ranks, 1)}
     return tuple(size for size in one.sizes if size not in known)
 
 
 def plan_operators(question: PlannedStep) -> list[OperatorItem]:
-    """Return the compute operators that one rank of the plan runs in a step, by the description of its runtime."""
+    """Return the compute operators of one rank of the plan in a step, from its runtime's description."""
     return operators_of(question.model, question.plan, question.workload, question.runtime)
 
 
@@ -137,7 +137,7 @@ def _copies() -> Iterator[OperatorItem]:
 
 
 def unique(found: Iterable[T]) -> list[T]:
-    """Return items, none twice."""
+    """Return items without duplicates."""
     return list({codec.fingerprint(one): one for one in found}.values())
 
 
@@ -146,7 +146,7 @@ def _operator_key(one: OperatorItem) -> tuple[Any, ...]:
 
 
 def _layer_key(model: codec.JsonObject, *rest: codec.JsonObject) -> str:
-    """Return the same for runs that differ in their number of layers alone, whether decoded or read."""
+    """Return a key that is equal for runs that differ only in their number of layers, decoded or as plain data."""
     return codec.fingerprint(({name: value for name, value in model.items() if name != "layers"}, *rest))
 
 
@@ -168,7 +168,7 @@ def shrink(request: Request) -> Request:
         return small
 
     def shrunk_layers(one: LayerItem) -> LayerItem:
-        """A layer of a few numbers, under the same parallelism."""
+        """A layer of minimal size with the same parallelism."""
         moe = one.model.moe and replace(one.model.moe, experts=4, experts_per_token=2, ffn=32)
         model = replace(one.model, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=64, vocab=64, moe=moe)
         return replace(one, model=model, workload=replace(one.workload, seq_len=16 * one.plan.cp))

@@ -1,10 +1,10 @@
-"""In which order to measure: what narrows the choice most a second comes first.
+"""The order of measurements: first those that narrow the choice most per second.
 
 Errors of terms are independent standard normal numbers before anything is measured (`planner.calibrate.terms`). A
-measurement shows some of them together, with noise, and leaves a smaller covariance. What is to become sure are
-targets: the difference of two plans' steps, or one step by itself. So greedy Bayesian experimental design (Chaloner and
-Verdinelli, Bayesian experimental design: a review, Statistical Science, 1995): take the measurement that lowers the
-weighted variance of the targets most for each second, condition on it, and go on.
+measurement observes a combination of them with noise, and leaves a smaller covariance. The targets are differences of
+two plans' steps, or single steps. This is greedy Bayesian experimental design (Chaloner and Verdinelli, Bayesian
+experimental design: a review, Statistical Science, 1995): take the measurement that lowers the weighted variance of the
+targets most per second, condition on it, and repeat.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from simulator.calibration.gaussian import conditioned
 
 Floats = NDArray[np.float64]
 
-LEAST_GAIN = 0.003  # of the variance that is left: a measurement that lowers it by less is not worth its seconds
-LEAST_SPREAD = 0.002  # nor one that makes targets surer by less than this, as a spread
-OWN_WEIGHT = 0.1  # of the first plan's step besides what tells it from others
+LEAST_GAIN = 0.003  # share of the remaining variance that a measurement must remove to be worth its seconds
+LEAST_SPREAD = 0.002  # reduction of the targets' spread that a measurement must reach
+OWN_WEIGHT = 0.1  # weight of the first plan's own step, besides its differences from others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What could be measured: `request` asks it, in about `seconds` on `ranks` GPUs. `seen` (observations, terms) is
-    how the logarithms of what is timed change with each term, `noise` (observations) how far a time may be off by
-    itself.
+    """A possible measurement: `request` describes it; it takes about `seconds` on `ranks` GPUs. `seen` (observations,
+    terms) is how the logarithm of each measured time changes with each term, `noise` (observations) the error of each
+    time.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What is to become sure: `rows` (targets, terms), each counted `weights` times."""
+    """Targets: `rows` (targets, terms) with their `weights`."""
 
     rows: Floats
     weights: Floats
@@ -58,7 +58,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A measurement in its place: how far off the targets are before it and after it, both as spreads of logarithms."""
+    """A chosen measurement, with the uncertainty of the targets before and after it, as spreads of logarithms."""
 
     measurement: Measurement
     before: float
@@ -76,7 +76,7 @@ class Knowledge:
         return cls(np.eye(terms))
 
     def after(self, measurement: Measurement) -> Floats:
-        """Return the covariance that a measurement would leave."""
+        """Return the covariance after a measurement."""
         return conditioned(self.covariance, measurement.seen, measurement.noise)
 
     def measure(self, measurement: Measurement) -> None:
@@ -84,10 +84,11 @@ class Knowledge:
 
 
 def targets_of_differences(effects: Floats, steps: Floats) -> Targets:
-    """Return what decides between plans, given their effects (plans, terms) and predicted steps, the fastest first.
+    """Return the targets that decide between plans, given their effects (plans, terms) and predicted steps, the fastest
+    first.
 
-    The difference of each to the first counts the more the likelier the two change places; the first step itself counts
-    a little.
+    The difference of each plan to the first counts more, the likelier the two change places; the first step itself
+    counts a little.
     """
     apart = effects[1:] - effects[0]
     unsure = np.maximum(np.linalg.norm(apart, axis=1), 1e-9)
@@ -97,7 +98,7 @@ def targets_of_differences(effects: Floats, steps: Floats) -> Targets:
 
 
 def targets_of_steps(effects: Floats) -> Targets:
-    """Return the plans' own steps as what is to become sure."""
+    """Return the plans' own steps as targets."""
     return Targets(rows=effects, weights=np.ones(len(effects)))
 
 
@@ -111,9 +112,8 @@ def in_order(
     everything: bool = False,
 ) -> list[Chosen]:
     """Return the measurements that are worth their seconds within `budget_s` on `gpus` GPUs, in order; `knowledge` is
-    conditioned on them. With `everything`, the others follow in the order in which they came.
-
-    What needs few GPUs runs on others at the same time, so a second of it costs its share of the GPUs.
+    conditioned on them. With `everything`, the others follow in their given order. Measurements on few GPUs run at the
+    same time on different GPUs, so a second of one costs its share of the GPUs.
     """
     left, found, time_left = list(measurements), [], budget_s
     while left:
@@ -142,7 +142,7 @@ def in_order(
 
 
 def expected_seconds(chosen: Sequence[Chosen], gpus: int) -> float:
-    """Return about how long measurements take together."""
+    """Return the approximate seconds of measurements together."""
     return sum(_cost(one.measurement, gpus) for one in chosen)
 
 

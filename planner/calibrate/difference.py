@@ -1,7 +1,7 @@
-"""A run that took another time than was predicted: which terms could account for it, and what to measure next.
+"""Explain a run whose time differs from its prediction: the terms that could account for it, and what to measure next.
 
-Errors of terms are independent normal numbers (`planner.calibrate.terms`), so what a term is expected to account for of
-a difference is its share of the variance of the step.
+Errors of terms are independent normal numbers (`planner.calibrate.terms`), so the expected part of a difference due to
+a term is the term's share of the step's variance.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
 MOST_TERMS, MOST_MEASUREMENTS = 5, 3
-LEAST_SHARE = 0.02  # of a difference: terms that account for less are left out
+LEAST_SHARE = 0.02  # least share of a difference for a term to be listed
 BUDGET_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A term that may be off. It is expected to account for `share` of the difference; for all of it, its cost would
-    have to be `times` the predicted one.
+    """A term that may be off. It is expected to account for `share` of the difference; for the whole difference, its
+    cost would have to be `times` the predicted one.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextMeasurement:
-    """What to measure, in about so many seconds; the step is then known within `after` (80 %)."""
+    """A measurement to make, with its approximate seconds; afterwards the step is known within `after` (80 %)."""
 
     name: str
     seconds: float
@@ -45,7 +45,7 @@ class NextMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A measured step against its prediction. `expected` is by how much steps are off without a cause (80 %)."""
+    """A measured step compared with its prediction. `expected` is the usual error of steps (80 %)."""
 
     measured_s: float
     predicted: Interval
@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def inside(self) -> bool:
-        """Whether the measured step is within the range of the prediction."""
+        """Whether the measured step is inside the range of the prediction."""
         return self.predicted.low <= self.measured_s <= self.predicted.high
 
 
@@ -68,9 +68,8 @@ def difference_from(
     calibration: Calibration | None = None,
     profile: Profile | None = None,
 ) -> Difference:
-    """Return what could account for a step that took `step_s` seconds, of which the prediction is `estimate`.
-
-    Raises what predicting it raises.
+    """Return the terms that could account for a step that took `step_s` seconds and was predicted as `estimate`. Raises
+    the errors of predicting it.
     """
     agenda = agenda_for(
         Wanted(steps=(step,)),
@@ -82,7 +81,7 @@ def difference_from(
     )
     covariance = agenda.knowledge(agenda.known).covariance
     effects = agenda.effects[0]
-    moved = covariance @ effects  # by what one unit of the logarithm of the step moves each term, times the variance
+    moved = covariance @ effects  # change of each term per unit of the step's logarithm, times the variance
     variance = float(effects @ moved)
     apart = math.log(step_s / estimate.step_s.value)
     accounts: list[Account] = []

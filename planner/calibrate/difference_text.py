@@ -1,4 +1,4 @@
-"""A measured step against its prediction, in words."""
+"""A measured step compared with its prediction, as text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from planner.calibrate.difference import Difference
 from planner.io.figures import interval_text, last_digit_s, seconds_text
 
-FAR = 2.0  # times the usual error of a step: beyond it, terms alone hardly explain the difference
+FAR = 2.0  # multiple of a step's usual error beyond which terms alone hardly explain the difference
 
 
 def difference_lines(found: Difference, file: str) -> list[str]:
-    """Return lines with the difference, what could account for it, and what to measure next."""
+    """Return lines with the difference, the terms that could account for it, and what to measure next."""
     last_s, apart = last_digit_s(found.predicted), found.measured_s / found.predicted.value - 1
     side = "inside" if found.inside else "outside"
     far = abs(math.log1p(apart)) > FAR * math.log1p(found.expected)

@@ -1,7 +1,7 @@
-"""Runs of one and of two layers of a runtime: what the layers of a plan take, wide and narrow.
+"""Runs of one and of two layers of a runtime, wide and narrow.
 
-A wide run has the plan's own layer, and shows the device and what a step adds to kernels alone. A narrow one has the
-same parallelism, and tensors so small that the device has nothing to do: its time is the host's.
+A wide run has the plan's own layer, and shows the device and what a step adds to kernels alone. A narrow run has the
+same parallelism with tensors so small that the device is hardly busy: its time is the host's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec
 
 MAX_RANKS = 4
-# At 256 tokens the kernels of such a layer take at most as long on the device as their launch on the host.
+# With 256 tokens the kernels of such a layer take no longer on the device than their launches on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
-# What a layer of Llama or Qwen 3 does not have.
+# Parts that a layer of Llama or Qwen 3 does not have.
 PLAIN: dict[str, Any] = {
     "gated_mlp": True,
     "norm": "rmsnorm",
@@ -33,16 +33,16 @@ PLAIN: dict[str, Any] = {
     "parallel_residual": False,
     **dict.fromkeys(("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "qk_norm_wide"), False),
 }
-NARROW_TOKENS = 256  # of a rank's micro batch
+NARROW_TOKENS = 256  # sequences in a rank's micro batch
 NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
 EXPERTS = MixtureOfExperts(experts=64, experts_per_token=8, ffn=768)
-DEPTH, SEQUENCES = 32, 16  # of the typical models, in a step
+DEPTH, SEQUENCES = 32, 16  # layers of the typical models, in a step
 
 
 def typical_steps(name: str, gpus: int) -> list[PlannedStep]:
     """Return steps of typical models under every kind of parallelism that `gpus` GPUs allow, for a runtime by name.
 
-    A small model whose layers are short enough to wait for their hosts now and then, a large one, and one with experts.
+    There is a small model whose layers sometimes wait for the host, a large one, and one with experts.
     """
     many = min(MAX_RANKS, 1 << (gpus.bit_length() - 1))
     known = runtime_spec(name).recompute
@@ -78,10 +78,8 @@ def _step(name: str, model: Model, plan: Plan, seq_len: int, *, compiled: bool =
 
 
 def _types(runtime: Runtime, plan: Plan) -> Runtime:
-    """Return the runtime in types that it has under a plan.
-
-    Mixed precision comes with FSDP; without it a model that is cut computes in the type that it is stored in, but where
-    FSDP wraps a single rank, too.
+    """Return the runtime with the types that it uses under a plan. Mixed precision comes with FSDP, also where it wraps
+    a single rank; otherwise a divided model computes in the type in which it is stored.
     """
     if runtime_spec(runtime.name).fsdp.wraps_one == "always":
         return runtime
@@ -95,17 +93,16 @@ def runs_here(runtime: Runtime) -> bool:
 
 
 def timed_runtime(runtime: Runtime) -> Runtime:
-    """Return the runtime whose narrow layers are timed for one: itself, or the executor's own, which shows how quick
-    the host is.
+    """Return the runtime whose narrow layers are timed for `runtime`: the same, or the executor's, which shows the
+    host's speed.
     """
     return runtime if runs_here(runtime) else Runtime(name="meshwright")
 
 
 def narrow_requests(step: PlannedStep, gpus: int) -> list[LayerItem]:
-    """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages.
-
-    For a runtime that is not run here, a plain layer of the executor's on one GPU: hosts are quicker or slower as a
-    whole.
+    """Return the narrow runs whose host does the same work as the plan's: of its layer and, under a pipeline, of two
+    stages. For a runtime that the executor cannot run, a plain layer of the executor on one GPU, which shows the host's
+    speed.
     """
     if not runs_here(step.runtime):
         plain = replace(step, model=one_layer(TYPICAL_LAYERS[0], VOCABULARY), runtime=timed_runtime(step.runtime))
@@ -134,9 +131,7 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> LayerItem
 
 
 def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> LayerItem:
-    """Return a run. Tied embeddings change no layer, and not every runtime that trains a layer ties
-    them.
-    """
+    """Return a run. Embeddings are not tied: that does not change layers, and not every runtime ties them."""
     if runtime_spec(runtime.name).tools.layers == "torchtitan":
         model = torchtitan_network(model)
     model = replace(model, layers=1, tied_embeddings=False)
@@ -144,9 +139,7 @@ def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> 
 
 
 def torchtitan_network(model: Model) -> Model:
-    """Return the network closest to `model` among those of torchtitan that calibration runs: its Llama and its Qwen
-    3.
-    """
+    """Return the closest to `model` of torchtitan's models that calibration runs: Llama and Qwen 3."""
     plain = replace(model, **PLAIN, latent=None)
     if model.moe is not None:
         moe = replace(model.moe, shared_ffn=0, shared_gate=False, dense_layers=0, dense_layer_ids=())
@@ -175,7 +168,7 @@ def layer_request(question: PlannedStep, gpus: int) -> LayerItem | None:
 
 
 def single_layer_plan(plan: Plan, gpus: int) -> Plan | None:
-    """Return the plan without pipeline parallelism, reduced to `gpus` ranks; None if it cannot be."""
+    """Return the plan without pipeline parallelism, reduced to `gpus` ranks; None if that is impossible."""
     single = replace(
         plan,
         pp=1,

@@ -1,8 +1,6 @@
-"""What could be measured for given steps: layers, operators, collectives, contention and overlap, each with what it
-shows.
-
-A measurement is one job of the executor. What it costs is a guess from runs on four H200 (seconds a sample, processes
-running); the order among measurements follows from it, and what is announced.
+"""Possible measurements for given steps: layers, operators, collectives, contention and overlap, each with the terms
+that it shows. A measurement is one job of the executor. Its seconds are estimated from runs on four H200 (per sample,
+with processes running); they are used for the order and shown to the user.
 """
 
 from __future__ import annotations
@@ -48,25 +46,24 @@ from topology.cluster import Cluster
 from topology.errors import PlannerError
 from topology.profile.profile import Profile
 
-# Noise of logarithms: of a wide layer and of a narrow one (simulator.fitting.host_fit), of what kernels and collectives
-# take.
+# Noise of logarithms: of a wide and of a narrow layer (simulator.fitting.host_fit), of kernels, and of collectives.
 WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.07, 0.02, 0.03, 0.1
-# Seconds: of building a model, by whether torchtitan's trainer does; of compiling it where it is cached; of an
-# operator, of a size of a collective, of a pair, of a site in all modes.
+# Seconds to build a model, with or without torchtitan's trainer; to compile it if cached; per operator, per size of a
+# collective, per pair, per site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
 COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 2.0, 0.22, 0.12, 2.0, 4.0, 0.5
 WARM_UP, WARM_S, STEPS, FEWEST_STEPS, TIMED_S = 3, 1.0, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8
-LONGEST_WIDE_S = 4.0  # of a predicted step of a wide layer: longer ones are left out
-FEW_WORDS = 4096  # of wide layers whose loss over all words does not fit
+LONGEST_WIDE_S = 4.0  # longest predicted step of a wide layer
+FEW_WORDS = 4096  # vocabulary of wide layers whose loss over all words does not fit
 Messages = set[tuple[str, int, int]]  # collectives as (op, ranks, bytes)
 KERNEL_TERMS = {"matmul": "matrix products", "attention": "attention", "move": "kernels that move memory"}
 
 
 @dataclass(slots=True)
 class PossibleMeasurements:
-    """The measurements that `steps` call for on `gpus` GPUs of `cluster`, each of something else."""
+    """The distinct measurements for `steps` on `gpus` GPUs of `cluster`."""
 
     cluster: Cluster
     gpus: int
@@ -78,7 +75,7 @@ class PossibleMeasurements:
         self._place = {term.name: index for index, term in enumerate(self.terms)}
 
     def of(self, steps: Sequence[PlannedStep], sent: Sequence[Messages]) -> list[Measurement]:
-        """Return the measurements, none twice; `sent` has the collectives of each step."""
+        """Return the measurements without duplicates; `sent` has the collectives of each step."""
         narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
         wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
         found = [*self.layers(narrow, narrow=True), *self.layers(wide, narrow=False), *self._operators(steps)]
@@ -93,7 +90,7 @@ class PossibleMeasurements:
     # --- layers -----------------------------------------------------------------------------------------------------
 
     def layers(self, items: Sequence[LayerItem], *, narrow: bool) -> Iterator[Measurement]:
-        """Yield runs of one and two layers, without such as cannot be predicted, or take long."""
+        """Yield runs of one and two layers, except those that cannot be predicted or take long."""
         alike: dict[str, list[LayerItem]] = {}
         for item in items:
             parts = (item.model, item.workload, item.runtime, item.counts)
@@ -102,7 +99,7 @@ class PossibleMeasurements:
             yield from self._layers_alike(some, narrow=narrow)
 
     def _layers_alike(self, items: Sequence[LayerItem], *, narrow: bool) -> Iterator[Measurement]:
-        """Yield runs of one model under several plans; one that does not fit has fewer words."""
+        """Yield runs of one model under several plans; a run that does not fit gets a smaller vocabulary."""
         model, runtime, counts = items[0].model, items[0].runtime, items[0].counts
         plans = [item.plan for item in items]
         scenario = Scenario(
@@ -141,10 +138,8 @@ class PossibleMeasurements:
             )
 
     def _terms_shown(self, waiting: float) -> NDArray[np.bool_]:
-        """Return which terms a run of layers tells of that waits for its host for this share of its time.
-
-        A fit takes hosts from runs that they decide, and the device from runs that it decides
-        (`simulator.fitting.runtime_fit`).
+        """Return the terms shown by a run of layers that waits for its host for this share of its time. The fit takes
+        host costs from host-bound runs, and kernels from device-bound runs (`simulator.fitting.runtime_fit`).
         """
         hosts = np.array([term.host for term in self.terms], dtype=np.bool_)
         if waiting > 1 - HOST_BOUND:
@@ -154,7 +149,7 @@ class PossibleMeasurements:
     # --- parts of steps ---------------------------------------------------------------------------------------------
 
     def _operators(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
-        """Yield jobs for the operators of a step that none before it has; in parts, so that several GPUs share them."""
+        """Yield jobs for the operators of a step that no earlier job has, in parts that several GPUs can share."""
         known: set[str] = set()
         for step in steps:
             items = [one for one in unique(plan_operators(step)) if codec.fingerprint(one) not in known]
@@ -177,7 +172,7 @@ class PossibleMeasurements:
         )
 
     def _messages(self, sent: Sequence[Messages]) -> list[CollectiveItem]:
-        """Return the collectives of steps, as far as they are among no more GPUs than there are."""
+        """Return the collectives of steps in groups of at most `gpus` GPUs."""
         sizes: dict[tuple[str, int], set[int]] = {}
         for some in sent:
             for op, ranks, nbytes in some:
@@ -196,7 +191,7 @@ class PossibleMeasurements:
         )
 
     def pair(self, item: ContentionItem) -> Measurement:
-        """Return a kernel alongside a collective of all GPUs."""
+        """Return a kernel that runs at the same time as a collective of all GPUs."""
         return self._direct(
             f"{item.compute} of {_size(item.shape)} alongside {collective_term(item.op)[:-1]} of"
             f" {item.nbytes / 1e6:.0f} MB",
@@ -222,8 +217,8 @@ class PossibleMeasurements:
     def _direct(
         self, name: str, request: Request, shown: Mapping[str, int], noise: float, *, ranks: int, seconds: float
     ) -> Measurement:
-        """Return what shows some terms by themselves, each by so many samples: few say little of others of their
-        kind.
+        """Return how measurements show single terms, from the number of samples of each; few samples say little about
+        others.
         """
         places = {self._place[term]: count for term, count in shown.items() if term in self._place}
         seen = np.zeros((len(places), len(self.terms)))
@@ -243,7 +238,7 @@ def _term_of(operator: OperatorItem) -> str:
 def messages(step: PlannedStep, cluster: Cluster) -> Messages:
     """Return the collectives of a step as (op, ranks, bytes in nccl-tests' size column), each once.
 
-    Few layers a stage and a micro batch a rank have all of them.
+    A few layers per stage and one micro batch per rank contain all of them.
     """
     plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
     scenario = Scenario(
@@ -269,7 +264,7 @@ def messages(step: PlannedStep, cluster: Cluster) -> Messages:
 
 
 def shallow(model: Model, layers: int) -> Model:
-    """Return a network of `layers` such layers; with experts, behind a dense one where the model has dense layers."""
+    """Return a model with `layers` such layers; with experts, after a dense layer if the model has dense ones."""
     fewer = replace(model, layers=layers, sliding_layers=min(model.windowed_layers, layers))
     if model.moe is None:
         return fewer
@@ -280,7 +275,7 @@ def shallow(model: Model, layers: int) -> Model:
 def without_known(
     measurements: Sequence[Measurement], profile: Profile | None
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Return (measurements of which the profile lacks something, asking for that alone; those of which it has all)."""
+    """Return (measurements of which the profile lacks a part, reduced to that part; those that it has completely)."""
     lacking, known = [], []
     for one in measurements:
         left = missing_from(one.request, profile)
@@ -292,7 +287,7 @@ def without_known(
 
 
 def job_of(one: Measurement, seconds: float | None = None) -> codec.JsonObject:
-    """Return a measurement as the executor takes it (`executor.calibrate.run`)."""
+    """Return a measurement as the executor's job (`executor.calibrate.run`)."""
     (kind, items), *more = (
         (name, codec.to_builtins(getattr(one.request, name)))
         for name in ("operators", "layers", "collectives", "contention", "overlap")
@@ -304,18 +299,18 @@ def job_of(one: Measurement, seconds: float | None = None) -> codec.JsonObject:
 
 
 def layers_in_words(plan: Plan) -> str:
-    """Return a plan in words as far as its layers differ by it."""
+    """Return the part of a plan that its layers depend on, as text."""
     return plan_in_words(plan, without={"micro_batch_size", "schedule"})
 
 
 def _tokens(plan: Plan, workload: Workload) -> str:
-    """Return the tokens of a micro batch in words."""
+    """Return the tokens of a micro batch as text."""
     sequences = "" if plan.micro_batch_size == 1 else f"{plan.micro_batch_size} x "
     return f"{sequences}{workload.seq_len} tokens"
 
 
 def _size(shape: Mapping[str, int]) -> str:
-    """Return the shape of a kernel in words: a product's m x n x k, or the bytes that are moved."""
+    """Return the shape of a kernel as text: m x n x k of a product, or the bytes moved."""
     return f"{shape['bytes'] / 1e6:.0f} MB" if "bytes" in shape else " x ".join(map(str, shape.values()))
 
 
@@ -327,7 +322,7 @@ def _spread_out(sizes: Sequence[int]) -> list[int]:
 
 
 def ops_of(sent: Sequence[Messages]) -> list[str]:
-    """Return which collectives there are."""
+    """Return a list of the collectives as text."""
     return sorted({op for some in sent for op, _, _ in some})
 
 
@@ -335,8 +330,7 @@ def own_effects(
     steps: Sequence[PlannedStep], cluster: Cluster, terms: Sequence[Term], known: Calibration | None
 ) -> tuple[Floats, Floats]:
     """Return (effects of the terms on each step, the steps in seconds); steps of one question are predicted together.
-
-    Raises what predicting them raises.
+    Raises the errors of predicting them.
     """
     rows, seconds = np.zeros((len(steps), len(terms))), np.zeros(len(steps))
     groups: dict[str, list[int]] = {}
@@ -353,5 +347,5 @@ def own_effects(
         )
         plans = [steps[place].plan for place in places]
         rows[places], _ = effects(scenario, plans, terms)
-        seconds[places] = estimate_plans(scenario, plans).step_s  # as `planner estimate` has them
+        seconds[places] = estimate_plans(scenario, plans).step_s  # the same as in `planner estimate`
     return rows, seconds

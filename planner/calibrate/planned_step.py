@@ -1,4 +1,4 @@
-"""A training step whose operators are to be measured: a plan, and what it was made for."""
+"""A training step whose operators are to be measured: a plan with its question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topology.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """What one training step runs; on `cluster`, or without one on as many GPUs as it needs of the machine at hand."""
+    """A training step on `cluster`, or without one on as many GPUs of the present machine as it needs."""
 
     model: Model
     plan: Plan

@@ -1,9 +1,9 @@
-"""What a predicted step may be wrong by: terms that plans share, how far each may be off, and what that changes.
+"""The sources of a predicted step's error: terms shared by plans, the spread of each, and its effect on steps.
 
 A term's error is a standard normal number; one unit of it multiplies a cost by the exponential of the term's spread. So
 a row of effects says how much the logarithm of a step changes by one unit of each term, at costs as they are predicted
-before anything is measured. Effects are found by predicting again with the term one spread higher, so that a cost that
-decides nothing yet, but would if it were a spread higher, counts.
+before anything is measured. Effects are found by predicting again with the term one spread higher, so a cost also
+counts that has an effect only when it is higher.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from topology.rates.groups import GroupShape
 
 Floats = NDArray[np.float64]
 
-# Spreads of logarithms before anything is measured on a machine: kernels as datasheets and published efficiencies have
-# them against those that were measured (examples/validation/calibration_4xH200.md, What each effect is worth, and
-# fresh.md); collectives as the model of NCCL has them against tables; contention and overlap as one machine showed
-# them.
+# Spreads of logarithms before anything is measured on a machine: kernels predicted from datasheets and published
+# efficiencies, compared with measured ones (examples/validation/calibration_4xH200.md, What each effect is worth, and
+# fresh.md); collectives of the NCCL model compared with tables; contention and overlap from one machine.
 KERNELS = {
     "matrix products": WorkKind.MATMUL,
     "attention": WorkKind.ATTENTION,
@@ -43,7 +42,7 @@ KERNELS = {
 KERNEL_SPREADS = {"matrix products": 0.06, "attention": 0.12, "kernels that move memory": 0.12}
 COLLECTIVE_SPREAD = 0.15
 PACKING_SPREAD, UPDATE_SPREAD, CONTENTION_SPREAD, OVERLAP_SPREAD = 0.3, 0.25, 0.4, 0.3
-UNKNOWN_S = 1.5e-3  # what a cost of the host is off by that is described as nothing; assumed
+UNKNOWN_S = 1.5e-3  # spread of a host cost that is described as zero; assumed
 HOST_WORDS = {
     "launch_s": "launches",
     "fsdp_layer_s": "a layer's FSDP",
@@ -77,9 +76,9 @@ def _among_gpus(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """`name` says what may be off, by `spread` of its logarithm. `share` names the part of a step that it is, for costs
-    that no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be.
-    `host`: it is a cost of the host, which is all that narrow layers show.
+    """A term `name` with a `spread` of its logarithm. `change` raises it by one spread; for costs that no calibration
+    contains, `share` names its part of a step instead. `occurs`: whether it can occur in a plan. `host`: it is a host
+    cost, the only kind that narrow layers show.
     """
 
     name: str
@@ -92,7 +91,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RaisedOperators(MeasuredOperators):
-    """Operators of one kind that take `factor` times as long; of none, FSDP's packing does."""
+    """Multiplies the time of operators of one kind, and of FSDP's packing if no kind is given, by `factor`."""
 
     base: MeasuredOperators
     kind: WorkKind | None
@@ -113,7 +112,7 @@ class _RaisedOperators(MeasuredOperators):
 
 
 class _RaisedCollectives(MeasuredCollectives):
-    """Collectives of one kind that take `factor` times as long."""
+    """Multiplies the time of collectives of one kind by `factor`."""
 
     def __init__(self, base: MeasuredCollectives | None, op: str, factor: float) -> None:
         super().__init__(base.samples if base is not None else ())
@@ -127,7 +126,7 @@ class _RaisedCollectives(MeasuredCollectives):
 
 
 def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[str]) -> list[Term]:
-    """Return what may be off in steps of `plans` under `runtimes` whose collectives are `ops`."""
+    """Return the terms in steps of `plans` under `runtimes` with the collectives `ops`."""
     found = [
         Term(name=name, spread=KERNEL_SPREADS[name], change=_raise_operators(kind, KERNEL_SPREADS[name]))
         for name, kind in KERNELS.items()
@@ -171,9 +170,7 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
 
 
 def _costs(name: str, plan: Plan) -> bool:
-    return name in costs_in(
-        plan, sparse=True
-    )  # of a model without experts a prediction shows that theirs change nothing
+    return name in costs_in(plan, sparse=True)  # without experts their terms have no effect
 
 
 def collective_term(op: str) -> str:
@@ -184,10 +181,9 @@ def collective_term(op: str) -> str:
 def effects(
     scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
 ) -> tuple[Floats, EstimateTable]:
-    """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the
-    prediction, whose first rows are the plans.
-
-    With `hosts_alone` other terms than the host's are taken to change nothing. Raises what predicting the plans raises.
+    """Return the change of the logarithm of each plan's step for one unit of each term, shape (plans, terms), and the
+    prediction, whose first rows are the plans. With `hosts_alone` only host terms have an effect. Raises the errors of
+    predicting the plans.
     """
     known = _known(scenario)
     base = replace(scenario, calibration=known)
@@ -197,7 +193,7 @@ def effects(
         if (term.host or not hosts_alone) and any(map(term.occurs, plans))
     ]
     changed = {place: one for place, term in asked if term.change and (one := term.change(base)) is not known}
-    # The plans as they are, and again for every change.
+    # Predicts the plans unchanged, and again for every change.
     each_with = [one for one in (known, *changed.values()) for _ in plans]
     table = estimate_plans(base, [*plans] * (1 + len(changed)), each_with=each_with)
     steps = table.step_s.reshape(1 + len(changed), len(plans))
@@ -243,7 +239,7 @@ def _inside(runtime: tuple[str, bool]) -> Change:
 
 
 def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
-    """Return what raises one cost of a runtime's host; without one, all costs of whatever runtime is asked about."""
+    """Return a change that raises one host cost of a runtime; without a runtime, of every one."""
 
     def change(scenario: Scenario) -> Calibration:
         name, compiled = runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile

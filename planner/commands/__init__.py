@@ -1,4 +1,4 @@
-"""The commands, one a file: parse, ask, print. `planner.cli` loads one when it is asked for.
+"""The commands, one per file: parse, ask, print. `planner.cli` loads one when it is used.
 
 May import every other package of `planner`; nothing but the command line imports this one.
 """

@@ -1,4 +1,4 @@
-"""`planner apply`: run a plan for real, check its numbers, and compare what was measured with what was predicted."""
+"""`planner apply`: run a plan, check its numbers, and compare the measurement with the prediction."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def apply(asked: Apply) -> None:
 
 
 def limits_s(asked: Apply) -> tuple[float, float]:
-    """Return the seconds of a run, and those that a job is followed. Raises UserError for options that are not for
-    it.
+    """Return the time limit of a run, and for how long a job is followed, in seconds. Raises UserError for options that
+    do not apply.
     """
     seconds, wait_s = budget_s(asked.budget), patience_s(asked.wait)
     if asked.device is not None and asked.device not in DEVICES:
@@ -63,7 +63,7 @@ def limits_s(asked: Apply) -> tuple[float, float]:
 
 
 def _as_job(asked: Apply, seconds: float, wait_s: float) -> int:
-    """Write a launcher's job, and submit and follow it where that is asked; return the exit code."""
+    """Write a launcher's job; submit and follow it if asked to; return the exit code."""
     out = asked.out
     again = wait_s > 0 and out is not None and scheduled.recorded(out) is not None
     folder = folder_of(out, force=asked.force or again)
@@ -91,7 +91,7 @@ def _here(asked: Apply, seconds: float) -> int:
 def _run(
     run: PlannedRun, request: JsonObject, folder: Path, seconds: float, tolerance: float | None, *, json: bool
 ) -> int:
-    """Run the plan, keep and report what came of it, and return the exit code."""
+    """Run the plan, save and report the result, and return the exit code."""
     apply_process.require_torch()
     output.require_room(folder, LEAST_FREE_BYTES, "records and timelines of a run")
     for note in run.notes:
@@ -107,7 +107,7 @@ def _run(
 
 
 def _concluded(document: JsonObject, folder: Path, tolerance: float | None, *, json: bool) -> int:
-    """Keep and report a run that has been made, and return the exit code."""
+    """Save and report a finished run, and return the exit code."""
     document["comparison"] = comparison = compare(document, tolerance)
     _keep(document, folder)
     _report(document, folder, json=json)
@@ -118,7 +118,7 @@ def _concluded(document: JsonObject, folder: Path, tolerance: float | None, *, j
 
 
 def _keep(document: JsonObject, folder: Path) -> None:
-    """Write the report, and copy it to the store of runs; neither may cost a run that has been made."""
+    """Write the report, and copy it to the store of runs; if either fails the run is kept."""
     document["id"] = runs_store.run_id(document)
     try:
         codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
@@ -141,7 +141,7 @@ def _planned(plan: Path | None, device: str | None, *, allow_busy: bool) -> Plan
 
 
 def folder_of(out: Path | None, *, force: bool) -> Path:
-    """Return the run's directory. Raises BadInput when it has something in it already."""
+    """Return the run's directory. Raises BadInput when it is not empty."""
     if out is None:
         stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         out = Path(f"meshwright-run-{stamp}")
@@ -204,7 +204,7 @@ def _report(document: JsonObject, folder: Path, *, json: bool) -> None:
 
 
 def _interrupted(folder: Path, *, json: bool) -> None:
-    """Show what there is of a run that was interrupted."""
+    """Print what an interrupted run has left."""
     report = folder / "run.json"
     if report.is_file():
         document = codec.read_json(report)

@@ -18,7 +18,7 @@ from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
 MOST_HOURS = 24 * 14
-NODES_WITHOUT_PLAN = 2  # so that they have to meet
+NODES_WITHOUT_PLAN = 2  # two at least, so that they have to find each other
 
 
 def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: int) -> JsonObject | None:
@@ -80,7 +80,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
 
 
 def _run(asked: Apply) -> tuple[PlannedRun, int]:
-    """Return what is run, and on how many nodes: without a plan the built-in run, on CPUs. Raises UserError."""
+    """Return the request and the number of nodes; without a plan, the built-in run on CPUs. Raises UserError."""
     if asked.plan is None:
         if asked.device == "cuda":
             raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")
@@ -106,7 +106,9 @@ def _write(job: LauncherJob, written: JobFile, request: JsonObject) -> None:
 
 
 def _followed(job: LauncherJob, written: JobFile, launcher: str, request: JsonObject, wait_s: float) -> JsonObject:
-    """Submit the job, unless it was before, and return the report of its run once there is one. Raises PlannerError."""
+    """Submit the job, unless it was submitted before, and return the report of its run once there is one. Raises
+    PlannerError.
+    """
     submission = scheduled.recorded(job.directory)
     if submission is None:
         _write(job, written, request)

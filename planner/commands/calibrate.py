@@ -1,4 +1,4 @@
-"""`planner calibrate`: measure what predictions rest on, on the GPUs at hand, within a budget."""
+"""`planner calibrate`: measure costs of predictions on the present GPUs within a time budget."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from topology.profile.store import add_to_store, current_samples, merge, read_st
 from topology.rates.known import require_plannable
 from topology.units import MIB
 
-LEAST_S = 1.0  # that is left for measuring
-PLANS = 6  # that are taken to be able to win
+LEAST_S = 1.0  # least seconds left for measuring
+PLANS = 6  # plans taken as possible winners
 LEAST_FREE_BYTES = 4 * MIB
 SEARCH_S = 20.0  # for finding them
-TYPICAL_RUNTIME = "meshwright"  # whose typical plans are measured for where nothing is named
+TYPICAL_RUNTIME = "meshwright"  # its typical plans are measured if nothing is named
 OF_A_QUESTION = {
     "seq_len": "--seq-len",
     "global_batch": "--global-batch",
@@ -60,8 +60,8 @@ OF_A_QUESTION = {
     "param_dtype": "--param-dtype",
     "compute_dtype": "--compute-dtype",
 }
-HOST_FIRST_S = 90.0  # of a budget: within less, what the GPU waits for in narrow layers shows the host
-STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
+HOST_FIRST_S = 90.0  # with a smaller budget, narrow layers on the GPU show the host instead
+STAND_IN = "dgx-h100"  # the machine whose predictions order the jobs of a dry run
 
 
 def calibrate(asked: Calibrate) -> None:
@@ -99,8 +99,8 @@ def calibrate(asked: Calibrate) -> None:
         _joined(before, cut_short, host),
         gpus=count,
         budget_s=seconds,
-        # Not by what the host alone has shown: it moves predictions and leaves them as unsure, so that on a slow host
-        # every second would go to layers that wait for it, and none to the kernels of wide ones.
+        # Samples of the host alone do not count here: they change predictions without narrowing them, so on a slow host
+        # all time would go to layers that wait for it and none to the kernels of wide ones.
         calibration=calibrated(before, on) if links is not None else None,
         operators=asked.operators,
         collectives=asked.collectives,
@@ -134,13 +134,13 @@ def calibrate(asked: Calibrate) -> None:
 
 
 def _joined(*profiles: Profile | None) -> Profile | None:
-    """Return one profile of all that there are, the later ones newer."""
+    """Return one profile of all given ones; later ones override."""
     there = [one for one in profiles if one is not None]
     return reduce(merge, there) if there else None
 
 
 def _host_first(machine: Machine, before: Profile | None) -> Profile | None:
-    """Return what layers take on the CPU alone, or None where that is known or cannot be measured."""
+    """Return a profile of layers on the CPU alone, or None if known or not measurable."""
     if before is not None and host_alone(before.host) is not None:
         return None
     warn("first the host alone: layers on its CPU, plain and on DTensors")
@@ -148,7 +148,7 @@ def _host_first(machine: Machine, before: Profile | None) -> Profile | None:
 
 
 def _host_only(asked: Calibrate, machine: Machine, before: Profile | None, records: Path) -> None:
-    """Time the host, and print and save what it showed. Raises ProbeError where torch cannot run here."""
+    """Time the host, and print and save the result. Raises ProbeError where torch cannot run here."""
     found = time_host(machine=machine.name, gpu=machine.gpu, command=_command())
     seen = None if found is None else host_alone(found.host)
     if found is None or seen is None:
@@ -179,7 +179,7 @@ def _command() -> str:
 
 
 def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, *, json: bool) -> None:
-    """Print what would be measured."""
+    """Print the planned measurements."""
     if json:
         output.emit_json(agenda_document(agenda, known, links))
         return
@@ -188,7 +188,7 @@ def _say(agenda: Agenda, seconds: float, known: Profile, links: Cluster | None, 
 
 
 def _measure(asked: Calibrate, agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
-    """Do the jobs of the agenda. Raises as `calibrate_process.calibrate`."""
+    """Do the jobs of the agenda. Raises as `calibrate_process.calibrate` does."""
     return run(
         agenda.jobs(),
         machine.indices,
@@ -204,7 +204,9 @@ def _measure(asked: Calibrate, agenda: Agenda, machine: Machine, records: Path, 
 
 
 def _refuse_unused(asked: Calibrate) -> None:
-    """Raise UserError where an option is about a question that is not asked, or two ask different ones."""
+    """Raise UserError if an option refers to a question that is not asked, or if two options ask different
+    questions.
+    """
     if asked.model is None:
         for name, flag in OF_A_QUESTION.items():
             if getattr(asked, name) is not None:
@@ -215,7 +217,7 @@ def _refuse_unused(asked: Calibrate) -> None:
 
 
 def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: int) -> Wanted:
-    """Return what is to become sure: the plans that could win, those of files, or typical ones of runtimes."""
+    """Return the targets: plans that could win, those of files, or typical ones of runtimes."""
     if asked.model is None:
         names = asked.runtime or ([] if steps else [TYPICAL_RUNTIME])
         typical = [step for name in names for step in typical_steps(name, gpus)]
@@ -237,7 +239,7 @@ def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: in
 
 
 def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:
-    """Return the steps of the plans that could win a question, as they are predicted without measurements."""
+    """Return the steps of the plans that could win a question, predicted without measurements."""
     bounds = Bounds(stated={} if micro_batch is None else {"micro_batch_size": exactly(micro_batch)})
     wanted = SearchOptions(top=PLANS, bounds=bounds, simulate=False, time_limit_s=SEARCH_S)
     try:
@@ -252,7 +254,7 @@ def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[Pla
 
 
 def _without_folder(word: str) -> str:
-    """Return a word of the command line without the folders in it: profiles are shared, home directories are not."""
+    """Return an argument without its folders: profiles are shared, home directories are private."""
     option, equals, value = word.partition("=")
     return f"{option}={Path(value).name}" if equals and "/" in value else Path(word).name if "/" in word else word
 
@@ -279,9 +281,7 @@ def _steps(files: list[Path]) -> list[PlannedStep]:
 
 
 class Machine(NamedTuple):
-    """The machine that is measured: the catalogue name of its GPU, which of its GPUs, and its links, unless it is a
-    CPU.
-    """
+    """The machine to be measured: the catalogue name of its GPU, the indices used, and its links, except on a CPU."""
 
     name: str
     gpu: str
@@ -290,7 +290,7 @@ class Machine(NamedTuple):
 
 
 def _machine(name: str, gpus: int | None, gpu: str | None, device: str) -> Machine:
-    """Return this machine, which `name` says what it is. Raises ProbeError without a GPU."""
+    """Return this machine, with the GPU that `name` states. Raises ProbeError without a GPU."""
     if device == "cpu":
         return Machine("stand-in", "cpu", list(range(gpus or 2)), None)
     here = probe_machine()
@@ -315,14 +315,14 @@ def _machine(name: str, gpus: int | None, gpu: str | None, device: str) -> Machi
 
 
 def _elsewhere(name: str, gpus: int | None, gpu: str | None) -> Machine:
-    """Return a machine that is not asked: a catalogue's, or a file's."""
+    """Return a machine that is not probed: from the catalogue, or from a file."""
     found = read_cluster(name, gpu=gpu)
     return Machine(found.name, found.slowest_kind.name, list(range(found.gpu_count))[:gpus], found)
 
 
 def _known(out: Path | None, kind: str, links: Cluster | None, *, store: bool) -> Profile | None:
-    """Return what has been measured before: in the file that is to be written, and in the store. A new file is of this
-    machine: of the store it has kernels of such a GPU with the driver that is here, which no host and no link changes.
+    """Return earlier measurements: from the output file, and from the store. A new file takes from the store only
+    kernels of the same GPU and driver, which do not depend on host or links.
     """
     if out is not None and out.exists():
         found = read_profile(out)
@@ -341,8 +341,8 @@ def _known(out: Path | None, kind: str, links: Cluster | None, *, store: bool) -
 
 
 def _cut_short(records: Path, kind: str) -> Profile | None:
-    """Return what a calibration measured that was killed before it wrote its profile; this one goes on with its
-    records.
+    """Return the measurements of a calibration that was killed before it wrote its profile; this calibration continues
+    its records.
     """
     try:
         found = read_records(records)
@@ -358,7 +358,7 @@ def _cut_short(records: Path, kind: str) -> Profile | None:
 
 
 def _whole(found: Profile, before: Profile | None, links: Cluster | None) -> Profile:
-    """Put what was found to what was known, and fit the rates of overlap to both."""
+    """Merge new measurements into the known ones, and fit the rates of overlap to both."""
     whole = with_named_runs(found) if before is None else merge(before, found)
     if links is not None and not whole.overlap_rates:
         whole = with_rates(whole, links)
@@ -366,8 +366,8 @@ def _whole(found: Profile, before: Profile | None, links: Cluster | None) -> Pro
 
 
 def _save(whole: Profile, found: Profile, out: Path | None, records: Path, *, store: bool) -> bool:
-    """Write the profile, and add what was found to the store. Where either fails the `records` stay, and False is
-    returned.
+    """Write the profile, and add the new measurements to the store. If either fails, the `records` are kept and False
+    is returned.
     """
     errors = []
     if out is not None:
@@ -382,7 +382,7 @@ def _save(whole: Profile, found: Profile, out: Path | None, records: Path, *, st
 
 
 def _scratch() -> Path:
-    """Return a file for the records of this calibration alone: two may run at once."""
+    """Return a file for the records of this calibration only: two may run at once."""
     return store_folder() / f"calibration.{uuid.uuid4().hex[:8]}.partial"
 
 

@@ -107,7 +107,7 @@ def _illegal(checked: Checked) -> list[Problem]:
 
 
 def _cells(checked: Checked) -> list[str]:
-    """Return the model, verdict, fit, step and best change of a row."""
+    """Return model, verdict, fit, step and best change as cells of a row."""
     verdict = {True: "legal", False: "not legal", None: "open"}[checked.legal]
     estimate = checked.found.estimate if checked.found is not None else None
     model = checked.found.case.question.model.name if checked.found is not None else "not known"

@@ -1,4 +1,4 @@
-"""`planner collective`: how long a collective takes on a cluster, alone or against measured tables."""
+"""`planner collective`: the time of a collective on a cluster, alone or compared with measured tables."""
 
 from __future__ import annotations
 

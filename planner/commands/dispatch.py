@@ -1,4 +1,4 @@
-"""Which function answers a request. Its module, and what that loads, is imported when it is asked for."""
+"""The function that answers a request. Its module is imported when needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planner.requests.serving import is_about_serving
 
 
 def command_of(name: str, server: str | None) -> click.Command:
-    """Return a command, answered here or by the service at `server`. Raises UserError where none is."""
+    """Return a command, answered here or by the service at `server`. Raises UserError for an unknown command."""
     answers = import_module("planner.remote.command").asks(server, name) if server else partial(answer, name)
     return click_command(name, request_of(name), answers, with_fetched_model)
 
 
 def answer(command: str, asked: Request) -> None:
-    """Print what `planner COMMAND` answers. Raises what it raises; Exit where it ends with a code of its own."""
+    """Print what `planner COMMAND` answers. Raises its errors; Exit for an exit code of its own."""
     folder = "planner.commands.serve" if is_about_serving(command, asked) else "planner.commands"
     getattr(import_module(f"{folder}.{command}"), command)(asked)

@@ -1,4 +1,4 @@
-"""`planner doctor`: is this machine as it should be, what does each fault cost, and what to do about it."""
+"""`planner doctor`: check this machine, with the time that each fault costs and its remedy."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def installed() -> dict[str, str]:
 def _samples(
     cluster: Cluster, *, measure: bool, saved: Path | None, seconds: float, allow_busy: bool
 ) -> tuple[Cluster, Measurement | None]:
-    """Return the measurement, and the cluster with a finding more where it failed: what was read is still an answer."""
+    """Return the measurement, and the cluster with one finding more if it failed: the probe's answer is still
+    useful.
+    """
     node = cluster.groups[0].node
     if saved is not None:
         samples = read_measurement(saved)

@@ -1,4 +1,4 @@
-"""`planner doctor --launcher`: has the scheduler what a job needs?"""
+"""`planner doctor --launcher`: check that the scheduler has what a job needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from topology import codec
 from topology.errors import UserError
 
 CHECKS = {"slurm": check_slurm, "ray": check_ray}
-NODES = 2  # so that they have to meet
+NODES = 2  # two at least, so that they have to find each other
 OF_JOBS = frozenset({"launcher", "nodes", "gpus_per_node", "json"})
 
 
 def doctor_jobs(asked: Doctor) -> None:
-    """Print what was found, faults first. Exit code 1 where a job would fail."""
+    """Print the findings, faults first. Exit code 1 if a job would fail."""
     check = CHECKS.get(str(asked.launcher))
     if check is None:
         remedy = f"{' or '.join(CHECKS)}; without it this machine is checked"

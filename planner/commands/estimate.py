@@ -56,7 +56,7 @@ def _print_list(found: Iterable[Estimated | Unreadable], *, json: bool) -> None:
 
 
 def _print(found: PlanAnswer) -> None:
-    # JSON needs neither sentences nor a terminal.
+    # JSON needs no module for text or terminals.
     from planner.explain.answer_text import print_estimate  # noqa: PLC0415
 
     print_estimate(found)

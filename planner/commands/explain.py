@@ -1,4 +1,4 @@
-"""`planner explain`: where a plan's step and memory go, why the others lost, and when the answer would be another."""
+"""`planner explain`: where a plan's step and memory go, why other plans lost, and when the answer would change."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _print(
 
 
 def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
-    """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
+    """Answer the question that a plan or a case belongs to, on as many GPUs as its plan uses. Raises Infeasible."""
     question, offload = replace(case.question, gpus=case.plan.gpus), case.plan.offload
     bounds = Bounds() if offload == "none" else Bounds(stated={"offload": ("none", offload)})
     wanted = SearchOptions(top=top, bounds=bounds, time_limit_s=time_limit_s)
@@ -120,7 +120,7 @@ def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
 
 
 def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
-    """Say what could account for the difference of a measured step of a plan and its prediction."""
+    """Print what could account for the difference between a plan's measured step and its prediction."""
     if asked.file is None or asked.memory or asked.flips or asked.svg is not None:
         raise UserError(
             "--measured is of one plan, and is asked alone", remedy="planner explain --measured 9.2s plan.json"
@@ -159,7 +159,7 @@ def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
 
 
 def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: bool) -> None:
-    """Account for the memory of one plan, legal or not."""
+    """Print the memory of one plan by part, legal or not."""
     estimate = predict(case.question, case.plan).estimate
     account = reasons.memory_account(estimate, observed)
     fixes = find_fixes(case.question, case.plan, estimate)

@@ -1,4 +1,4 @@
-"""`planner export`: a plan in the words of another tool."""
+"""`planner export`: a plan as the configuration of another tool."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def export(asked: Export) -> None:
 
 
 def require_one_kind(asked: Export) -> None:
-    """Raise UserError unless one file or all of them are asked for."""
+    """Raise UserError unless exactly one file, or all of them, are requested."""
     if asked.every is not (asked.to is None) or (asked.every and asked.out is None):
         raise UserError(
             "say either --to TOOL or --all",
@@ -57,7 +57,7 @@ def require_one_kind(asked: Export) -> None:
 
 
 def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None:
-    """Write a file for every tool that can run the plan. Raises BadInput where something is in the way."""
+    """Write a file for every tool that can run the plan. Raises BadInput if a file already exists."""
     files = export_all(job)
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is not a directory", remedy="--out with a new name")

@@ -1,4 +1,4 @@
-"""`planner learn`: what runs with measured time and memory teach of the runtime that made them."""
+"""`planner learn`: fit the costs of a runtime to runs with measured time and memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _base(runtime: str, like: str | None, rows: list[JsonObject]) -> str:
 
 
 def _runs(rows: list[JsonObject], base: str, measured: Calibrations) -> tuple[list[Measured], list[Case]]:
-    """Return the runs, and the cases that were not run. Warns of those that `base` does not run."""
+    """Return the runs, and the cases without measurements. Warns of those that `base` cannot run."""
     runs: list[Measured] = []
     unmeasured: list[Case] = []
     unused: dict[str, list[str]] = {}  # by reason
@@ -95,9 +95,7 @@ def _runs(rows: list[JsonObject], base: str, measured: Calibrations) -> tuple[li
 
 
 def _of_one_kind(runs: list[Measured], unmeasured: list[Case]) -> tuple[list[Measured], list[Case], bool]:
-    """Return the runs and cases that are compiled or those that are eager, whichever more runs are, and which they
-    are.
-    """
+    """Return the compiled or the eager runs and cases, whichever are more, and which they are."""
     asked = [run.case for run in runs] or unmeasured
     compiled = sum(case.question.runtime.compile for case in asked) * 2 > len(asked)
     same = [run for run in runs if run.case.question.runtime.compile == compiled]

@@ -1,4 +1,4 @@
-"""`planner probe`: what the machine is, read from itself or from captured files."""
+"""`planner probe`: describe the machine, from itself or from captured files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _export(cluster: Cluster, to: ClusterFormat, out: Path | None) -> None:
 
 
 def probe_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
-    """Return what captured files say, or this machine where there are none."""
+    """Return the machine of captured files, or this machine if there are none."""
     if sources and len(sources) == 1 and _named(sources[0]):
         if gpu is not None:
             raise UserError("--gpu names what a catalogue cluster already says", remedy="leave --gpu out")

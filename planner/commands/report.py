@@ -1,4 +1,4 @@
-"""`planner report`: one run, measured against predicted, and which term is to blame."""
+"""`planner report`: one run, measured compared with predicted, and the terms that explain the difference."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def service(asked: Service) -> None:
         rate_per_s=asked.rate,
         keep_days=asked.keep_days,
     )
-    # In the place of this process, so that what ends it ends the service.
+    # Replace this process, so that a signal to it reaches the service.
     command = [sys.executable, "-P", "-m", MODULE]
     os.execve(command[0], command, {**environment(), **settings.environment()})  # noqa: S606 - an argument list of ours
 

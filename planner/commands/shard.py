@@ -1,4 +1,4 @@
-"""`planner shard`: where the pieces of every tensor lie, and which collectives that takes."""
+"""`planner shard`: the layout of every tensor, and the collectives that it needs."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return lines of aligned cells, columns of `right` flush right. A table of rich takes seconds for thousands of
-    tensors.
+    """Return lines of aligned cells; `right` columns are aligned right. (rich takes seconds for thousands of
+    tensors.)
     """
     shown = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]

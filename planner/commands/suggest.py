@@ -14,7 +14,7 @@ from topology.errors import UserError
 
 
 def suggest(asked: Suggest) -> None:
-    """Print what `planner suggest` answers, whatever came of saving a plan where `--out` asks for it."""
+    """Print what `planner suggest` answers, even if saving a plan to `--out` fails."""
     if asked.svg is not None:
         refuse_overwrite(asked.svg, force=asked.force)
     try:

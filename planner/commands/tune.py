@@ -1,4 +1,4 @@
-"""`planner tune`: try the plans that could be best for real, until nothing better is likely."""
+"""`planner tune`: run the plans that could be best, until nothing better is likely."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def tune(asked: Tune) -> None:
 
 
 def _continued(asked: Tune, resume: Path) -> tuple[Path, State, Runner | None]:
-    """Return the tuning that `--resume` continues, with the limits that are given anew."""
+    """Return the tuning that `--resume` continues, with newly given limits."""
     if any(getattr(asked, name) is not None for name in ("model", "recorded", "state")):
         raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
     known, trials, within = read_state(resume), asked.trials, asked.within
@@ -148,7 +148,7 @@ def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candida
         ),
     }
     if learn is not None:
-        read_profile(learn)  # before trials are made for it
+        read_profile(learn)  # before files are written for trials
         fields["settings"] = {**fields.get("settings", {}), "learn": str(learn)}
     return tuning_request(flags, framework, measurements(asked.profile, strict=asked.strict), fields)
 
@@ -164,7 +164,7 @@ def _answer(
     force: bool,
     json: bool,
 ) -> None:
-    """Write what was asked for besides the answer, and show it. Exit code 1 where no plan was measured."""
+    """Write the outputs that were asked for besides the answer, and print it. Exit code 1 if no plan was measured."""
     if learn is not None:
         for line in add_trials(view.trials, learn):
             output.warn(line)
@@ -192,7 +192,7 @@ def _answer(
 
 
 def _refuse(asked: Tune) -> None:
-    """Raise UserError for flags that are not known together, and BadInput where an output cannot be written."""
+    """Raise UserError for flags that exclude each other, and BadInput where an output cannot be written."""
     for wanted in ("out", "html"):
         if getattr(asked, wanted) is not None:
             refuse_overwrite(getattr(asked, wanted), force=asked.force)
@@ -283,7 +283,7 @@ def _run(
 
 
 def _best_file(known: State, view: View) -> PlanFile:
-    """Return the best measured plan as a plan file, with what was predicted of it before the trials."""
+    """Return the best measured plan as a plan file, with its prediction before the trials."""
     if view.best is None:
         raise PlannerError("no plan was measured")
     one = view.candidates.plans[view.best.row]

@@ -12,7 +12,7 @@ from planner.remote.connect import connect
 from planner.remote.settings import SERVER
 from planner.requests.tools import Ui
 
-PATIENCE_S = 5.0  # for a service that does not answer at the start
+PATIENCE_S = 5.0  # seconds to wait for a service at the start
 
 
 def ui(asked: Ui) -> None:
@@ -34,7 +34,7 @@ def _require_service(server: str) -> None:
 
 
 def _wait(server: subprocess.Popen[bytes]) -> int:
-    """Return the server's exit code; leave no server behind, however this process is asked to end."""
+    """Return the server's exit code; end the server however this process ends."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,3 @@
-"""Configurations that people have: read into a plan, judged, improved, and written back into the same text.
-
-The tables that map keys to plans are those of the exports (`planner.export.frameworks`): what one writes the other
-reads.
+"""Configurations of other tools: read into a plan, judged, improved, and written back into the same text. The exports
+(`planner.export.frameworks`) use the same tables of keys, so what one writes the other reads.
 """

@@ -1,6 +1,4 @@
-"""A configuration judged: legal or why not, what it costs, the one change that gains most, and the best plan, as
-diffs.
-"""
+"""Judge a configuration: its legality and cost, the single change that gains most, and the best plan, both as diffs."""
 
 from __future__ import annotations
 
@@ -30,16 +28,16 @@ from topology.codec import JsonObject
 from topology.errors import Infeasible, Unproved
 from topology.time_limit import limited
 
-SHOWN = 5  # changes that are listed
-PREDICTED = 8  # changes, best first by the analytical model, that are predicted as the plan itself is
-CANDIDATES = 24  # best plans of which the first that the file can say is the answer
+SHOWN = 5  # largest number of changes listed
+PREDICTED = 8  # changes, best first by the analytical model, that are predicted like the plan itself
+CANDIDATES = 24  # best plans tried until one can be written in the file
 DEGREES = ("tp", "cp", "pp", "ep")
-GAIN = 0.995  # of the step: what gains less than half a percent is within any prediction's noise
+GAIN = 0.995  # least gain as a share of the step: less is within the noise of any prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Better:
-    """Another plan, with the unified diff of the file that makes it."""
+    """Another plan, with the unified diff of the file that states it."""
 
     plan: Plan
     runtime: Runtime
@@ -49,7 +47,7 @@ class Better:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One change of a configuration; `what` says it in words: `tp 8 -> 4, dp_shard 4 -> 8`."""
+    """One change of a configuration; `what` describes it: `tp 8 -> 4, dp_shard 4 -> 8`."""
 
     what: str
     better: Better
@@ -73,8 +71,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What there is to say about a configuration. `found` is None where it contradicts itself (`problems`) or leaves
-    something open (`questions`); where that is the model alone, `stated` is the rest, judged by rules that need none.
+    """The result for a configuration. `found` is None if it contradicts itself (`problems`) or leaves something open
+    (`questions`). If only the model is open, `stated` has the rest, checked by the rules that need no model.
     """
 
     configuration: Configuration
@@ -91,7 +89,7 @@ class Checked:
 
     @property
     def legal(self) -> bool | None:
-        """Whether its framework accepts it, as far as what it says can be judged; None where that is nothing."""
+        """Whether its framework accepts it, as far as its statements can be checked; None if they cannot."""
         if self.found is None and self.stated is None and not self.problems:
             return None
         return is_legal(self.problems)
@@ -111,9 +109,9 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `flags` is what is known besides the file, `stated_rate` what its source says that it takes. Without `changes` only
-    the plan is judged, and without `search` only plans one change away are tried. After `time_limit_s` there is what
-    was found until then. Raises what `ask` does.
+    `flags` states what the file does not, `stated_rate` is the time that its source states. Without `changes` only the
+    plan is judged; without `search` only plans one change away are tried. After `time_limit_s` the result is what was
+    found by then. Raises the errors of `ask`.
     """
     flags, deadline = flags or CheckFlags(), deadline_of(time_limit_s)
     asked = ask(text, where, flags, measured=measured)
@@ -143,7 +141,9 @@ def check_text(
 
 
 def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tuple[Change, ...]:
-    """Return the single changes that gain, most first: what does not fit first has to fit."""
+    """Return the single changes that gain, the largest gain first; for a plan that does not fit, only changes that make
+    it fit.
+    """
     question, plan = found.case.question, found.case.plan
     now = found.estimate
     limits = written.configuration.limits
@@ -187,7 +187,7 @@ def _within(plan: Plan, limits: Limits) -> bool:
 
 
 def _surely_no_gain(asked: Question, other: Plan, step_s: float, now: Estimate | None) -> bool:
-    """Return whether a plan's account, to which a full allocator may add, shows that it is no better than one that
+    """Return whether a plan's account (a full allocator may only add to it) shows that it is no better than one that
     surely fits.
     """
     if now is None or now.memory.fit_probability < SURE:
@@ -196,7 +196,7 @@ def _surely_no_gain(asked: Question, other: Plan, step_s: float, now: Estimate |
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
-    """Return whether a plan is better: it fits more surely, or is faster and fits as surely."""
+    """Return whether a plan is better: it fits with more certainty, or is faster and fits with the same."""
     surely, surely_now = there.memory.fit_probability >= SURE, now.memory.fit_probability >= SURE
     if surely is not surely_now:
         return surely
@@ -210,11 +210,11 @@ def _best(
     deadline: float | None,
     progress: Callable[[str], None] | None,
 ) -> JsonObject:
-    """Return the best plan that the file can say, or why there is none. It is at least as good as every single
+    """Return the best plan that the file can express, or why there is none. It is at least as good as every single
     change.
     """
     question, plan = found.case.question, found.case.plan
-    # What the file has no key for stays as it is.
+    # Fields without a key in the file keep their values.
     fixed: dict[str, Values] = {
         "recompute": (plan.recompute,),
         "micro_batch_size": exactly(plan.micro_batch_size),
@@ -236,7 +236,7 @@ def _best(
     for one in listed:
         other = one.plan.with_(placement=())
         if other.pp == 1 and other.reshard_after_forward and plan.reshard_after_forward is None:
-            other = other.with_(reshard_after_forward=None)  # the default without stages
+            other = other.with_(reshard_after_forward=None)  # the default without a pipeline
         if diff := written.diff(other):
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
@@ -263,7 +263,7 @@ def _best(
 
 
 def _because(best: Better, singles: list[Better]) -> str:
-    """Say why the best plan is slower than a single change, where it is."""
+    """Return why the best plan is slower than a single change, if it is."""
     quicker = [one for one in singles if one.estimate.step_s.value < best.estimate.step_s.value]
     if not quicker:
         return ""

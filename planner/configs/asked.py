@@ -1,6 +1,4 @@
-"""The question that a configuration asks: its model, machine, plan, workload and runtime, and what of them it leaves
-open.
-"""
+"""The question of a configuration: its model, machine, plan, workload and runtime, and what it leaves open."""
 
 from __future__ import annotations
 
@@ -29,23 +27,23 @@ from topology.cluster import Cluster, NodeGroup
 from topology.errors import BadInput, PlannerError, UserError
 from topology.rates.known import require_plannable
 
-MOST_NODES = 2048  # that are assumed where a configuration leaves its number of GPUs open
-# Flags, and the facts of a configuration that they must not contradict.
+MOST_NODES = 2048  # GPUs assumed if a configuration leaves their number open
+# Flags, and the facts of a configuration that must not contradict them.
 GIVEN = {
     "gpus": "gpus",
     "seq_len": "seq_len",
     "global_batch": "global_batch_size",
     "micro_batch": "micro_batch_size",
 }
-# Rules that no framework has.
+# Rules of ours that no framework has.
 OURS = frozenset({"ep-overlap-sharding", "ep-overlap-reshard"})
-# Frameworks whose version is that of a launcher, not of what runs.
+# Frameworks whose version is a launcher's, not that of the software that runs.
 LAUNCHERS = frozenset({"accelerate", "transformers", "megatron-bridge"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """What a configuration leaves open and no answer can be had without; `remedy` says how to say it."""
+    """Something that a configuration leaves open and that an answer needs; `remedy` says how to state it."""
 
     what: str
     remedy: str
@@ -53,7 +51,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """What a configuration says without its model: enough for the rules that need none, and for no cost."""
+    """A configuration without its model: enough for the rules that need no model, but not for costs."""
 
     plan: Plan
     workload: Workload
@@ -63,7 +61,7 @@ class Stated:
     gpus: int
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return what the rules that need no model say."""
+        """Return the problems found by the rules that need no model."""
         facts = rule_facts(UNKNOWN_MODEL, self.cluster, self.workload, self.framework, self.runtime, self.gpus)
         found = problems_without_model(self.plan, facts)
         return tuple(problem for problem in found if problem.message != self.runtime.not_modelled)
@@ -71,10 +69,9 @@ class Stated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The question that a configuration asks: `facts` are how it says its plan, `given` what its reader was given.
-
-    `case` is None where it contradicts itself (`problems`) or leaves something open (`questions`); where that is the
-    model alone, `stated` is the rest.
+    """The question that a configuration asks: `facts` are the facts of its plan, `given` the inputs of its reader.
+    `case` is None if it contradicts itself (`problems`) or leaves something open (`questions`). If only the model is
+    open, `stated` has the rest.
     """
 
     configuration: Configuration
@@ -87,7 +84,7 @@ class Asked:
     questions: tuple[Open, ...] = ()
 
     def writer(self, where: str, flags: CheckFlags) -> Writer:
-        """Return what writes other plans into the configuration, which has a case."""
+        """Return the writer of other plans into the configuration, which must have a case."""
         if self.case is None:
             raise ValueError("a configuration without a case has no plan to write over")
         return Writer(
@@ -102,7 +99,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Machine:
-    """Where a configuration runs; `open_gpus` where nobody says on how many of its GPUs."""
+    """The machine of a configuration; `open_gpus`: it does not state how many of its GPUs are used."""
 
     cluster: Cluster
     name: str
@@ -111,10 +108,8 @@ class _Machine:
 
 
 def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
-    """Return the question that a configuration asks, without its answer.
-
-    Raises BadInput (exit 2) for a text that cannot be read and a model or cluster that is said and not known, Stale
-    (exit 1) for a profile in doubt where it is refused.
+    """Return the question of a configuration, without its answer. Raises BadInput (exit 2) for a text that cannot be
+    read or an unknown model or cluster, Stale (exit 1) for a profile in doubt if it is refused.
     """
     configuration = read_configuration(text, where, flags)
     assumed = list(configuration.assumed)
@@ -139,7 +134,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
         return replace(found, assumed=tuple(assumed), problems=(problem,))
     _agree(facts, flags)
     said = tuple(dict.fromkeys((*assumed, *defaults))) if case is None else case.assumed
-    if reason := stated.runtime.not_modelled:  # a limit of ours, and no fault of the file
+    if reason := stated.runtime.not_modelled:  # a limit of ours, not an error in the file
         case, unknown = None, (*unknown, Open(what=reason, remedy="bfloat16 and AdamW in the file have a prediction"))
     if doubts := _doubts(configuration, stated, case):
         return replace(found, assumed=said, questions=(*unknown, *doubts))
@@ -148,7 +143,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
 
 
 def _doubts(configuration: Configuration, stated: Stated, case: Case | None) -> tuple[Open, ...]:
-    """Return what rules refuse, and the framework may not: for a limit of ours, or for what another file says."""
+    """Return the problems of rules that the framework may not have: limits of ours, or matters of another file."""
     problems = stated.problems() if case is None else case.question.problems(case.plan)
     refused = [problem for problem in problems if problem.grade is Grade.ILLEGAL]
     ours = [problem for problem in refused if problem.rule in OURS]
@@ -163,13 +158,13 @@ def _unless(problem: Problem, configuration: Configuration) -> Open:
     return Open(what=what, remedy="check the configuration that the tool prints or saves when it starts")
 
 
-# What the file is about.
+# What the file describes.
 
 
 def _model(
     configuration: Configuration, flags: CheckFlags, assumed: list[str]
 ) -> tuple[Model | None, tuple[Open, ...]]:
-    """Return the model, or the question which it is, or why it has no cost."""
+    """Return the model, or the question about it, or why its cost is not modelled."""
     if configuration.no_cost:
         return None, (
             Open(what=configuration.no_cost, remedy="planner suggest --model of the whole for full training"),
@@ -183,12 +178,12 @@ def _model(
 
 
 def _machine(configuration: Configuration, flags: CheckFlags, assumed: list[str]) -> _Machine:
-    """Return the cluster and the number of GPUs; what nobody stated is assumed, and listed."""
+    """Return the cluster and the number of GPUs; assumptions are listed."""
     name = flags.cluster or configuration.cluster or DEFAULT_CLUSTER
     if not flags.cluster:
         assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
     whole = read_cluster(name, gpu=flags.gpu)
-    require_plannable(whole)  # of the machine, before what is said of the plan
+    require_plannable(whole)  # errors of the machine before those of the plan
     gpus = flags.gpus or configuration.gpus
     if gpus and not flags.gpus and configuration.in_a_comment:
         assumed.append(f"{gpus} GPUs (the file's own comment)")
@@ -200,7 +195,7 @@ def _machine(configuration: Configuration, flags: CheckFlags, assumed: list[str]
 
 
 def _spread(cluster: Cluster, name: str, gpus: int, machines: int, flags: CheckFlags) -> Cluster:
-    """Return `gpus` GPUs on as many machines as are stated, where that is more than they need."""
+    """Return `gpus` GPUs on the stated number of machines, if that is more than they need."""
     each = gpus // machines
     if gpus % machines or machines <= cluster.node_count or each >= cluster.gpus_per_node:
         return cluster
@@ -212,9 +207,8 @@ def _spread(cluster: Cluster, name: str, gpus: int, machines: int, flags: CheckF
 def _facts(
     configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine, assumed: list[str]
 ) -> tuple[Facts, Facts, _Machine]:
-    """Return what the reader of a configuration is given and the facts that it reads, on the machine's GPUs.
-
-    Where nobody says how many there are, they are the cluster's, or as few whole nodes as the stated degrees fill.
+    """Return the inputs of a configuration's reader and the facts that it reads, for the machine's GPUs. If their
+    number is not stated, they are the cluster's, or as few whole nodes as the stated degrees fill.
     """
     given = _given(configuration, flags, model, machine)
     if not machine.open_gpus:
@@ -228,8 +222,8 @@ def _facts(
 
 
 def _filled(configuration: Configuration, given: Facts, each: int) -> tuple[int, Facts]:
-    """Return as few GPUs as the stated degrees fill, in whole nodes of `each` where they leave something open, and the
-    facts on them. Raises BadInput where the file cannot be read on any number.
+    """Return the smallest number of GPUs that the stated degrees fill, in whole nodes of `each` if a degree is open,
+    and the facts for it. Raises BadInput where the file cannot be read on any number.
     """
 
     def facts_on(count: int) -> tuple[int, Facts]:
@@ -268,7 +262,7 @@ def _given(configuration: Configuration, flags: CheckFlags, model: Model | None,
 
 
 def _agree(facts: Facts, flags: CheckFlags) -> None:
-    """Raise UserError where a flag and the configuration say different things: one of the two would be dropped."""
+    """Raise UserError where a flag and the configuration disagree, since one of the two would be ignored."""
     for name, fact in GIVEN.items():
         asked = getattr(flags, name)
         if asked and asked != facts[fact]:
@@ -288,8 +282,8 @@ def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
 
 
 def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
-    """Return the batch of a file that has no key for it, of what was given with it; nothing is accumulated where
-    nobody says so.
+    """Return the batch of a file without a key for it, from the inputs; without a statement, gradients are not
+    accumulated.
     """
     dp, steps = facts["dp_replicate"] * facts["dp_shard"], facts.get("steps")
     batch, micro = facts.get("batch_beside"), facts.get("micro_beside")
@@ -310,7 +304,7 @@ def _open_batch(facts: Facts, assumed: list[str]) -> Facts:
 
 
 def _runtime(configuration: Configuration, facts: Facts) -> dict[str, Any]:
-    """Return a runtime as a case states it."""
+    """Return a runtime in the form of a case."""
     launcher = configuration.framework in LAUNCHERS
     return {
         "name": configuration.runtime or configuration.rules,
@@ -320,12 +314,14 @@ def _runtime(configuration: Configuration, facts: Facts) -> dict[str, Any]:
 
 
 def _plan(facts: Facts) -> dict[str, Any]:
-    """Return a plan's facts as a case states them: several numbers as a list."""
+    """Return a plan's facts in the form of a case; several numbers as a list."""
     return {name: list(v) if isinstance(v := facts[name], tuple) else v for name in PLAN_FACTS if name in facts}
 
 
 def _stated(configuration: Configuration, facts: Facts, cluster: Cluster, where: str) -> tuple[Stated, list[str]]:
-    """Return all that a configuration says but its model, and what was assumed. Raises BadPlan for what cannot be."""
+    """Return everything that a configuration states except its model, and the assumptions. Raises BadPlan for
+    impossible values.
+    """
     rules = framework_of_runtime(configuration.rules)
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
     stated, implied = implied_runtime(_runtime(configuration, facts), _plan(facts), rules)
@@ -344,7 +340,7 @@ def _case(
     where: str,
     assumed: list[str],
 ) -> Case:
-    """Return the question that a configuration asks."""
+    """Return the question of a configuration."""
     return build_case(
         where,
         model=model,

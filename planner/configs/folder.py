@@ -1,4 +1,4 @@
-"""All configurations below a folder, each judged: a row a file, as JSON or as SARIF for a pull request."""
+"""Judge all configurations below a folder, one row per file, as JSON or as SARIF for a pull request."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from topology.errors import PlannerError, Unproved, UserError
 from topology.time_limit import limited
 
 KINDS = frozenset({".toml", ".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"})
-PASSED_OVER = frozenset({"node_modules", "site-packages", "__pycache__", "venv"})  # and what is hidden
-MOST_FILES = 5000  # that are looked at
-MOST_BYTES = 1 << 18  # of a file: configurations are shorter, data is longer
+PASSED_OVER = frozenset({"node_modules", "site-packages", "__pycache__", "venv"})  # and hidden ones
+MOST_FILES = 5000  # suffixes of the files looked at
+MOST_BYTES = 1 << 18  # largest file in bytes: configurations are shorter, data is longer
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderRow:
-    """A file of a folder: what was found, or why it could not be judged."""
+    """A file of a folder: the result, or why it could not be judged."""
 
     file: str
     checked: Checked | None = None
@@ -42,7 +42,7 @@ class FolderRow:
         return None if self.checked is None else self.checked.legal
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of `planner check` of the file, with its name."""
+        """Return the document of `planner check` for the file, with its name."""
         if self.checked is None:
             return {"file": self.file, "legal": None, "error": self.problem}
         return {"file": self.file, **check_document(self.checked)}
@@ -50,7 +50,7 @@ class FolderRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFolder:
-    """Every configuration of a folder, in the order of its files; `looked_at` counts all files of their kinds."""
+    """Every configuration of a folder, in the order of its files; `looked_at` counts all files with these suffixes."""
 
     folder: str
     rows: tuple[FolderRow, ...]
@@ -59,7 +59,7 @@ class CheckedFolder:
 
     @property
     def legal(self) -> bool | None:
-        """False where some configuration is illegal, None where none can be judged."""
+        """False if some configuration is illegal, None if none can be judged."""
         said = {row.legal for row in self.rows}
         return False if False in said else True if True in said else None
 
@@ -76,7 +76,7 @@ class CheckedFolder:
         }
 
     def to_sarif(self) -> dict[str, Any]:
-        """Return what was found as SARIF 2.1.0 (OASIS), one result a problem, question, unknown field or change."""
+        """Return the results as SARIF 2.1.0 (OASIS), one for each problem, question, unknown field or change."""
         results = [result for row in self.rows for result in _results(Path(self.folder), row)]
         rules = [{"id": name} for name in sorted({result["ruleId"] for result in results})]
         driver = {"name": "meshwright", "version": version(), "rules": rules}
@@ -96,7 +96,7 @@ def check_folder(
 ) -> CheckedFolder:
     """Judge every configuration of training below `folder`, with the single changes that gain.
 
-    `flags` say what no file does, such as the cluster. Raises UserError where nothing there is a configuration.
+    `flags` state what files do not, such as the cluster. Raises UserError if the folder has no configurations.
     """
     deadline = deadline_of(time_limit_s)
     rows: list[FolderRow] = []
@@ -143,7 +143,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _reads_as_one(text: str) -> bool:
-    """Return whether a text that cannot be read was meant as a configuration: other damaged files are not ours."""
+    """Return whether an unreadable text was meant as a configuration; other damaged files are ignored."""
     return re.search(r"parallel|zero_optimization|train_batch|micro_?batch", text) is not None
 
 

@@ -1,8 +1,8 @@
 """The command line that starts vLLM or SGLang: read, judged by the engine's own flags and rules, and improved as a
 diff.
 
-A script may have other lines; variables that it assigns are looked up (`planner.configs.formats.command_line`). Of
-several commands in one text the flags of all count, the last of each.
+A script may have other lines; variables that it assigns are looked up (`planner.configs.formats.command_line`). If a
+text has several commands, the flags of all count; of equal flags the last.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from simulator.serving.engine import engine_of
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-# Where a text says which release it starts: an image's tag, a requirement.
+# Where a text states its release: an image's tag, or a requirement.
 _RELEASES = {
     "vllm": re.compile(r"vllm-openai:v([0-9][\w.]*)|\bvllm==([0-9][\w.]*)"),
     "sglang": re.compile(
         r"lmsysorg/sglang:v([0-9][0-9.]*(?:(?:\.?post|rc)[0-9]+)?)|\bsglang(?:\[\w+\])?==([0-9][\w.]*)"
     ),
 }
-# Formats of weights by the engines' words; a checkpoint that says its own format needs none.
+# Formats of weights by the engines' names; a checkpoint that states its own format needs none.
 _WEIGHTS = {
     "fp8": "float8", "modelopt": "float8", "fbgemm_fp8": "float8", "compressed-tensors": "float8", "w8a8_fp8": "float8",
     "awq": "int4", "awq_marlin": "int4", "gptq": "int4", "gptq_marlin": "int4",
@@ -57,7 +57,7 @@ _WEIGHTS = {
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 _LONGER = {"vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "sglang": "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
 _SHARES = {"gpu_memory_utilization", "mem_fraction_static"}
-# Settings that are costed or judged, and those that say where and as what a server answers.
+# Flags that are costed or judged, and flags about where and under which name a server answers.
 _READ = {
     "model", "model_path", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
     "enable_expert_parallel", "tp_size", "pp_size", "dp_size", "attn_dp_size", "ep_size", "enable_dp_attention",
@@ -87,7 +87,7 @@ class ServingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedServing:
-    """What there is to say about a command. `answer` is None where it contradicts itself: see `problems`."""
+    """The result for a command. `answer` is None if it contradicts itself: see `problems`."""
 
     engine: str
     problems: tuple[str, ...]
@@ -111,7 +111,7 @@ def check_serving(
     search: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CheckedServing:
-    """Judge the command in `text`; `flags` say what clients send. Raises BadInput for a model that is not known."""
+    """Judge the command in `text`; `flags` describe the clients' requests. Raises BadInput for an unknown model."""
     engine = serving_engine(text)
     keys = schema(engine, VERSIONS[engine])["keys"]
     document = CommandLine(text, where, option_kinds(keys))
@@ -149,7 +149,7 @@ def check_serving(
     same = stated.model or plain(name) in {
         plain(model.name),
         plain(hub_name(model.name)),
-    }  # not another of the same shapes
+    }  # and not another model with the same shapes
     problems = (
         *problems,
         *found.problems,
@@ -179,13 +179,15 @@ def check_serving(
 
 
 def release_in(text: str, engine: str) -> str:
-    """Return the release that a text starts by an image's tag or a requirement, or nothing."""
+    """Return the release in an image's tag or a requirement of a text; empty without one."""
     found = _RELEASES[engine].search(text)
     return next(filter(None, found.groups()), "") if found else ""
 
 
 def flag_of(name: str, keys: Mapping[str, Any]) -> str:
-    """Return the flag that a word is, as argparse reads it: itself, or the only one that it begins; else nothing."""
+    """Return the full flag for a word, as argparse reads it: the flag itself, or the only one that begins with the
+    word; else empty.
+    """
     plain = name.replace("_", "-")
     if name in keys or plain in keys:
         return name if name in keys else plain
@@ -194,7 +196,7 @@ def flag_of(name: str, keys: Mapping[str, Any]) -> str:
 
 
 def _model_name(document: CommandLine, settings: Mapping[str, Any]) -> str:
-    """Return the model that a command names. Raises BadInput where it names none."""
+    """Return the model that a command names. Raises BadInput if it names none."""
     for key in ("model_path", "model"):
         if settings.get(key):
             return str(settings[key])
@@ -208,7 +210,7 @@ def _model_name(document: CommandLine, settings: Mapping[str, Any]) -> str:
 def _refused(
     settings: Mapping[str, Any], keys: Mapping[str, Any], engine: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return flags that the engine does not have, and what its parser would refuse."""
+    """Return flags that the engine does not have, and values that its parser would refuse."""
     unknown, problems = [], []
     for name, value in settings.items():
         entry = keys.get(flag_of(name, keys))
@@ -243,7 +245,7 @@ def _whole(settings: Mapping[str, Any], key: str, default: int = 1) -> int:
 
 
 def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
-    """Return the engines of a command: what each engine multiplies. Raises BadInput and BadPlan."""
+    """Return the engines that a command starts. Raises BadInput and BadPlan."""
     if engine == "vllm":
         tp, pp, dp = (_whole(settings, f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data"))
         spread = settings.get("enable_expert_parallel") is True
@@ -281,7 +283,7 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
 
 
 def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
-    """Return what a command says of formats and limits, as fields of ServingFlags."""
+    """Return the formats and limits in a command as fields of ServingFlags."""
     names = {
         "vllm": ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
         "sglang": ("max_running_requests", "chunked_prefill_size", "mem_fraction_static"),
@@ -309,14 +311,14 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
 
 
 def _not_costed(settings: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return in words which settings change nothing of the prediction, though the engine takes them."""
+    """Return sentences about settings that the engine accepts and that do not change the prediction."""
     read = _READ if "weights" in limits else _READ - {"quantization"}
     names = sorted(f"--{name.replace('_', '-')}" for name in settings if name not in read | _OF_THE_SERVER)
     return (f"nothing changed by {', '.join(names)}",) if names else ()
 
 
 def _number(value: object) -> float:
-    """Return a number as the engines write it, `8k` and `8K` too (vLLM's 1,000 and 1,024); 0 for anything else."""
+    """Return a number as the engines write it, also `8k` and `8K` (vLLM's 1,000 and 1,024); 0 for anything else."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d*)?|\.\d+)([kKmMgG]?)", str(value))
     return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
@@ -324,7 +326,7 @@ def _number(value: object) -> float:
 def _too_long(
     settings: Mapping[str, Any], question: ServingQuestion, found: ServingAnswer, *, positions: int
 ) -> tuple[str, ...]:
-    """Return what the engine refuses of lengths: at its start, or of each request. `positions` of 0 are not known."""
+    """Return what the engine refuses about lengths, at its start or for each request. `positions` of 0 are unknown."""
     longest = int(_number(settings.get("max_model_len", settings.get("context_length"))))
     if not longest:
         return ()
@@ -372,7 +374,7 @@ def _change(
 
 
 def _name_used(flag: str, document: CommandLine, engine: str) -> str:
-    """Return the spelling of a flag that the text uses, or its first."""
+    """Return the spelling of a flag that the text uses, by default the first."""
     keys = schema(engine, VERSIONS[engine])["keys"]
     dest = keys[flag]["dest"]
     used = ((name, flag_of(name, keys)) for name in document.settings)
@@ -380,7 +382,7 @@ def _name_used(flag: str, document: CommandLine, engine: str) -> str:
 
 
 def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> Settings:
-    """Return the flags that spread one command over GPUs, all of them, defaults too.
+    """Return all flags that spread one command over GPUs, defaults included.
 
     `deprecated` writes SGLang's attention groups as it did before 0.5.20: `--dp-size N --enable-dp-attention`.
     """

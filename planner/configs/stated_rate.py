@@ -1,4 +1,6 @@
-"""A stated time of a configuration against what is predicted: below, inside or above, and the likely causes."""
+"""Compare a stated time of a configuration with the prediction: below, inside or above the range, and the likely
+causes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,8 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A stated and a predicted step. `error` is predicted over stated, less one; `causes` the likeliest first.
-
-    Inside the interval nothing needs a cause.
+    """A stated and a predicted step. `error` is predicted over stated, less one; `causes` are sorted by likelihood. A
+    step inside the interval needs no cause.
     """
 
     step_s: float
@@ -39,20 +40,19 @@ class Against:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedRate:
-    """What a source says that a step takes: seconds, or tokens a second of all GPUs."""
+    """The step time that a source states, in seconds or as tokens per second of all GPUs."""
 
     step_s: float | None = None
     tokens_per_s: float | None = None
 
     def seconds(self, tokens: float) -> float:
-        """Return the seconds of a step of so many tokens."""
+        """Return the seconds of a step with this number of tokens."""
         return self.step_s if self.step_s is not None else tokens / (self.tokens_per_s or 1.0)
 
 
 def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate | None:
-    """Return what a source states as a time (`9.2s`, `850ms`) or a rate; None without either.
-
-    Raises UserError for both, and for what is no time.
+    """Return what a source states as a time (`9.2s`, `850ms`) or a rate; None without either. Raises UserError for
+    both, and for a text that is no time.
     """
     if measured is None:
         return None if tokens_per_s is None else StatedRate(tokens_per_s=tokens_per_s)
@@ -62,7 +62,7 @@ def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate 
 
 
 def seconds_in(text: str, flag: str) -> float:
-    """Return the seconds that a flag says, `9.2s` or `850ms`. Raises UserError for what is no time."""
+    """Return the seconds that a flag says, `9.2s` or `850ms`. Raises UserError for anything else."""
     found = _TIME.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
         raise UserError(f"{flag} {text[:40]!r} is no time", remedy="a number and a unit: 9.2s, 850ms")
@@ -88,7 +88,7 @@ def against(found: PlanAnswer, configuration: Configuration, stated: StatedRate)
 
 
 def _slower(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[str]:
-    """Yield what would make a step last so long, by what the prediction rests on."""
+    """Yield what could make a step as long as stated, depending on the sources of the prediction."""
     excess = step_s - estimate.step_s.value
     parts = estimate.breakdown_s
     moved, products = parts.get(MOVED, 0.0), parts.get("compute", 0.0)
@@ -111,7 +111,7 @@ def _slower(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[st
 
 
 def _faster(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[str]:
-    """Yield what would make a step as short."""
+    """Yield what could make a step as short as stated."""
     for line in found.case.assumed:
         if "sequence length" in line or "batch" in line or "GPUs" in line:
             yield f"less work or more GPUs than was assumed: {line}"

@@ -1,4 +1,6 @@
-"""Plans that differ from one in a single respect: a degree, the micro batch, a mode. Data parallelism follows."""
+"""Plans that differ from a given one in a single field: a degree, the micro batch, a mode. Data parallelism is
+adjusted.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from planner.question.question import Question
 from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
 
-MICRO_BATCHES = (0.125, 0.25, 0.5, 2, 4)  # times the file's own
+MICRO_BATCHES = (0.125, 0.25, 0.5, 2, 4)  # factors of the file's own micro batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A plan and the runtime it runs in; `what` says the change: `tensor parallel (TP) from 8 to 4`."""
+    """A plan and its runtime; `what` describes the change: `tensor parallel (TP) from 8 to 4`."""
 
     what: str
     plan: Plan
@@ -63,9 +65,7 @@ def _plans(plan: Plan, question: Question) -> Iterator[Plan]:
 
 
 def _resized(plan: Plan, axis: str, degree: int, question: Question) -> Plan | None:
-    """Return the plan with another degree, the rest of the GPUs going to data parallelism; None where they do not
-    divide.
-    """
+    """Return the plan with another degree; data parallelism takes the remaining GPUs. None if they do not divide."""
     fills = "dp_replicate" if plan.dp_shard == 1 and plan.dp_replicate > 1 else question.framework.fills
     rest = plan.gpus // getattr(plan, fills) // getattr(plan, axis) * degree
     if plan.gpus % rest:
@@ -93,7 +93,7 @@ def _resized(plan: Plan, axis: str, degree: int, question: Question) -> Plan | N
 
 
 def _sharded_otherwise(plan: Plan, question: Question) -> Iterator[Plan]:
-    """Yield the plan with its data parallelism sharded over all ranks, over a node's, or not at all."""
+    """Yield the plan with data parallelism sharded over all ranks, over those of a node, or not at all."""
     total, node = plan.data_parallel, question.cluster.gpus_per_node // (plan.tp * plan.cp) or 1
     for shard in {total, node, 1}:
         if shard <= total and total % shard == 0:

@@ -1,4 +1,4 @@
-"""Other plans written into the text of a configuration, and read back before anybody sees them."""
+"""Write other plans into the text of a configuration, and check each result by reading it back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from topology.errors import PlannerError
 
 # Facts of a model that some keys depend on.
 OF_THE_MODEL = ("moe", "max_positions")
-# Which of two ways of saying the same a file uses.
+# Facts that choose between two ways to write the same setting.
 OF_THE_FILE = ("fsdp_version", "hosts")
 FILLS = -1
-# Facts that belong to one way of sharding, and stay while it does.
+# Facts that belong to one way of sharding and stay with it.
 OF_THE_SHARDING = ("hpz", "instances")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Writes plans into a configuration. `asked` is the plan that the file says, `facts` how it says it, and `given`
-    what its reader was given.
+    """Writes plans into a configuration. `asked` is the plan that the file states, `facts` are its facts, and `given`
+    the inputs of its reader.
     """
 
     configuration: Configuration
@@ -38,7 +38,7 @@ class Writer:
     flags: CheckFlags
 
     def diff(self, plan: Plan, runtime: Runtime | None = None) -> str:
-        """Return the unified diff that makes the file say `plan`; empty where its keys cannot."""
+        """Return the unified diff with which the file states `plan`; empty if its keys cannot."""
         runtime = runtime or self.asked.question.runtime
         for attempt in self._attempts(plan, runtime):
             try:
@@ -52,19 +52,19 @@ class Writer:
         return ""
 
     def _attempts(self, plan: Plan, runtime: Runtime) -> Iterator[Settings]:
-        """Yield changed settings that may say `plan`, the fewest first; None is a key that is taken out."""
+        """Yield changes of settings that may state `plan`, the fewest first; None removes a key."""
         before, after = self._settings(self.asked.plan, self.asked.question.runtime), self._settings(plan, runtime)
         changes = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
         said = self.configuration.settings
         for entry in self.configuration.table:
             if changes.keys() & {*entry.keys}:
                 changes |= {key: None for key in entry.exclusive if key in said and key not in after}
-        # A degree left at "what the others leave" mostly says the new plan as well.
+        # A degree that takes all remaining ranks usually fits the new plan too.
         fewer = {key: value for key, value in changes.items() if said.get(key) != FILLS}
-        # A batch left out follows from degrees, so that it has to be said where it shall stay.
+        # A batch that is left out follows from the degrees, so it must be stated to stay the same.
         batch = {key: value for key, value in after.items() if "batch" in key and said.get(key) != value}
         seen: list[Settings] = []
-        # At last everything, where a file of an older kind means other things by what it leaves out.
+        # Last, state everything, for files of older kinds with other defaults.
         for attempt in (fewer, changes, {**fewer, **batch}, {**changes, **batch}, {**changes, **after}):
             if attempt not in seen:
                 seen.append(attempt)
@@ -78,12 +78,12 @@ class Writer:
         return write(self.configuration.table, {**extra, **known})
 
     def _says(self, back: Facts, plan: Plan, runtime: Runtime) -> bool:
-        """Return whether a text that was read back means `plan`: what it cannot say must be as it was."""
+        """Return whether a text that was read back means `plan`; fields that it cannot state must be unchanged."""
         now = self.asked.plan
         for name in PLAN_FACTS - {"placement"}:
             wanted = getattr(plan, name)
             if name in {"cp_method", "reshard_after_forward"} and wanted is None:
-                continue  # the runtime's own, under whichever word
+                continue  # the runtime's own mode, under any of its names
             if name == "sequence_parallel" and (plan.tp == 1 or name not in back):
                 continue
             if back.get(name, getattr(now, name)) != wanted:

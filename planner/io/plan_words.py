@@ -21,8 +21,7 @@ WORDED = {
     "sequence_parallel", "tp_overlap", "cp_method", "layers_per_stage", "reshard_after_forward", "placement",
 }  # fmt: skip
 
-# --- degrees
-# ------------------------------------------------------------------------------------------------------------
+# --- degrees ----------------------------------------------------------------------------------------------------------
 
 
 def degrees_text(plan: Plan) -> str:
@@ -88,8 +87,7 @@ def _degrees_in_words(plan: Plan) -> str:
     return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
 
 
-# --- what it sets besides its degrees
-# --------------------------------------------------------------------------------------
+# --- what it sets besides its degrees ---------------------------------------------------------------------------------
 
 
 def policy_text(plan: Plan) -> str:
@@ -172,8 +170,7 @@ def run_length_text(values: Sequence[object]) -> str:
     return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
 
 
-# --- in links
-# -----------------------------------------------------------------------------------------------------------
+# --- in links ---------------------------------------------------------------------------------------------------------
 
 
 def plan_name(plan: Plan) -> str:
@@ -194,8 +191,7 @@ def plan_name(plan: Plan) -> str:
     return " ".join(words)
 
 
-# --- one plan and another
-# -----------------------------------------------------------------------------------------------
+# --- one plan and another ---------------------------------------------------------------------------------------------
 
 
 def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:

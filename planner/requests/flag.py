@@ -107,8 +107,7 @@ class Flag:
         return [f"{self.option}={value}"] if self.option else [str(value)]
 
 
-# --- fields of requests
-# ------------------------------------------------------------------------------------------------
+# --- fields of requests -----------------------------------------------------------------------------------------------
 
 
 def option(default: Any, *spellings: str, **known: Any) -> Any:
@@ -194,8 +193,7 @@ def values_of(*groups: Any) -> dict[str, Any]:
     return {one.name: getattr(part, one.name) for part in groups for one in fields(part)}
 
 
-# --- a request as flags, and back
-# --------------------------------------------------------------------------------------
+# --- a request as flags, and back -------------------------------------------------------------------------------------
 
 
 def flags_of(request: type) -> Mapping[str, Flag]:

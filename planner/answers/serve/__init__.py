@@ -1,1 +1,1 @@
-"""The same requests about serving."""
+"""The same answers for serving."""

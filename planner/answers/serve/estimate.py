@@ -1,4 +1,4 @@
-"""What clients of one deployment would see, and whether it is legal."""
+"""What clients of one deployment would see, and whether the deployment is legal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import stated_deployment
 from topology.codec import JsonObject
 
-DEGREES = frozenset({"tp", "pp", "ep"})  # what a deployment shares with a training plan
+DEGREES = frozenset({"tp", "pp", "ep"})  # fields that a deployment shares with a training plan
 SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
 
 
@@ -33,7 +33,7 @@ def serving_flags(
     profile: Path | None = None,
     strict: bool = False,
 ) -> ServingFlags:
-    """Return what a command states of serving. Raises UserError for options that only training has."""
+    """Return what a command states about serving. Raises UserError for options that only training has."""
     only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
     refuse([*names, *stated_names(others or {})], Task.SERVE, SPELLED)
@@ -52,7 +52,7 @@ def serving_flags(
 
 
 def answer_of(flags: ServingFlags, plan: str | Path | None) -> ServingAnswer:
-    """Return the answer to flags, or to a saved plan as flags change it."""
+    """Return the answer to flags, or to a saved plan changed by flags."""
     if plan is None:
         question = serving_question(flags)
         return answer_deployment(question, *stated_deployment(question, flags))
@@ -77,7 +77,7 @@ class EstimatedDeployment:
 
 
 def estimate(asked: Estimate) -> EstimatedDeployment:
-    """Return the answer. Raises UserError for what cannot be asked of a deployment."""
+    """Return the answer. Raises UserError for flags that do not apply to a deployment."""
     serving = values_of(asked.load, asked.engine, asked.deployment)
     stated = flags_of_plan(asked.stated)
     flags = serving_flags(stated, serving, {"case": asked.case}, profile=asked.profile, strict=asked.strict)

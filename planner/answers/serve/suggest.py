@@ -22,7 +22,7 @@ from simulator.serving.engine import COMPARED
 from topology.codec import JsonObject
 from topology.errors import UserError
 
-# Options of `suggest` that mean nothing when serving; of those with a default it counts whether they were stated.
+# Options of `suggest` without a meaning for serving; those with a default count only if they were stated.
 ONLY_TRAINING = (
     *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype", "max_tp"),
     *("tokens", "deadline", "budget", "runtime", "pick"),
@@ -60,7 +60,7 @@ class ComparedDeployments:
 
     @property
     def plans(self) -> Sequence[ServingPlan]:
-        """Deployments that none beats, those with the fastest users first."""
+        """Pareto-optimal deployments, those with the highest speed per user first."""
         return [point.plan for point in self.found.best]
 
     def to_dict(self) -> JsonObject:
@@ -90,7 +90,7 @@ def suggest(
 
 
 def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeployments:
-    """Return all deployments under the engine that was asked about, or under each that is compared."""
+    """Return all deployments under the engine asked about, or under each of those compared."""
     if asked.out is not None:
         raise UserError("--out saves one plan", remedy="--csv and --svg save the comparison, or choose an objective")
     flags = flags_of_search(replace(asked, objective=Objective.THROUGHPUT))
@@ -107,7 +107,7 @@ def _refuse_drawn(asked: Suggest) -> None:
 
 
 def _of_training(asked: Suggest) -> list[str]:
-    """Return the options that were stated and only training has."""
+    """Return the stated options that only training has."""
     parts = [PLAN_FIELDS[name].parameter for name, text in asked.fixed.items() if text is not None]
     others = stated({name: getattr(asked, name) for name in ONLY_TRAINING})
     return [*others, *parts, *(name for name in DEFAULTED if name in asked.said)]

@@ -1,1 +1,1 @@
-"""What commands do with `--task serve`. May import what commands may; imported by the commands of the same names."""
+"""Commands with `--task serve`. May import what commands may; imported by the commands of the same names."""

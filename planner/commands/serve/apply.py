@@ -56,7 +56,7 @@ def apply(asked: Apply) -> None:
 def _run(asked: Apply, folder: Path, budget_s: float) -> int:
     """Run the deployment, or show what would run, and return the exit code.
 
-    `asked.learn` is a profile to which what was measured is added, steps too.
+    `asked.learn` is a profile to which the measurements, steps included, are added.
     """
     device, learn = asked.device or "cuda", asked.learn
     if learn is not None and device == "cpu":
@@ -131,7 +131,7 @@ def comparison(document: JsonObject) -> JsonObject:
 
 
 def within(run: AskedRun, document: JsonObject) -> bool:
-    """Return whether the mean time a token of every load is inside the engine's range."""
+    """Return whether the mean time per token of every load is inside the engine's range."""
     spread = engine_of(run.deployment.engine).spread_tpot
     means = [row for rows in load_rows(document).values() for row in rows if row.what == "a token mean"]
     return all(1 / (1 + spread) <= row.measured / row.predicted <= 1 + spread for row in means)

@@ -13,7 +13,7 @@ from topology.errors import UserError
 
 
 def compare(asked: Compare) -> None:
-    """Print two deployments side by side, each under its own question. Raises UserError where one is no deployment."""
+    """Print two deployments side by side, each under its own question. Raises UserError if one is no deployment."""
     first, second = asked.first, asked.second
     serving = [is_serving_plan(name) for name in (first, second)]
     if not all(serving) or asked.task is Task.TRAIN:

@@ -53,7 +53,7 @@ def explain(asked: Explain) -> None:
 
 
 def _links(cluster: Cluster) -> Links:
-    """Return the rates of links that can be varied, by name, and how."""
+    """Return the link rates that can be varied, by name, with a function that changes each."""
     known = {knob.quantity: (knob.now(cluster), knob.scale) for knob in KNOBS}
     return {
         name: (now, scale)

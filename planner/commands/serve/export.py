@@ -65,7 +65,7 @@ def files_of(content: ServingFile, name: str | None) -> dict[str, str]:
 
 
 def _file(content: ServingFile, to: str) -> str:
-    """Return the file that a word asks for: its kind, or the engine that the plan was made for."""
+    """Return the file that a word names: by its kind, or by the plan's engine."""
     engine = engine_of(content.deployment.engine).program
     if to == engine:
         return FILES["script"]

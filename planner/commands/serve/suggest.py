@@ -42,7 +42,7 @@ def suggest(asked: Suggest) -> None:
 
 
 def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
-    """Print the comparison, and save it where that was asked for."""
+    """Print the comparison, and save it if asked to."""
     found = answer.found
     if asked.json:
         output.emit_json(answer.to_dict())
@@ -55,7 +55,7 @@ def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
 
 
 def _write(result: ServingResult, out: Path) -> None:
-    """Save the best plan: alone where `out` ends in .json, else in a folder with the files that start it."""
+    """Save the best plan: only the plan if `out` ends in .json, else a folder with the files that start it."""
     saved = codec.to_json(serving_file(result.question, result.plans[0].deployment)) + "\n"
     if out.suffix == ".json":
         codec.write_text(out, saved)

@@ -1,4 +1,4 @@
-"""How tools spell adapters and frozen weights, read into what a case says of them (`runtime.adapter`).
+"""Read how tools write adapters and frozen weights into the form of a case (`runtime.adapter`).
 
 Names and defaults: LLaMA-Factory `hparams/finetuning_args.py` and `model_args.py`; TRL `trainer/model_config.py`;
 axolotl `utils/schemas/peft.py` and `model.py`; torchtune `models/*/_model_builders.py` and recipes/configs/*/*lora*;
@@ -21,7 +21,7 @@ Stated = JsonObject | None  # None: all weights are trained
 
 
 def adapters(read: Callable[[Settings], Stated], *keys: str) -> Entry:
-    """Return the entry of a tool's adapters; what it asks for and no cost knows is asked back."""
+    """Return the entry of a tool's adapters; a request that is not modelled becomes a question."""
 
     def facts(settings: Settings, _: object) -> JsonObject:
         stated = read(settings)
@@ -36,7 +36,7 @@ def adapters(read: Callable[[Settings], Stated], *keys: str) -> Entry:
 
 
 def _names(value: Any) -> list[str] | str | None:
-    """Return names that a list, a text with commas or a word for all has."""
+    """Return the names in a list, in a text with commas, or meant by a word for all."""
     if isinstance(value, str):
         if value.replace("_", "-").lower() in {"all", ALL, "all-linear-layers"}:
             return ALL
@@ -58,7 +58,7 @@ def _on(settings: Settings, key: str) -> bool:
 
 
 def _refuse(settings: Settings, *keys: str) -> None:
-    """Raise NotModelled where a file asks for one of these."""
+    """Raise NotModelled if a file asks for one of these."""
     asked = next((key for key in keys if settings.get(key) not in (None, False, "", [], 0)), None)
     if asked is not None:
         raise NotModelled(f"{asked} {str(settings[asked])[:40]} is not modelled", remedy=f"without {asked}")
@@ -95,7 +95,7 @@ def _read_trainer(settings: Settings) -> Stated:
     factory = "finetuning_type" in settings
     targets = _names(settings.get("lora_target" if factory else "lora_target_modules"))
     half = any(settings.get(key) is True for key in ("bf16", "fp16"))
-    # LLaMA-Factory loads the model in 16 bits and keeps what is trained in float32 (model/loader.py, adapter.py).
+    # LLaMA-Factory loads the model in 16 bits and keeps trained parameters in float32 (model/loader.py, adapter.py).
     base = "nf4" if packed else "bfloat16" if factory and half else None
     return {
         "kind": "dora" if _on(settings, "use_dora") else "lora",
@@ -242,13 +242,13 @@ AUTOMODEL = adapters(
     "quantization.load_in_4bit",
 )
 
-# What Megatron-Bridge's LoRA and DoRA have by default (`target_modules`, `dim`, `dropout` of peft/lora.py and dora.py).
+# Defaults of Megatron-Bridge's LoRA and DoRA (`target_modules`, `dim`, `dropout` of peft/lora.py and dora.py).
 BRIDGE_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 BRIDGE_RANK = 32
 
 
 def bridge_adapter(settings: Settings, *, recipe: bool) -> Stated:
-    """Return the adapters of a recipe's `peft` section; `recipe`: its name says that it has them."""
+    """Return the adapters of a recipe's `peft` section; `recipe`: its name states that it has them."""
     said = settings.get("peft")
     kind = said.lower() if isinstance(said, str) else "lora"
     if not recipe and said in (None, False, "", "none") and not any(key.startswith(_PEFT) for key in settings):

@@ -1,6 +1,7 @@
 """NeMo AutoModel's YAML.
 
-Keys: `nemo_automodel/recipes/llm/train_ft.py` and `examples/` of 2025: FSDP2 over what the other degrees leave.
+Keys: `nemo_automodel/recipes/llm/train_ft.py` and `examples/` of 2025: FSDP2 over the ranks that the other degrees
+leave.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _read_schedule(settings: Settings, facts: Facts) -> Facts:
 
 
 def _read_pipelined(settings: Settings, facts: Facts) -> Facts:
-    """Return the micro batches and stages of a pipeline, through which each local batch goes by itself."""
+    """Return the micro batches and stages of a pipeline, which each local batch passes separately."""
     if facts["pp"] == 1:
         return {}
     local, together = facts["micro_batch_size"], facts["dp_replicate"] * facts["dp_shard"]

@@ -71,7 +71,7 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
 def _read_recompute(settings: Settings, _: Facts) -> Facts:
     wraps = settings.get("gradient_checkpointing") not in {None, False, "none"}
     said = any(key.startswith("gradient_checkpointing_kwargs") for key in settings)
-    # utils/config/__init__.py: re-entrant where nothing is said of it and nothing but the usual is trained
+    # utils/config/__init__.py: reentrant by default, unless something unusual is trained
     usual = not said and not settings.get("unfrozen_parameters") and not settings.get("rl")
     return {
         "recompute": "full" if wraps else "none",

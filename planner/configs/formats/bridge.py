@@ -1,7 +1,7 @@
 """Megatron-Bridge's recipe dumps (`ConfigContainer.to_yaml`) as the flags of Megatron-LM, and flags back as their keys.
 
 Source: Megatron-Bridge's `src/megatron/bridge/training/config.py`: most fields are Megatron-LM's arguments with
-underscores; what is called otherwise, or means the opposite, is below.
+underscores; those with another name or the opposite meaning are below.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.export.mapping import Settings
 from topology.codec import JsonObject
 
-# Where a field that the file does not have yet belongs.
+# Sections of fields that a file does not have yet.
 SECTIONS = {
     "global_batch_size": "train",
     "micro_batch_size": "train",
@@ -33,12 +33,12 @@ RENAMED = {
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
     "--fp8-format": "fp8",
 }
-# Fields that say the opposite of a flag.
+# Fields with the opposite meaning of a flag.
 OPPOSITE = {
     "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
     "--disable-bias-linear": "add_bias_linear",
 }
-# Words of NeMo 1's YAML (`nemo/collections/nlp/models/language_modeling/`), which has other sections as well.
+# Names in NeMo 1's YAML (`nemo/collections/nlp/models/language_modeling/`), which also has other sections.
 NEMO = {
     "activations_checkpoint_granularity": "--recompute-granularity",
     "activations_checkpoint_method": "--recompute-method",
@@ -93,7 +93,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
         flags[flag], paths[flag] = value, path
     if settings.get("model.fp8") is True:
         flags["--fp8-format"] = "hybrid"
-    elif settings.get("model.fp8") is False:  # its other words of float8 then mean nothing
+    elif settings.get("model.fp8") is False:  # its other words about float8 then have no effect
         flags.pop("--fp8-hybrid", None)
     if "--num-query-groups" in flags:
         flags["--group-query-attention"] = flags["--num-query-groups"] != flags.get("--num-attention-heads")
@@ -101,7 +101,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
 
 
 def _nemo(word: str) -> Settings:
-    """Return the flags of NeMo's words for a precision or an optimizer."""
+    """Return the flags for NeMo's name of a precision or an optimizer."""
     if word.startswith(("bf16", "16")):
         return {"--bf16" if word.startswith("bf16") else "--fp16": True}
     return {"--use-distributed-optimizer": True} if word.startswith("distributed_fused") else {}
@@ -114,9 +114,8 @@ def precision_flags(word: str) -> Settings:
 
 
 def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:
-    """Return changes of flags as changes of a dump's paths; what only command lines need is left out.
-
-    A `flat` file has its fields in no sections.
+    """Return changes of flags as changes of a dump's paths, without flags that only command lines need. A `flat` file
+    has no sections.
     """
     found: JsonObject = {}
     for flag, value in changes.items():

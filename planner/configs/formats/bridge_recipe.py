@@ -1,5 +1,5 @@
 """Megatron-Bridge's recipes: functions of a Python file that set fields of `cfg`, read as data. Nothing is imported or
-run; what another file sets is not read.
+run; settings in other files are not read.
 
 Source: `src/megatron/bridge/recipes/` and `perf_recipes/` of Megatron-Bridge at 067f987. `run_recipe.py --recipe NAME`
 starts one; its name ends in the GPUs that it is for.
@@ -39,13 +39,13 @@ NAMED = re.compile(r"_(\d{1,5})gpu_([a-z]+\d+)_")
 WITH_BATCH = "_with_global_batch_size"
 QUIET = ("dataset.", "tokenizer.", "logger.", "checkpoint.", "scheduler.", "env_vars", "rng.")
 TASK = re.compile(r"_(pretrain|sft|peft|low_precision|finetune).*")
-MOST_DEEP = 8  # recipes that begin with another
+MOST_DEEP = 8  # recipes that build on another one
 _GPUS, _OVERLAP_FILE = "--recipe", "comm_overlap.tp_comm_overlap_cfg"
 
 
 @dataclass(slots=True)
 class _Said:
-    """What a recipe sets: values, the expressions that hold them, the model it names, and what was not read."""
+    """The settings of a recipe: values, the expressions that contain them, the model's name, and what was not read."""
 
     settings: Settings = field(default_factory=dict)
     places: dict[str, ast.expr] = field(default_factory=dict)
@@ -56,7 +56,9 @@ class _Said:
 
 
 class Recipe(Document):
-    """One recipe of a Python file. Raises BadInput for a text that is no Python, NotStated where it has several."""
+    """One recipe of a Python file. Raises BadInput for a text that is not Python, NotStated if there are several
+    recipes.
+    """
 
     def __init__(self, text: str, where: str, name: str | None) -> None:
         self.text = bounded(text, where)
@@ -109,7 +111,7 @@ class Recipe(Document):
             said.unread[f"line {statement.lineno} (a condition)"] = None
 
     def _begin(self, value: ast.expr, said: _Said, depth: int) -> None:
-        """Take over what another recipe sets, or the settings that all begin with."""
+        """Copy the settings of another recipe, or the common defaults."""
         name = _called(value)
         if name == WITH_BATCH and isinstance(value, ast.Call) and len(value.args) == 2:
             self._begin(value.args[0], said, depth)
@@ -147,7 +149,7 @@ class Recipe(Document):
             said.settings["comm_overlap.tp_comm_overlap"] = True
 
     def _hub(self, value: ast.expr, said: _Said) -> str:
-        """Return the name on the Hub that a call is given by a constant of the file."""
+        """Return the name on the Hub that is passed to a call as a constant of the file."""
         names = (one.id for one in ast.walk(value) if isinstance(one, ast.Name))
         return next((word for name in names if isinstance(word := self._named(name, said), str)), "")
 
@@ -174,7 +176,7 @@ class Recipe(Document):
         return text
 
     def _own(self) -> Iterator[ast.stmt]:
-        """Yield the statements that give `cfg` or its fields a value."""
+        """Yield the statements that assign `cfg` or its fields."""
         for statement in self._functions[self.name].body:
             if isinstance(statement, ast.Assign) and _path(statement.targets[0]) is not None:
                 yield statement
@@ -195,7 +197,7 @@ def _called(value: ast.expr) -> str:
 
 
 def _counts(node: ast.AST) -> bool:
-    """Return whether a node sets a field that a step depends on."""
+    """Return whether a node assigns a field that a step depends on."""
     path = _path(node.targets[0]) if isinstance(node, ast.Assign) else None
     return path is not None and not path.removeprefix(f"{CONFIG}.").startswith(QUIET)
 
@@ -218,7 +220,7 @@ def _constants(body: list[ast.stmt]) -> Iterator[tuple[str, Any]]:
 
 
 def _path(target: ast.expr) -> str | None:
-    """Return `cfg`, or the fields below it that a target names; None for another target."""
+    """Return the path of a target below `cfg`; None for another target."""
     parts: list[str] = []
     while isinstance(target, ast.Attribute):
         parts.insert(0, target.attr)
@@ -231,7 +233,7 @@ def _strings(value: ast.expr) -> Iterator[str]:
 
 
 def _ends(flags: Settings) -> Settings:
-    """Return the flags by which layers divide over the stages where they do not by themselves, and nothing says how."""
+    """Return the flags that divide layers over stages where they do not divide evenly and nothing states how."""
     sizes = [flags.get(flag, 1) for flag in ("--num-layers", *STAGES)]
     if flags.keys() & SPLITS or not all(type(size) is int and size > 0 for size in sizes):
         return {}
@@ -246,7 +248,7 @@ def _read_length(settings: Settings, facts: Facts) -> Facts:
 
 
 def read(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return what a recipe says; the launch line names it where the file has several."""
+    """Return the settings of a recipe; the launch line names it if the file has several."""
     launch = CommandLine(flags.launch, "--launch", lambda _: None).settings if flags.launch else {}
     document = Recipe(text, where, launch.get(_GPUS))
     said = document.said

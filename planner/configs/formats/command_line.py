@@ -1,9 +1,10 @@
-"""Command lines and shell scripts as settings by flag. Nothing is run: words are cut, and simple variables looked up.
+"""Read command lines and shell scripts as settings by flag. Nothing is run: text is split into words, and simple
+variables are looked up.
 
 A value may be a variable that the text assigns a literal (`TP=8`, `--tensor-model-parallel-size $TP`); then an edit
 changes the assignment. Flags inside a quoted assignment (`GPT_ARGS="--num-layers 32 ..."`) and in arrays count as well.
-What the shell would look up elsewhere stays as it is written: variables that the text does not set, or sets differently
-in the branches of a condition, and outputs of commands.
+What the shell would look up elsewhere is left as written: variables that the text does not set, or sets differently in
+branches of a condition, and outputs of commands.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
-LISTS = re.compile(r"-(modules|scope)$")  # flags that take several names, as --recompute-modules
+LISTS = re.compile(r"-(modules|scope)$")  # flags with several names as values, such as --recompute-modules
 ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
 MOST_OF_A_SUM = 200  # characters
 HELD = re.compile(r"""\b(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
@@ -38,7 +39,7 @@ ALONE = frozenset({"--standalone", "--no-python", "--no_python", "-u", "-O", "--
 DIRECTIVE = re.compile(r"^#SBATCH\s+--([a-z-]+)[= ](\S+)", re.MULTILINE)
 CONTINUED = re.compile(r"\\\r?\n")
 MAX_WORDS = 20_000
-DEPTH = 8  # of variables in variables
+DEPTH = 8  # depth of variables within variables
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -51,7 +52,7 @@ OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word, where it stands, and whether that is inside of a condition."""
+    """A word, its place, and whether it is inside a condition."""
 
     text: str
     start: int
@@ -61,7 +62,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag with the places of itself and of its value, which is the same place where it has none."""
+    """A flag with the places of itself and of its value; without a value both are the same."""
 
     name: str
     start: int
@@ -71,10 +72,9 @@ class Flag:
 
 
 class CommandLine(Document):
-    """`takes_value` says of a flag whether a word follows it: True, False, or None where it is not known. `variables`
-    are those that are set outside of the text, which count before what it sets.
-
-    `launcher` names the flags of what starts the program: torchrun, srun, a profiler, numactl.
+    """`takes_value(flag)` is whether a value follows the flag: True, False, or None if unknown. `variables` are set
+    outside the text and override those that it sets. `launcher` names the flags of programs that start the program:
+    torchrun, srun, a profiler, numactl.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class CommandLine(Document):
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.text = bounded(text, where)
-        # Continued lines become blanks of the same length, so that places stay.
+        # Continued lines become blanks of the same length, so that places do not change.
         plain = CONTINUED.sub(lambda found: " " * len(found[0]), text)
         plain = re.sub(r"(?m)(^|(?<=\s))#.*$", lambda found: " " * len(found[0]), plain)
         self._plain, self._known = plain, takes_value
         self._outside = dict(variables)
         self.variables: dict[str, Word] = {}
-        self._branching, self._branched = 0, set[str]()  # open conditions; variables set inside of one and elsewhere
+        self._branching, self._branched = 0, set[str]()  # open conditions; variables set inside one and elsewhere
         self.words = list(self._scan(plain, 0, where))
         self.flags: dict[str, Flag] = {}
         self.settings = {}
@@ -128,7 +128,7 @@ class CommandLine(Document):
         self.variables[name] = value
 
     def _launchers(self) -> frozenset[str]:
-        """Return the flags before the program on its line, and in the variables that are named there."""
+        """Return the flags before the program on its line, and in variables named there."""
         program = self._program()
         if program is None:
             return frozenset()
@@ -142,7 +142,7 @@ class CommandLine(Document):
         )
 
     def _program(self) -> Word | None:
-        """Return the last word that names a Python program, and not the value of an option."""
+        """Return the last word that names a Python program and is not the value of an option."""
         found = None
         for before, word in pairwise((Word("", 0, 0), *self.words)):
             module = before.text == "-m" and not word.text.startswith("torch.distributed")
@@ -179,8 +179,8 @@ class CommandLine(Document):
             self._keep(Flag(name, word.start, last.end, following.start, last.end), " ".join(values))
 
     def _beside(self, name: str, before: Word, word: Word) -> bool:
-        """Return whether a word is one more value: a number on the same line, as of --rampup-batch-size, or one more
-        name of a list.
+        """Return whether a word is a further value of a flag: a number on the same line, as for --rampup-batch-size, or
+        a further name of a list.
         """
         blank = self._plain[before.end : word.start]
         if LISTS.search(name):
@@ -188,13 +188,12 @@ class CommandLine(Document):
         return blank != "" and not blank.strip(" \t") and re.fullmatch(r"[\d.]+", word.text) is not None
 
     def _keep(self, flag: Flag, value: str | None) -> None:
-        self.flags[flag.name] = flag  # the last of several is the one that counts, as argparse has it
+        self.flags[flag.name] = flag  # the last of several counts, as in argparse
         self.settings[flag.name] = True if value is None else typed(self.expanded(value))
 
     def expanded(self, word: str, inside: frozenset[str] = frozenset()) -> str:
-        """Return a word without quotes and with the variables whose values are known; others stay as they are.
-
-        `inside` are the variables whose values are being looked up: one that refers to itself is the environment's.
+        """Return a word without quotes and with known variables replaced; others are left as written. `inside` are the
+        variables being looked up: one that refers to itself is the environment's.
         """
         bare = _unquoted(word)[0]
 
@@ -212,7 +211,7 @@ class CommandLine(Document):
         return ARITHMETIC.sub(lambda found: _computed(found[1], self, inside), out)
 
     def variable(self, *names: str) -> int | None:
-        """Return the first of some variables that is a number."""
+        """Return the first of some variables whose value is a number."""
         for name in names:
             value = self.expanded(f"${name}")
             if value.isdecimal() and len(value) < 9:
@@ -256,7 +255,7 @@ class CommandLine(Document):
         return flag.value_start, flag.value_end, _words(flag.name, value)
 
     def _removed(self, flag: Flag) -> tuple[int, int, str]:
-        """Return the edit that takes out a flag, with its line where nothing else stands on it."""
+        """Return the edit that removes a flag, and its line if nothing else is on it."""
         start, end = flag.start, flag.end
         line_start = self.text.rfind("\n", 0, start) + 1
         line_end = self.text.find("\n", end)
@@ -264,7 +263,7 @@ class CommandLine(Document):
         rest = self.text[line_start:start] + self.text[end:line_end]
         if not rest.replace("\\", "").strip() and line_end < len(self.text):
             return line_start, line_end + 1, ""
-        if not self.text[line_start:start].strip():  # the first of its line: what follows takes its place
+        if not self.text[line_start:start].strip():  # for the first flag of its line, the next one takes its place
             while self.text[end : end + 1] == " ":
                 end += 1
             return start, end, ""
@@ -273,7 +272,7 @@ class CommandLine(Document):
         return start, end, ""
 
     def _insertion(self, added: list[str], near: set[str]) -> tuple[int, int, str]:
-        """Return the edit that adds flags after a related one: on lines of their own where that one has its own."""
+        """Return the edit that adds flags after a related one, on lines of their own if that one is on its own line."""
         own = [flag for flag in self.flags.values() if flag.name not in self.launcher]
         known = [flag for flag in own if self._known(flag.name) is not None or "." in flag.name] or own
         if not known:
@@ -292,10 +291,9 @@ class CommandLine(Document):
 
 
 class Overrides(CommandLine):
-    """A command whose program takes `key=value` words, as Hydra and MaxText have them; keys with a dot are taken to be
-    its own wherever they stand, as scripts gather them in arrays, others after the program or among `plain`.
-
-    What a condition sets is in `conditional`, and no setting: which branch is taken is not known.
+    """A command whose program takes `key=value` words, as Hydra and MaxText have them; keys with a dot are read
+    anywhere, since scripts collect them in arrays, others only after the program or if they are in `plain`. Settings
+    inside a condition are in `conditional` instead, since the branch taken is unknown.
     """
 
     def __init__(
@@ -329,7 +327,7 @@ class Overrides(CommandLine):
 
 
 def _words(flag: str, value: Any) -> str:
-    """Return a value of a flag as a shell takes it: the names of a list one by one."""
+    """Return a value of a flag as the shell passes it: the names of a list one by one."""
     return " ".join(map(_word, value)) if isinstance(value, list) and LISTS.search(flag) else _word(value)
 
 
@@ -339,21 +337,21 @@ def _word(value: Any) -> str:
 
 
 def _unquoted(word: str) -> tuple[str, int]:
-    """Return what stands between the quotes of a word, and how many characters before it; other words as they are."""
+    """Return the text between the quotes of a word, and the number of characters before it; other words unchanged."""
     if len(word) > 1 and word[0] in "\"'" and word[-1] == word[0]:
         return word[1:-1], 1
     return word, 0
 
 
 def typed(text: str) -> Any:
-    """Return a word as a number or a truth value where it is one."""
+    """Return a word as a number or a truth value if it is one."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text
 
 
 def _computed(expression: str, line: CommandLine, inside: frozenset[str]) -> str:
-    """Return an expression of whole numbers and variables as its value, or as it was where it is anything else."""
+    """Return the value of an expression of whole numbers and variables; any other expression unchanged."""
     names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: line.expanded(f"${found[1]}", inside), expression)
     try:
         if len(names) > MOST_OF_A_SUM:
@@ -373,7 +371,7 @@ def _value(node: ast.expr, depth: int) -> int:
 
 
 def option_kinds(keys: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bool | None]:
-    """Return what a schema says of flags: whether a value follows."""
+    """Return for the flags of a schema whether a value follows."""
 
     def takes(flag: str) -> bool | None:
         entry = keys.get(flag)

@@ -1,4 +1,4 @@
-"""What a configuration says: its framework, its settings by the names of that framework's table, and what is left
+"""A configuration that was read: its framework, its settings by the names of that framework's table, and what it leaves
 open.
 """
 
@@ -18,14 +18,14 @@ from planner.search.plan_space.stated import Values
 from simulator.config.model import Model
 from topology.errors import PlannerError, UserError
 
-# The only values of a plan's fields that a kind of file can say; None: it has no key for the field, which stays as it
-# is.
+# The values of a plan's fields that a kind of file can express; None: it has no key for the field, which keeps its
+# value.
 Limits = Mapping[str, Values | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFlags:
-    """What the command line says besides the file."""
+    """What the command line states besides the file."""
 
     model: str | None = None
     cluster: str | None = None
@@ -35,20 +35,18 @@ class CheckFlags:
     global_batch: int | None = None
     micro_batch: int | None = None
     launch: str = ""
-    variables: tuple[tuple[str, str], ...] = ()  # of a script, where it does not set them
-    release: str = ""  # of a serving engine, where the command does not say it
+    variables: tuple[tuple[str, str], ...] = ()  # variables of a script that it does not set
+    release: str = ""  # of a serving engine, if the command does not state it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts, and
-    `runtime` what runs its plans, where that is another.
-
-    `model` is the model that the file itself describes or names; None where it has none that is known, and
-    `unknown_model` then says what it says of it; `no_cost` is why its cost is not modelled, whatever the model. `gpus`
-    is how many the file says it is for, in a comment where `in_a_comment`, as is `cluster` then, and `machines` over
-    how many hosts. `behaves_as` is the version whose step is predicted, where that is not `version`. `given` are facts
-    that it holds in no key. `edit` turns changed settings into a new text.
+    """A file that was read. `settings` are read by the `table`; `rules` is the framework whose rules apply, and
+    `runtime` the one that runs its plans, if different. `model` is the model that the file describes or names; None if
+    it is not known, and then `unknown_model` is what the file says about it; `no_cost` is why the cost is not modelled
+    for any model. `gpus` is the number that the file is for, on `machines` hosts; with `in_a_comment` this and
+    `cluster` are from a comment. `behaves_as` is the version whose step is predicted, if it is not `version`. `given`
+    are facts outside its keys. `edit` makes a new text from changed settings.
     """
 
     framework: str
@@ -71,30 +69,30 @@ class Configuration:
     limits: Limits = field(default_factory=dict)
     cluster: str | None = None
     in_a_comment: bool = False
-    leaves_open: frozenset[str] = frozenset()  # of seq_len and global_batch
-    elsewhere: tuple[str, ...] = ()  # what decides of a plan, and is not in the text
-    known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt one may have meant
+    leaves_open: frozenset[str] = frozenset()  # keys for seq_len and global_batch
+    elsewhere: tuple[str, ...] = ()  # decisions about a plan that the text does not contain
+    known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt key may have meant
 
 
 def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
-    """Return the keys that nothing reads, but for those matching the pattern `harmless`, which cost nothing."""
+    """Return the unknown keys, without those that match the pattern `harmless`, which do not change the cost."""
     quiet = re.compile(harmless)
     return tuple(
         key for key, value in settings.items() if value != "" and key not in understood and not quiet.fullmatch(key)
     )
 
 
-# Where the names of a framework's keys are, which a misspelt one may have meant.
+# Source of a framework's key names, which a misspelt key may have meant.
 _SCHEMAS = {
     "deepspeed": ("deepspeed", "0.19.8"),
     "megatron-lm": ("megatron", "0.19.2"),
     "accelerate": ("accelerate", "1.15.0"),
 }
-_ALIKE = 0.8  # of difflib's ratio: one letter of five
+_ALIKE = 0.8  # least ratio of difflib: one letter of five
 
 
 def did_you_mean(configuration: Configuration) -> dict[str, str]:
-    """Return the known key that is spelt most like each that is not understood, where one is."""
+    """Return, for each unknown key, the known key with the most similar spelling, if there is one."""
     name, version = _SCHEMAS.get(configuration.framework, (configuration.framework, configuration.version or ""))
     known = configuration.known | keys_of(configuration.table)
     with suppress(PlannerError):
@@ -104,7 +102,7 @@ def did_you_mean(configuration: Configuration) -> dict[str, str]:
         if key in known:
             continue
         section = key.rpartition(".")[0]
-        # A letter more or less counts within the key's own section; elsewhere only the very word.
+        # Within the key's own section one letter may differ; elsewhere the name must be the same.
         siblings = [one for one in known if one.rpartition(".")[0] == section]
         near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in siblings], 1, _ALIKE)
         if near:
@@ -127,11 +125,11 @@ def preset(text: str) -> tuple[int | None, str | None]:
 
 
 class NotAConfiguration(UserError):
-    """The file is of no kind that is known (exit 2)."""
+    """The file is of no known kind (exit 2)."""
 
 
 def unknown_kind(where: str, why: str) -> NotAConfiguration:
-    """Return the error for a file that is of no kind we read."""
+    """Return the error for a file of no known kind."""
     return NotAConfiguration(
         f"{where} is no configuration of a kind that is known",
         why=why,

@@ -1,4 +1,4 @@
-"""Texts of configurations as settings by key, and edits that leave every other character as it was.
+"""Texts of configurations as settings by key, and edits that change no other character.
 
 TOML, YAML and JSON give their scalars by dotted path. An edit replaces the characters of one value, removes its line,
 or adds a line next to its neighbours; comments, order and layout stay. Nothing is executed: YAML is composed into
@@ -22,7 +22,7 @@ from topology.errors import BadInput
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
-MAX_BRACKETS = 2 * MAX_DEPTH  # some stand in texts
+MAX_BRACKETS = 2 * MAX_DEPTH  # some are inside texts
 MAX_KEYS = 20_000
 MAX_PARTS = 2 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
@@ -31,7 +31,7 @@ Settings = dict[str, Any]  # values by key, as a format has them
 
 
 class Document(ABC):
-    """A text with settings. `edited` returns a new text; the document itself stays."""
+    """A text with settings. `edited` returns a new text; the document does not change."""
 
     text: str
     settings: Settings
@@ -49,9 +49,8 @@ def bounded(text: str, where: str) -> str:
 
 
 def _refuse_slow(text: str, where: str) -> None:
-    """Raise BadInput for more parts, or more open brackets, than any configuration has.
-
-    PyYAML takes some 20 us for a part, and longer the more brackets are open.
+    """Raise BadInput for more parts, or more open brackets, than any configuration has. PyYAML takes some 20 us per
+    part, and more with many open brackets.
     """
     depth = 0
     for parts, mark in enumerate(re.findall(r"[][{},\n]", text), start=1):
@@ -69,7 +68,7 @@ class TomlDocument(Document):
     def __init__(self, text: str, where: str) -> None:
         self.text = bounded(text, where)
         try:
-            found = tomllib.loads(text)  # besides its own errors, Python's of integers with thousands of digits
+            found = tomllib.loads(text)  # and Python's error for integers with thousands of digits
         except (ValueError, RecursionError) as error:
             raise BadInput(f"{where} is not TOML", why=str(error)[:200]) from error
         self.settings = dict(_leaves(found, "", 0))
@@ -101,15 +100,15 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 class YamlDocument(Document):
-    """YAML, or JSON, which is YAML in braces: every scalar and list with the place where it stands."""
+    """YAML, or JSON (YAML with braces): every scalar and list with its place."""
 
     def __init__(self, text: str, where: str, *, is_json: bool = False) -> None:
         self.text, self.is_json = bounded(text, where), is_json
         _refuse_slow(text, where)
         try:
             if is_json:
-                json.loads(text)  # stricter: YAML would take more
-            # A tab is no indentation in YAML, but may be in JSON; places stay the same.
+                json.loads(text)  # stricter, since YAML accepts more
+            # A tab cannot indent YAML but may be in JSON; places do not change.
             root = yaml.compose(text.replace("\t", " ") if is_json else text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise BadInput(f"{where} is not {'JSON' if is_json else 'YAML'}", why=str(error)[:200]) from error
@@ -156,7 +155,7 @@ class YamlDocument(Document):
         yield self._removed(key, name.start_mark.index, node.end_mark.index)
 
     def _removed(self, key: str, start: int, end: int) -> tuple[int, int, str]:
-        """Return the edit that takes out a key with its value: its line, and in braces one comma."""
+        """Return the edit that removes a key with its value: its line, and inside braces one comma."""
         siblings = self.maps[key.rpartition(".")[0]]
         if siblings.flow_style:
             after = end
@@ -191,7 +190,7 @@ class YamlDocument(Document):
         return edits
 
     def _insertion(self, within: yaml.MappingNode, values: Settings) -> tuple[int, int, str]:
-        """Return the edit that adds keys after the last of a mapping, laid out as that one is."""
+        """Return the edit that adds keys after the last one of a mapping, in the same layout."""
         if not within.value:  # {}
             inner = ", ".join(f"{self._formatted(name)}: {self._formatted(value)}" for name, value in values.items())
             return within.start_mark.index + 1, within.start_mark.index + 1, inner
@@ -236,7 +235,7 @@ def _reads_as_itself(word: str) -> bool:
 
 
 def _plain(node: yaml.Node, where: str, depth: int) -> Any:
-    """Return a scalar or a list as plain data; other tags than YAML's own stay text."""
+    """Return a scalar or a list as plain data; values with other than YAML's own tags stay text."""
     if depth > MAX_DEPTH:
         raise BadInput(f"{where} is nested deeper than {MAX_DEPTH}")
     if isinstance(node, yaml.SequenceNode):

@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML, whose keys have dashes or underscores alike.
+"""GPT-NeoX's YAML, whose keys may have dashes or underscores.
 
 Keys and defaults: `megatron/neox_arguments/neox_args.py` of GPT-NeoX 2.0.
 """
@@ -14,7 +14,7 @@ from topology.errors import BadInput, BadModel
 _STAGE = "zero_optimization.stage"
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 VOCABULARY = 50304  # GPT-NeoX-20B's tokenizer and GPT-2's, padded to a multiple of 128 as it does
-# Keys of networks other than GPT-NeoX's own.
+# Keys of model variants other than GPT-NeoX's own.
 OTHERS = (
     "mlp_type",
     "num_kv_heads",

@@ -1,4 +1,4 @@
-"""Kinds of files: how each is recognised, and read into a `Configuration`."""
+"""Kinds of files: how each is recognised and read into a `Configuration`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,12 @@ YAML_FORMATS = (
     olmo.FORMAT,
 )
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
+WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that express neither pipelines nor experts
 
 
 def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return what a configuration and the line that starts it say.
-
-    Raises BadInput (exit 2) where it cannot be read, is of no known kind, or where the line says what the file says,
-    too.
+    """Return a configuration together with the line that starts it. Raises BadInput (exit 2) if it cannot be read, is
+    of no known kind, or if the line states something that the file states too.
     """
     name = Path(where).name.lower()
     if name.endswith(".toml"):
@@ -70,7 +68,7 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
 
 
 def _as_planned(found: Configuration, text: str) -> Configuration:
-    """Return a configuration with what the header of an export says, where the file itself says nothing else."""
+    """Return a configuration completed from the header of an export, where the file itself does not state otherwise."""
     planned = planned_in(text)
     model = planned.model_of(found.model)
     facts = {name: value for name, value in planned.facts.items() if name != "gpus"}
@@ -111,7 +109,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
     machines = settings.get("num_machines")
-    # Flags of `accelerate launch` count before its file, and TrainingArguments tell accelerate their precision.
+    # Flags of `accelerate launch` override its file; TrainingArguments pass their precision to accelerate.
     settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
@@ -206,7 +204,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
     )
 
 
-_OFF = frozenset({"activation_checkpointing.cpu_checkpointing"})  # costs something where it is on
+_OFF = frozenset({"activation_checkpointing.cpu_checkpointing"})  # has a cost if it is on
 # DeepSpeed's keys that Transformers fills in where they are "auto" or absent (integrations/deepspeed.py).
 _FROM_LAUNCH = {
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -217,7 +215,7 @@ _FROM_LAUNCH = {
 
 
 def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
-    """Return the sizes and types that a DeepSpeed file leaves open, from the flags."""
+    """Return the sizes and types that a DeepSpeed file leaves open, as the flags state them."""
     stated = {
         "train_batch_size": flags.global_batch,
         "train_micro_batch_size_per_gpu": flags.micro_batch,
@@ -227,7 +225,7 @@ def _filled(settings: Settings, launch: Facts, flags: CheckFlags) -> Settings:
 
 
 def _types_assumed(settings: Settings) -> tuple[str, ...]:
-    """Say bfloat16 where the type is left to the program's arguments, and say so."""
+    """Assume bfloat16 if the type is left to the program's arguments, and list the assumption."""
     if any(settings.get(f"{name}.enabled") != "auto" for name in ("bf16", "fp16") if f"{name}.enabled" in settings):
         return ()
     if settings.get("bf16.enabled") != "auto" and settings.get("fp16.enabled") != "auto":
@@ -251,8 +249,7 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
             remedy="check that file, with these arguments as --launch",
         )
     understood = keys_of(TRANSFORMERS)
-    # TrainingArguments have some 130 fields, most of which cost nothing; these are what a step or its memory depends
-    # on.
+    # TrainingArguments have some 130 fields, most without cost; these are the ones that change a step or its memory.
     costly = re.compile(
         r"optim_target_modules|neftune.*|tf32|torch_empty_cache_steps|auto_find_batch_size|fp16_full_eval"
         r"|tp_size|parallelism_config.*|fsdp_config\..*offload.*|half_precision_backend|packing"

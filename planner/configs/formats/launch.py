@@ -1,4 +1,4 @@
-"""What a launch line says: how many GPUs, and arguments of the program that it starts."""
+"""Read a launch line: the number of GPUs, and arguments of the program that it starts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from planner.export.named_models import model_said
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
-# Options of launchers and programs that a step or its memory depends on, where nothing here reads them.
+# Options of launchers and programs that change a step or its memory and are not read here.
 COSTLY = re.compile(
     r"--(.*parallel.*|.*(sharding|zero_|offload|liger|recompute.*|cudnn|autotp).*|(use_)?fsdp.*|fsdp_.*|mixed_precision|fp8.*"
     r"|torch_compile|dynamo_.*|optim|packing|lora.*|use_peft|load_in_.*|finetuning_type|auto_find_batch_size|pipeline.*)"
 )
-# What a DeepSpeed file or arguments may say as well: Transformers refuses two values.
+# Settings that a DeepSpeed file and arguments can both state: Transformers refuses two different values.
 TWICE = {"micro_batch": ("train_micro_batch_size_per_gpu", MICRO), "steps": ("gradient_accumulation_steps", STEPS)}
 
 
 def launch_facts(line: str) -> JsonObject:
-    """Return what a launch line says: GPUs, and the program's arguments in the words of Transformers."""
+    """Return what a launch line states: GPUs, and the program's arguments by Transformers' names."""
     if not line:
         return {}
     said = CommandLine(line, "--launch", lambda _: None)
@@ -31,7 +31,7 @@ def launch_facts(line: str) -> JsonObject:
 
 
 def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
-    """Return a configuration with what the line that starts it says of GPUs, and its options that are not understood.
+    """Return a configuration completed from the line that starts it: its GPUs, and its unknown options.
 
     Raises UserError where the line and a flag differ, BadInput where the line and the file do.
     """
@@ -66,7 +66,7 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
 
 
 def launch_of(said: CommandLine) -> JsonObject:
-    """Return what a command line says of its GPUs and, in the words of Transformers, of its batch."""
+    """Return what a command line states about GPUs and, by Transformers' names, about the batch."""
     values = said.settings
     found: JsonObject = {}
 

@@ -21,7 +21,7 @@ from planner.configs.formats.yaml_format import (
 from planner.export.mapping import Entry, Facts, Settings, Table, whole
 from topology.errors import BadInput
 
-# Parameters, products and reduced gradients of a precision.
+# Types of parameters, products and reduced gradients for a precision.
 PRECISIONS = {
     "bf16-true": types("bfloat16", "bfloat16", "bfloat16"),
     "bf16-mixed": types("float32", "bfloat16", "float32"),

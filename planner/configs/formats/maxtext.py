@@ -1,7 +1,8 @@
 """MaxText's configuration on GPUs: its YAML, and `key=value` after its program.
 
-Keys and defaults: `src/maxtext/configs/base.yml` of MaxText at e591f30; how a batch is spread is `logical_axis_rules`
-there, what a policy keeps is `layers/decoders.py`. XLA runs it, which no runtime here describes.
+Keys and defaults: `src/maxtext/configs/base.yml` of MaxText at e591f30; the division of a batch is in
+`logical_axis_rules` there, what a policy keeps in `layers/decoders.py`. It runs on XLA, for which there is no runtime
+description.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from topology.errors import BadInput
 
 PROGRAM = "maxtext.trainers.pre_train"
 NEAREST = "MaxText is predicted as torchtitan compiled, the nearest runtime that is described: XLA's kernels are not"
-# Axes of its mesh, each within a slice (ici) and between slices (dcn), that a plan has a degree for.
+# Axes of its mesh, within a slice (ici) and between slices (dcn), that correspond to a plan's degree.
 AXES = {
     "data": "dp_replicate",
     "fsdp": "dp_shard",
@@ -32,7 +33,7 @@ AXES = {
 }
 OTHERS = ("pipeline", "diloco", "autoregressive", "context_autoregressive", "tensor_transpose")
 LEVELS = ("ici", "dcn")
-FILLED = {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}  # what the other degrees leave
+FILLED = {"ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}  # the degree that takes all remaining GPUs
 REMAT = {"none": "none", "full": "full", "selective-op": "minimal_with_context"}
 KEEPS_PRODUCTS = ("minimal", "minimal_flash", "minimal_with_context")
 _REMAT, _MICRO, _STEPS = "remat_policy", "per_device_batch_size", "gradient_accumulation_steps"
@@ -73,12 +74,12 @@ def _read_mesh(settings: Settings, facts: Facts) -> Facts:
     found = dict.fromkeys(AXES.values(), 1)
     for axis, fact in AXES.items():
         found[fact] *= within[_key("ici", axis)] * between[_key("dcn", axis)]
-    # An axis of experts spreads the batch as well, and other parameters are whole on each of its ranks.
+    # An axis of experts also divides the batch, and all other parameters are replicated on its ranks.
     return found | {"dp_replicate": found["dp_replicate"] * found["ep"], "reshard_after_forward": True}
 
 
 def _write_mesh(facts: Facts) -> Settings:
-    """Return the degrees within one slice, where what is left belongs to FSDP or to replicas."""
+    """Return the degrees within one slice; the remaining ranks belong to FSDP or to replicas."""
     values = {"fsdp": facts["dp_shard"], "tensor": facts["tp"], "context": facts["cp"], "expert": facts["ep"]}
     return {_key("ici", axis): size for axis, size in values.items()} | {
         _key("ici", "data"): 1,
@@ -165,7 +166,7 @@ def _describe(settings: Settings) -> Described:
 
 
 def _gpus(settings: Settings) -> int | None:
-    """Return the GPUs that its degrees make, where none is left open."""
+    """Return the number of GPUs that its degrees give, if none is open."""
     sizes = [settings.get(key, FILLED.get(key, 1)) for key in _KEYS]
     return math.prod(sizes) if all(type(size) is int and size > 0 for size in sizes) else None
 
@@ -195,7 +196,7 @@ FORMAT = YamlFormat(
 
 
 def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return what a command says of a configuration file whose name is its model's, such as `llama2_7b.yml`."""
+    """Return the configuration of a command whose file is named after its model, such as `llama2_7b.yml`."""
     document = Overrides(text, where, dict(flags.variables))
     settings = {key: value for key, value in document.settings.items() if not key.startswith("--")}
     file = next((match[1] for word in document.words if (match := re.search(r"(\w[\w.]{0,200})\.yml", word.text))), "")

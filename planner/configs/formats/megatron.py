@@ -1,4 +1,4 @@
-"""Megatron-LM's flags, however a tool spells them: its command lines, the YAML of its functional tests, and the dumps
+"""Megatron-LM's flags in the forms of several tools: its command lines, the YAML of its functional tests, and the dumps
 of Megatron-Bridge.
 
 Sources: megatron-core 0.19.2; `tests/functional_tests/test_cases/*/model_config.yaml` of Megatron-LM at d98e8a6, whose
@@ -29,7 +29,7 @@ VERSION = "0.19.2"
 UNDERSTOOD = keys_of(TABLE) | MODEL_KEYS
 TEST_ARGS, TEST_ENVIRONMENT = "MODEL_ARGS.", "ENV_VARS."
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-# Flags that cost a step nothing, or what the model's shape says already.
+# Flags without a cost, or that only state the model's shape.
 HARMLESS = (
     r"--(lr.*|min-lr|train-(iters|samples)|weight-decay.*|adam-.*|clip-grad|init-method-std|seed|split|data-.*|mock-data"
     r"|tokenizer.*|vocab-file|merge-file|save.*|load|log-.*|eval-.*|tensorboard.*|wandb.*|timing-.*|distributed-.*"
@@ -57,7 +57,9 @@ def configured(
     model: Model | None = None,
     **more: Any,
 ) -> Configuration:
-    """Return what flags say, whose model is `model` or the one that they describe; `more` are fields of the result."""
+    """Return the configuration of some flags, for `model` or the model that they describe; `more` are fields of the
+    result.
+    """
     unknown_model = ""
     of_model: tuple[str, ...] = ()
     if model is None:
@@ -83,9 +85,8 @@ LENGTH = frozenset({"--seq-length", "--max-position-embeddings"})
 def over_model(
     defaults: Settings, own: Settings, paths: dict[str, str], model: Model | None
 ) -> tuple[Settings, Model | None]:
-    """Return the flags of a tool that builds a named model, and the model where none of its shapes is changed.
-
-    `own` are those that the file sets, and `paths` has each that it says, off as well as on.
+    """Return the flags of a tool that builds a named model, and the model if no shape is changed. `own` are the flags
+    that the file sets; `paths` has each flag that it states, on or off.
     """
     base = {**defaults, **({} if model is None else model_flags(model))}
     flags = {**{flag: value for flag, value in base.items() if flag not in paths}, **own}
@@ -93,12 +94,12 @@ def over_model(
 
 
 def command_line(text: str, where: str, variables: dict[str, str]) -> CommandLine:
-    """Return a text as a command line, with values after the flags that Megatron-LM has them for."""
+    """Return a text as a command line, with values after the flags that take them in Megatron-LM."""
     return CommandLine(text, where, option_kinds(schema("megatron", VERSION)["keys"]), variables)
 
 
 def read_script(document: CommandLine, where: str) -> Configuration:
-    """Return what a command line or script says."""
+    """Return the configuration of a command line or script."""
     settings = document.settings
     return _as_flags(
         document,
@@ -112,7 +113,7 @@ def read_script(document: CommandLine, where: str) -> Configuration:
 
 
 def read_test(document: YamlDocument, where: str) -> Configuration:
-    """Return what a functional test's `model_config.yaml` says."""
+    """Return the configuration of a functional test's `model_config.yaml`."""
     said = {key: value for key, value in document.settings.items() if value not in (None, False)}
     flags = {key.removeprefix(TEST_ARGS): value for key, value in said.items() if key.startswith(f"{TEST_ARGS}--")}
 
@@ -133,7 +134,7 @@ def _as_flags(
     gpus: int | None,
     one_connection: bool,
 ) -> Configuration:
-    """Return what flags of `pretrain_gpt.py` say, of which `own` are its own and no launcher's."""
+    """Return the configuration of flags of `pretrain_gpt.py`; `own` are its flags without a launcher's."""
     known = schema("megatron", VERSION)["keys"]
     unknown = not_understood(own, UNDERSTOOD, HARMLESS)
     later = tuple(f"{flag} is not a flag of Megatron-LM 0.19" for flag in unknown if flag not in known)
@@ -151,10 +152,8 @@ def _as_flags(
 
 
 def read_dump(document: YamlDocument, where: str) -> Configuration:
-    """Return what a dump of a Megatron-Bridge recipe says.
-
-    It has hundreds of fields, most at defaults that cost nothing; those that `costly` names change a step or its
-    memory.
+    """Return the configuration of a Megatron-Bridge recipe's dump. It has hundreds of fields, most with defaults that
+    do not matter; those in `costly` change a step or its memory.
     """
     flags, paths = bridge.flags_of(document.settings)
 
@@ -173,7 +172,7 @@ def read_dump(document: YamlDocument, where: str) -> Configuration:
 
 
 def _of_nemo(settings: Settings) -> int | None:
-    """Return the GPUs that NeMo 1's trainer is for; nobody else says."""
+    """Return the number of GPUs that NeMo 1's trainer is for; no other file states it."""
     each, nodes = settings.get("trainer.devices"), settings.get("trainer.num_nodes")
     return each * nodes if type(each) is int and type(nodes) is int else None
 
@@ -186,7 +185,7 @@ COSTLY = re.compile(
 
 
 def costly(fields: Settings, paths: dict[str, str]) -> tuple[str, ...]:
-    """Return the fields that are set, cost something and are not understood; `paths` are those of flags."""
+    """Return the fields that are set, have a cost and are unknown; `paths` are those of flags."""
     at = {path: flag for flag, path in paths.items()}
     return tuple(
         path
@@ -198,7 +197,7 @@ def costly(fields: Settings, paths: dict[str, str]) -> tuple[str, ...]:
 
 
 def _taken_for_granted(flags: Settings) -> Iterator[str]:
-    """Yield what Megatron-LM's step is predicted with although no flag asks for it."""
+    """Yield assumptions of Megatron-LM's predicted step that no flag states."""
     if not flags.get("--overlap-grad-reduce"):
         yield "gradients are reduced while backward runs, though --overlap-grad-reduce is not set: a step may be longer"
     sharded = flags.get("--use-distributed-optimizer") or flags.get("--use-megatron-fsdp")
@@ -209,7 +208,7 @@ def _taken_for_granted(flags: Settings) -> Iterator[str]:
 
 
 def _flag_model(flags: Settings, where: str) -> tuple[Model | None, str, tuple[str, ...]]:
-    """Return the model that flags describe or None, why it is not known, and what was assumed."""
+    """Return the model that flags describe or None, why it is unknown, and the assumptions."""
     try:
         model, assumed = model_of_flags(flags, Path(where).stem[:60])
     except BadInput as error:

@@ -25,7 +25,7 @@ _MESH = ("distributed_strategy", f"{_F}sharding_strategy", f"{_F}hybrid_sharding
 _RECOMPUTE = "activation_checkpointing"
 RECOMPUTE = {"none": "None", "full": "whole_layer", "selective": "one_in_two"}
 AUTOCAST = {"bfloat16": "amp_bf16", "float16": "amp_fp16", "float32": "fp32"}
-# Keys of networks that a Model has no place for.
+# Keys of variants that a Model cannot express.
 OTHERS = ("alibi", "clip_qkv", "embedding_layer_norm", "scale_emb_init", "block_group_size", "multi_query_attention")
 
 
@@ -52,7 +52,7 @@ def _write_mesh(facts: Facts) -> Settings:
 
 
 def _read_smaller(_: Settings, facts: Facts) -> Facts:
-    """Return the sequences at a time of a rank that has fewer in a whole step."""
+    """Return the micro batch of a rank that has fewer sequences in a whole step."""
     each = facts["global_batch_size"] // (facts["dp_replicate"] * facts["dp_shard"])
     return {"micro_batch_size": min(facts["micro_batch_size"], max(1, each))}
 
@@ -114,7 +114,7 @@ def _describe(settings: Settings) -> Described:
 
 
 def _model(own: Settings, family: str) -> Model:
-    """Return the network of `olmo/model.py` with these sizes."""
+    """Return the model of `olmo/model.py` with these sizes."""
     hidden, heads = whole(own, "d_model"), whole(own, "n_heads")
     wide = whole(own, "mlp_hidden_size", whole(own, "mlp_ratio", 4) * hidden)
     config = {
@@ -123,7 +123,7 @@ def _model(own: Settings, family: str) -> Model:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": whole(own, "n_kv_heads", heads),
-        "intermediate_size": wide // 2,  # the gate and the other half are one product
+        "intermediate_size": wide // 2,  # the gate and the up projection are one product
         "vocab_size": whole(own, "embedding_size", whole(own, "vocab_size")),
         "max_position_embeddings": whole(own, "max_sequence_length"),
         "tie_word_embeddings": truth(own, "weight_tying", default=True),

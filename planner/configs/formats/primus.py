@@ -1,7 +1,7 @@
-"""Primus's experiments: the overrides of one of several trainers, over defaults of Primus's own.
+"""Primus's experiments: overrides of one of several trainers, on top of Primus's defaults.
 
-Sources: `primus/configs/modules/` and `primus/configs/models/` of Primus at fd1eeab. A value may be the environment's,
-with a default: `${PRIMUS_TP:1}`. The machine is in no key of the file.
+Sources: `primus/configs/modules/` and `primus/configs/models/` of Primus at fd1eeab. A value may come from the
+environment, with a default: `${PRIMUS_TP:1}`. The file does not state the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simulator.config.model import Model
 
 TRAINER = re.compile(r"(modules\.\w+\.)framework")
 ELSEWHERE = re.compile(r"\$\{(\w+)(?::([^}]{0,1000}))?\}")
-# What its trainers do where an experiment does not say: `trainer_base.yaml`, `pre_trainer.yaml`, `language_model.yaml`.
+# Defaults of its trainers: `trainer_base.yaml`, `pre_trainer.yaml`, `language_model.yaml`.
 MEGATRON: Settings = {"--bf16": True, "--use-distributed-optimizer": True, "--sequence-parallel": True}
 TORCHTITAN: Settings = {
     "training.local_batch_size": 8,
@@ -44,7 +44,7 @@ def is_primus(settings: Settings) -> bool:
 
 
 def read(document: YamlDocument, where: str, flags: CheckFlags) -> Configuration:
-    """Return what an experiment says, read as its trainer's own configuration."""
+    """Return the configuration of an experiment, read as that of its trainer."""
     outside = dict(flags.variables)
     settings = {key: _resolved(value, outside) for key, value in document.settings.items()}
     root = next(match[1] for key in settings if (match := TRAINER.fullmatch(key)))
@@ -69,7 +69,7 @@ def read(document: YamlDocument, where: str, flags: CheckFlags) -> Configuration
 
 
 def _resolved(value: Any, outside: Mapping[str, str]) -> Any:
-    """Return a value with the variables that are set outside, and the defaults of others."""
+    """Return a value with variables from outside replaced, and the defaults of others."""
     if not isinstance(value, str) or not ELSEWHERE.search(value):
         return value
 
@@ -84,7 +84,7 @@ def _resolved(value: Any, outside: Mapping[str, str]) -> Any:
 def _megatron(
     document: YamlDocument, said: Settings, at: str, where: str, model: Model | None, unknown_model: str
 ) -> Configuration:
-    """Return what Megatron-LM's arguments under their names in Python say, over those of the model that is named."""
+    """Return the settings of Megatron-LM's arguments under their Python names, on top of those of the named model."""
     own, paths = bridge.flags_of(said)
     precision = str(said.get("precision_config") or "")
     own |= bridge.precision_flags(precision) if precision else {}

@@ -1,4 +1,4 @@
-"""How tools spell memory savers, read into what a case says of them (`runtime.savers`), and written back.
+"""Read how tools write memory savers into the form of a case (`runtime.savers`), and write them back.
 
 Names and defaults: torchtune recipes/full_finetune_single_device.py and recipes/configs; transformers
 training_args.py (use_liger_kernel; gradient_checkpointing_kwargs with offload, pull request 48444); TRL
@@ -19,13 +19,13 @@ _IN_PIECES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss")
 _LIGER, _LOSS, _AWAY = "use_liger_kernel", "loss_type", "activation_offloading"
 _FACTORY_LIGER = "enable_liger_kernel"  # LLaMA-Factory hparams/model_args.py
 _OFFLOAD = "gradient_checkpointing_kwargs.offload"
-TRL_KEYS = frozenset({_LOSS, _AWAY, "assistant_only_loss", "completion_only_loss"})  # that TRL's trainers have alone
+TRL_KEYS = frozenset({_LOSS, _AWAY, "assistant_only_loss", "completion_only_loss"})  # only TRL's trainers have these
 
 
 def _entry(
     read: Callable[[Settings], Iterable[str]], write: Callable[[Facts], Settings], *keys: str, said: bool = False
 ) -> Entry:
-    """Return the entry of a tool's savers; one that is `said` nowhere leaves them at the runtime's default."""
+    """Return the entry of a tool's savers; savers that are not stated have the runtime's default."""
 
     def facts(settings: Settings, _: Facts) -> Facts:
         return {} if said and not {*keys} & settings.keys() else {"savers": tuple(read(settings))}
@@ -51,7 +51,7 @@ def _write_tune(facts: Facts) -> Settings:
 
 
 def _read_trainer(settings: Settings) -> Iterable[str]:
-    """Plain TrainingArguments, or TRL's, whose loss is in pieces unless Liger's kernel or another loss is asked for."""
+    """TrainingArguments, or TRL's, whose loss is chunked unless Liger's kernel or another loss is requested."""
     liger, trl = _on(settings, _LIGER) or _on(settings, _FACTORY_LIGER), bool(TRL_KEYS & settings.keys())
     loss = settings.get(_LOSS) or ("nll" if liger or not trl else "chunked_nll")
     if loss == "chunked_nll":

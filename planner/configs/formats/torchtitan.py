@@ -17,7 +17,7 @@ from simulator.config.model import Model
 from topology.codec import JsonObject
 from topology.errors import BadInput
 
-# Names until 0.1, and those of today.
+# Names before 0.1, and today's.
 OLD_KEYS = {
     "training.batch_size": "training.local_batch_size",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
@@ -33,7 +33,7 @@ OLD_KEYS = {
 }
 INNER = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 CHOICE = (("--module", "MODULE"), ("--config", "CONFIG"))
-WHOLE_LOSS = "0.2.2"  # the version that computes the loss in one piece, as a configuration function may in 0.3.0
+WHOLE_LOSS = "0.2.2"  # the version with a loss in one piece, which a configuration function can choose in 0.3.0
 IN_PIECES = "ChunkedLossWrapper"
 
 
@@ -48,7 +48,7 @@ def read_toml(text: str, where: str) -> Configuration:
 
 
 def of_keys(document: Document, settings: Settings, at: str = "") -> Configuration:
-    """Return what the keys of torchtitan 0.2.2 say, which stand below the path `at` of a document."""
+    """Return the configuration of torchtitan 0.2.2's keys below the path `at` of a document."""
     harmless = (
         r"(job|profiling|metrics|optimizer|lr_scheduler|checkpoint|validation|comm|fault_tolerance|debug|memory_estimation"
         r"|experimental)\..*|training\.(dataset.*|mock_data|steps|max_norm|gc_.*|dataloader\..*|mixed_precision_reduce|seed"
@@ -70,7 +70,7 @@ def of_keys(document: Document, settings: Settings, at: str = "") -> Configurati
         return document.edited({f"{at}{stated_as.get(key, key)}": value for key, value in changes.items()})
 
     model, unknown_model = _flavor("0.2.2", settings.get("model.name"), settings.get("model.flavor"))
-    # One is no expert tensor parallelism; more is in no plan.
+    # One means no expert tensor parallelism; a plan cannot express more.
     alone = settings.get("parallelism.expert_tensor_parallel_degree", 1) == 1
     known |= {"parallelism.expert_tensor_parallel_degree"} if alone else set()
     return Configuration(
@@ -91,7 +91,7 @@ def of_keys(document: Document, settings: Settings, at: str = "") -> Configurati
 
 
 def _flavor(version: str, module: object, flavor: object) -> tuple[Model | None, str]:
-    """Return the model of a flavor, or None and why it is not known."""
+    """Return the model of a flavor, or None and why it is unknown."""
     if module is None or flavor is None:
         return None, ""
     model = model_of_flavor(version, str(module), str(flavor))
@@ -99,7 +99,7 @@ def _flavor(version: str, module: object, flavor: object) -> tuple[Model | None,
 
 
 def _product(settings: Settings, stated: int | None) -> int | None:
-    """Return the GPUs that torchtitan's degrees make, where none of them is left open."""
+    """Return the number of GPUs that torchtitan's degrees give, if none is open."""
     degrees = [settings.get(f"parallelism.{name}_degree", 1) for name in ("data_parallel_replicate", *INNER)]
     shard = settings.get("parallelism.data_parallel_shard_degree", -1)
     if not isinstance(shard, int) or shard < 1 or not all(isinstance(degree, int) for degree in degrees):
@@ -153,7 +153,7 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
         options = CommandLine(edited, where, lambda _: None).flags.values()
         if not options:
             raise BadInput(f"{where} has no option that {word} could follow")
-        last = max(flag.end for flag in options)  # it ends the options
+        last = max(flag.end for flag in options)  # the subcommand ends the options
         return f"{edited[:last]} {word}{edited[last:]}"
 
     return Configuration(
@@ -176,7 +176,7 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
 
 
 def _own_module(text: str) -> JsonObject | None:
-    """Return what the configuration module inside an exported script says of its model, where there is one."""
+    """Return what the configuration module in an exported script states about its model, if there is one."""
     module = re.search(r"^from torchtitan\.models import (\w+) as models$", text, re.MULTILINE)
     flavor = re.search(r"models\.model_registry\(\"([^\"]+)\"\)", text)
     if module is None or flavor is None:

@@ -1,7 +1,7 @@
 """torchtune's recipe configurations.
 
 Keys and defaults: `recipes/full_finetune_distributed.py` and `recipes/configs/` of torchtune 0.6. Parameters, products
-and gradients are of the one type that `dtype` names.
+and gradients all have the type `dtype`.
 """
 
 from __future__ import annotations

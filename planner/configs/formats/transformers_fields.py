@@ -1,7 +1,7 @@
-"""How Hugging Face's `TrainingArguments` spell a plan, in both directions.
+"""Convert between plans and Hugging Face's `TrainingArguments`.
 
 Source: transformers 5, `training_args.py`: names and defaults. The number of processes is the launcher's. A DeepSpeed
-section inside is DeepSpeed's own table's business; a key of the length of sequences is the trainer's (TRL,
+section inside is read by DeepSpeed's own table; the key for the sequence length belongs to the trainer (TRL,
 LLaMA-Factory).
 """
 
@@ -24,7 +24,7 @@ FSDP_RECOMPUTE = ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_acti
 
 
 def _first(settings: Settings, keys: tuple[str, ...]) -> str:
-    """Return the spelling that a file uses; the first where it uses none."""
+    """Return the spelling that a file uses; by default the first."""
     return next((key for key in keys if key in settings), keys[0])
 
 
@@ -92,7 +92,7 @@ def _read_recompute(settings: Settings, _: Facts) -> Facts:
     on = truth(settings, "gradient_checkpointing") or truth(settings, _first(settings, FSDP_RECOMPUTE))
     reentrant = truth(settings, REENTRANT)
     if "finetuning_type" in settings:
-        # LLaMA-Factory wraps blocks where nothing forbids it, re-entrant but for FSDP2 (hparams/model_args.py;
+        # LLaMA-Factory checkpoints blocks by default, reentrant except with FSDP2 (hparams/model_args.py;
         # model/model_utils/checkpointing.py).
         on = on or not truth(settings, "disable_gradient_checkpointing")
         fsdp2 = bool(settings.get("fsdp")) and whole(settings, _first(settings, FSDP_VERSION), 1) == 2
@@ -105,7 +105,7 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 
 
 def named_optimizer(word: str) -> str:
-    """Return the optimizer that one of transformers' words means: torchao's in few bits are named after torch's."""
+    """Return the optimizer that a word of transformers means; torchao's low-bit ones are named after torch's."""
     narrow = re.fullmatch(r"adamw_torch_(\d+bit)", word)
     if narrow:
         return f"adamw{narrow[1]}"

@@ -1,8 +1,8 @@
 """verl's configurations, as Hydra's YAML or as overrides of a command: the step of its actor, or of its SFT trainer.
 
 Keys and defaults: `verl/trainer/config/` of verl at 1dda039; a step is a mini batch of prompts, each answered
-`rollout.n` times (`trainer/ppo/ray_trainer.py`). Weights that verl offloads between the phases are on the GPUs during
-one. The rollout's and the reference's degrees are checked as verl checks them; their time is not part of a step.
+`rollout.n` times (`trainer/ppo/ray_trainer.py`). Weights that verl offloads between phases are on the GPUs during a
+step. The degrees of rollout and reference are checked as in verl; their time is not part of a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _SFT_BATCH = (
 _DEGREES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 _ROLLOUT_KEYS = tuple(f"{_ROLLOUT}{name}" for name in _DEGREES)
 # Degrees of `McoreEngineConfig`, whose defaults differ from Megatron-LM's.
-# Fields of `McoreEngineConfig` and of its transformer's; what FSDP and the optimizer overlap is its own to say.
+# Fields of `McoreEngineConfig` and of its transformer's; it has fields of its own for what FSDP and the optimizer
+# overlap.
 FIELDS = frozenset(
     {
         *(f"{name}_model_parallel_size" for name in ("tensor", "expert", "pipeline", "virtual_pipeline")),
@@ -85,7 +86,7 @@ def is_verl(settings: Settings) -> bool:
 
 
 def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return what the overrides of a command say."""
+    """Return the configuration of a command's overrides."""
     document = Overrides(text, where, dict(flags.variables), PLAIN)
     settings = {key: value for key, value in document.settings.items() if not key.startswith("--")}
     unsure = tuple(f"{key} (which a condition sets)" for key in document.conditional)
@@ -95,7 +96,7 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
 def read(
     document: Document, settings: Settings, where: str, *, gpus: int | None = None, unsure: tuple[str, ...] = ()
 ) -> Configuration:
-    """Return what settings say of the step that is trained."""
+    """Return the configuration of the training step."""
     settings = {**settings, **({"launched": gpus} if gpus else {})}
     tunes = f"{_MODEL}path" not in settings
     words = ("engine",) if tunes else ("model_engine", f"{_ACTOR}strategy", f"{_ACTOR}model_engine")
@@ -107,7 +108,7 @@ def read(
     if not uses:
         found = (SFT if tunes else FSDP).configuration(document, settings)
         spread = found.settings.get(f"{'engine.' if tunes else _FSDP}ulysses_sequence_parallel_size", 1) != 1
-        # Ulysses is none of torch's own ways of context parallelism.
+        # Ulysses is not one of torch's methods of context parallelism.
         found = replace(found, rules="any") if spread else found
     else:
         found = _of_megatron(document, settings, where)
@@ -115,7 +116,7 @@ def read(
 
 
 def _gpus(settings: Settings) -> int | None:
-    """Return the GPUs of all nodes; an SFT trainer's are its launcher's."""
+    """Return the GPUs of all nodes; for an SFT trainer, those of its launcher."""
     if "launched" in settings or f"{_MODEL}path" not in settings:
         return settings.get("launched")
     each, nodes = settings.get("trainer.n_gpus_per_node", 8), settings.get("trainer.nnodes", 1)
@@ -123,7 +124,7 @@ def _gpus(settings: Settings) -> int | None:
 
 
 def _at_once(settings: Settings, sizes: tuple[str, str], *, dynamic: bool, tokens: int, length: int) -> int | None:
-    """Return the sequences at a time: those of a key, or as many of the whole length as the tokens of a GPU hold."""
+    """Return the micro batch: that of a key, or as many full-length sequences as the token limit of a GPU allows."""
     micro, held = sizes
     if dynamic:
         return max(1, whole(settings, held, tokens) // length)
@@ -131,12 +132,12 @@ def _at_once(settings: Settings, sizes: tuple[str, str], *, dynamic: bool, token
 
 
 def _even(micro: int, each: int) -> int:
-    """Return as many sequences at a time as divide a rank's, of which the last that verl cuts may be fewer."""
+    """Return the largest micro batch that divides a rank's sequences; verl's last one may be smaller."""
     return next((count for count in range(min(micro, each), 1, -1) if each % count == 0), 1)
 
 
 def _check_parts(settings: Settings, facts: Facts) -> Facts:
-    """Read nothing. Raises BadInput for degrees and batches of the other parts that verl stops at."""
+    """Read no fact; raise BadInput for degrees and batches of other parts at which verl stops."""
     product = 1
     for key, default in zip(_ROLLOUT_KEYS, (2, 1, 1), strict=True):
         product *= whole(settings, key, default)
@@ -171,7 +172,7 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
 
 
 def _write_batch(facts: Facts) -> Settings:
-    """Return the sequences at a time; where tokens are counted the key is read by nobody."""
+    """Return the micro batch; when verl counts tokens it does not read this key."""
     return {_BATCH[3]: facts["micro_batch_size"]}
 
 
@@ -273,7 +274,7 @@ SFT = YamlFormat(
 
 
 def _of_megatron(document: Document, settings: Settings, where: str) -> Configuration:
-    """Return what an actor of Megatron-LM says: its engine's fields are Megatron-LM's arguments."""
+    """Return the configuration of a Megatron-LM actor; the fields of its engine are Megatron-LM's arguments."""
     own = {
         key.removeprefix(start): value
         for start in (_MEGATRON, _TRANSFORMER)
@@ -317,7 +318,7 @@ def _of_megatron(document: Document, settings: Settings, where: str) -> Configur
 
 
 def _beside(entry: Entry, settings: Settings) -> Entry:
-    """Return an entry that reads verl's own keys next to Megatron-LM's flags."""
+    """Return an entry that reads keys of verl next to Megatron-LM's flags."""
     return replace(entry, write=lambda _: {}, read=lambda _, facts: entry.read(settings, facts))
 
 

@@ -1,4 +1,6 @@
-"""A tool's YAML as data: by which keys it is known, how they are read and written, and where its model is said."""
+"""A tool's YAML format as data: the keys that identify it, how keys are read and written, and where its model is
+stated.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from planner.export.mapping import Entry, Facts, Settings, Table, keys_of, truth
 from planner.export.named_models import model_said
 from simulator.config.model import Model
 
-# What tools without pipelines and experts can say.
+# What tools without pipelines and experts can express.
 DATA_PARALLEL: Limits = {"pp": ((1, 1),), "ep": ((1, 1),)}
 FLAT: Facts = {"pp": 1, "ep": 1, "virtual_stages": 1, "schedule": None, "zero_stage": None, "sequence_parallel": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What a file says of its model: it, why it is not known, what was assumed, and why it has no cost."""
+    """A file's model: the model or why it is unknown, the assumptions, and why it has no cost."""
 
     model: Model | None = None
     unknown: str = ""
@@ -29,10 +31,9 @@ class Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlFormat:
-    """A tool. A file with all keys of one of `marks` is its; `runtime` is what runs its plans, by name, and
-    `rules` the framework whose rules hold, where that is another.
-
-    `ready` makes of a file's settings those that the table reads, and `gpus` says how many they are for.
+    """A tool. A file with all keys of one of `marks` belongs to it; `runtime` runs its plans, and `rules` is the
+    framework whose rules apply, if different. `ready` converts a file's settings to those that the table reads, and
+    `gpus` returns the number of GPUs they are for.
     """
 
     framework: str
@@ -51,9 +52,8 @@ class YamlFormat:
         return any(mark <= settings.keys() for mark in self.marks)
 
     def configuration(self, document: Document, said: Settings | None = None, at: str = "") -> Configuration:
-        """Return what a file says, or `said`, its settings without the path `at` of the mapping that they are in.
-
-        Raises BadInput for values that nothing can be.
+        """Return the configuration of a file, or of `said`, its settings below the path `at`. Raises BadInput for
+        impossible values.
         """
         said = document.settings if said is None else said
         settings = self.ready(said)
@@ -82,23 +82,23 @@ class YamlFormat:
         )
 
     def key_of(self, path: str) -> str:
-        """Return the key that the table has for a key of a file."""
+        """Return the table's key for a key of a file."""
         return next(iter(self.ready({path: None})), path)
 
 
 def _said(settings: Settings) -> Settings:
-    """Return the settings that ask for something: what is empty or off is as if it was not there."""
+    """Return the settings without those that are empty or off."""
     return {key: value for key, value in settings.items() if value not in (None, False, "", [], {})}
 
 
 def named(settings: Settings, *keys: str) -> Described:
-    """Return the model whose name is under the first of some keys that has one."""
+    """Return the model named under the first of some keys that has one."""
     model, unknown = model_said(next((settings[key] for key in keys if settings.get(key)), None))
     return Described(model=model, unknown=unknown)
 
 
 def accumulated(micro: str, steps: str, *, least: int = 1) -> Entry:
-    """Sequences at a time, and how often they are accumulated."""
+    """Micro batch, and number of accumulated micro batches."""
 
     def write(facts: Facts) -> Settings:
         together = facts["dp_replicate"] * facts["dp_shard"] * facts["micro_batch_size"]
@@ -113,7 +113,7 @@ def accumulated(micro: str, steps: str, *, least: int = 1) -> Entry:
 
 
 def in_all(micro: str, total: str) -> Entry:
-    """Sequences at a time, and of a whole step."""
+    """Micro batch, and global batch."""
 
     def read(settings: Settings, facts: Facts) -> Facts:
         at_once = whole(settings, micro, 1)
@@ -127,7 +127,7 @@ def in_all(micro: str, total: str) -> Entry:
 
 
 def length(*keys: str) -> Entry:
-    """Tokens of a sequence, under the first key that says them; a program's data decides otherwise."""
+    """Tokens of a sequence, from the first key that states them; otherwise the program's data decides."""
 
     def read(settings: Settings, facts: Facts) -> Facts:
         stated = next((key for key in keys if settings.get(key)), None)
@@ -137,7 +137,7 @@ def length(*keys: str) -> Entry:
 
 
 def whole_blocks(key: str) -> Entry:
-    """Recomputation of whole blocks, or none."""
+    """Recomputation of all blocks, or none."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: facts["recompute"] != "none"},
@@ -154,12 +154,12 @@ def compiled(key: str) -> Entry:
 
 
 def constant(facts: Facts, *keys: str) -> Entry:
-    """What a tool always does."""
+    """A fixed setting of a tool."""
     return Entry(keys=keys, write=lambda _: {}, read=lambda *_: dict(facts))
 
 
 def degree(key: str, fact: str) -> Entry:
-    """A degree, where an empty one and 0 mean 1."""
+    """A degree, for which empty and 0 mean 1."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: facts[fact]} if facts[fact] > 1 else {},
