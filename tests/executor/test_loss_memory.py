@@ -1,4 +1,4 @@
-"""What torch itself allocates while a loss turns round, replayed through our model of its caching allocator."""
+"""What torch itself allocates while a loss turns round, or a norm of transformers, replayed through our model of its caching allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
 from simulator.memory.allocator import Block, CachingAllocator
-from simulator.runtimes.library import head_left, head_peaks
+from simulator.runtimes.library import head_left, head_peaks, spec_for
 
 torch = pytest.importorskip("torch")
 
@@ -126,3 +126,28 @@ def test_losses_in_pieces_hold_what_their_descriptions_say():
     assert found["torchtune"] == pytest.approx(tune + weights, rel=0.03)
     # Its counts of right tokens and their entropy, which are not run here, make one piece more.
     assert found["trl"] == pytest.approx(trl - 0.125 * 4 + weights, rel=0.05)
+
+
+def test_an_eager_norm_of_transformers_holds_what_its_description_says():
+    """LlamaRMSNorm (transformers 5.17, models/llama/modeling_llama.py): what it holds while it runs, keeps, and holds
+    beside that on the way back.
+    """
+    elements = TOKENS * WIDTH
+    given = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    with Allocated() as found:
+        wide = given.to(torch.float32)
+        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        result = weight * (wide * root).to(given.dtype)
+        del wide, root
+        forward, kept = found.pool.peak_allocated_bytes, found.pool.allocated_bytes
+        result.backward(gradient)
+    backward = found.pool.peak_allocated_bytes - kept
+
+    norms = [op for op in spec_for(Runtime(name="transformers")).layer.attention if op.name == "attention_norm"]
+    eager = next(op for op in norms if "!fused_layers" in op.when)
+    rows = 4 / WIDTH + 2 / WIDTH  # a root for each row, and blocks of the pool
+    assert forward / SCALE / elements == pytest.approx(per_logit(eager.allocates), rel=rows)
+    assert kept / SCALE / elements == pytest.approx(per_logit(eager.saves) + 2.0, rel=rows), "its result, too"
+    assert backward / SCALE / elements == pytest.approx(per_logit(eager.backward_allocates), rel=rows)

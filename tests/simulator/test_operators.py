@@ -21,7 +21,7 @@ from simulator.kernels.operators import (
     tensor_bytes,
 )
 from simulator.lowering.training import plan_context
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.library import operators_for, spec_for
 from topology.catalog.clusters import cluster
 from topology.errors import BadInput
 
@@ -167,3 +167,14 @@ def test_context_parallelism_moves_what_torch_counts(cp: int) -> None:
             counted = queries * (of_queries + of_keys * model.kv_heads / model.heads)
             assert moved(Plan(cp=cp, cp_method=method), works) == pytest.approx(counted)
             assert moved(Plan(cp=1, cp_method=method), works) == 0.0
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "transformers"])
+def test_parts_of_a_ring_are_held_one_at_a_time(name: str) -> None:
+    """`w` counts what all other ranks' keys take; torch's loop over them frees each part's tensors before the next."""
+    parts = [op for op in spec_for(Runtime(name=name)).layer.attention if any("w t" in x for x in op.writes)]
+
+    assert parts
+    for op in parts:
+        held = [op.writes if op.allocates is None else op.allocates, op.backward_allocates or ()]
+        assert not any("w t" in tensor for tensors in held for tensor in tensors), op.name
