@@ -187,6 +187,16 @@ def write_text(path: str | Path, text: str) -> None:
         _remove(temporary)
 
 
+def is_file(name: str | Path) -> bool:
+    """Return whether a name is that of a file; False also for a name that no file can have, which Path.is_file of
+    Python before 3.14 refuses.
+    """
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long, or a NUL character in it
+        return False
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there. Raises BadInput where it cannot be made."""
     try:

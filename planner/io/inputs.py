@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.io.output import warn
 from simulator.fitting.calibrations import Calibrations
+from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
@@ -25,7 +26,7 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     """
     # What reads captures takes longer to load than a search among plans of a known machine.
     written = name.lstrip().startswith(("{", "["))  # JSON as the argument itself
-    captured = not written and (name == "local" or Path(name).is_file())
+    captured = not written and (name == "local" or codec.is_file(name))
     found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:
         if gpu is not None:

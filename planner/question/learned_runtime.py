@@ -116,7 +116,7 @@ def read_learned(path: str | Path) -> LearnedRuntime:
 
 def is_learned(word: str | None) -> bool:
     """Return whether a runtime is named by a file rather than by a name."""
-    return bool(word) and Path(str(word)).is_file()
+    return bool(word) and codec.is_file(str(word))
 
 
 class LearnedCalibrations(Calibrations):

@@ -61,7 +61,7 @@ def _holds_points(name: str) -> bool:
 
 def is_serving_plan(path: str | Path | None) -> bool:
     """Return whether a file is a saved serving plan; one that cannot be read is left to who reads it."""
-    if path is None or str(path) == "-" or not Path(path).is_file():
+    if path is None or str(path) == "-" or not codec.is_file(path):
         return False
     try:
         return is_serving_content(codec.read_json(path))

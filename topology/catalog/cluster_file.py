@@ -48,7 +48,7 @@ from topology.catalog.platform import build, take_gpus
 from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
 from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
-from topology.codec import JsonObject, convert, parse_json, read_json, to_json, write_text
+from topology.codec import JsonObject, convert, is_file, parse_json, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
 from topology.units import GIB
 
@@ -174,12 +174,7 @@ _FORMS = 'give {"gpu": …, "gpus_per_node": …, "nodes": …}, or a file writt
 
 
 def _looks_like_path(text: str) -> bool:
-    if any(mark in text for mark in ("/", "\\", ".json")):
-        return True
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long, or an embedded zero byte: no file has such a name
-        return False
+    return any(mark in text for mark in ("/", "\\", ".json")) or is_file(text)
 
 
 def _full(document: JsonObject, where: str) -> Cluster:
