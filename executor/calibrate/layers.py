@@ -14,10 +14,12 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
+from executor.calibrate.processors import Processors
 from executor.gpu.device import synchronize
 from executor.gpu.monitor import invalid_reason
 from executor.gpu.sm_clock import SmClock
@@ -45,8 +47,7 @@ STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
-ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
-STEADY = 0.4  # (90th - 10th percentile) / median of a round that is not timed again: twice what hosts scatter by
+ENDS = 0.1  # of the timed steps, that count at neither end
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
 
 
@@ -76,7 +77,7 @@ def record_layers(device: torch.device, item: LayerItem, recorder: Recorder, *, 
     for parts in _in_turn(item):
         with _Freed(device), PausedGarbageCollection():
             times, extra, mean_hz = _time_steps(device, build(*parts, device), recorder)
-        mid, spread = median_and_spread(times)
+        spread = median_and_spread(times)[1]
         conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else Conditions()
         conditions = replace(conditions, mean_sm_clock_hz=mean_hz)
         model, plan, workload, runtime = (codec.to_builtins(part) for part in parts)
@@ -85,7 +86,7 @@ def record_layers(device: torch.device, item: LayerItem, recorder: Recorder, *, 
             plan=plan,
             workload=workload,
             runtime=runtime,
-            step_s=mid,
+            step_s=_mean(times),
             spread=spread,
             count=len(times),
             host_s=extra.get("host_s"),
@@ -153,42 +154,28 @@ def _time_steps(
         synchronize(device)
         warm += 1
     dist.barrier()
-    rounds: list[Round] = []
-    while len(rounds) < ROUNDS:
-        rounds.append(_round(device, step, clock))
-        if rank_zero_decides(_spread(rounds[-1]) <= STEADY):
-            break
-    if clock.missing:
-        recorder.missing(clock.missing)
-    steadiest = min(range(len(rounds)), key=lambda place: _spread(rounds[place]))
-    times, seen = rounds[steadiest]
-    return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps lie around every round
-
-
-Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps measured of themselves
-
-
-def _spread(timed: Round) -> float:
-    return median_and_spread(timed[0])[1]
-
-
-def _round(device: torch.device, step: Step, clock: SmClock) -> Round:
-    """Time steps until there are enough or `MAX_TIMED_S` is over; all ranks take as many."""
     times: list[float] = []
     seen: list[dict[str, float]] = []
     clock.stamp()
-    last = time.perf_counter()
-    for _ in range(STEPS):
-        seen.append(step())
-        synchronize(device)
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-        if not rank_zero_decides(sum(times) < MAX_TIMED_S) and len(times) >= MIN_STEPS:
-            break
-        last = time.perf_counter()  # the decision is not part of the step
+    with Processors(dist.get_rank()) as processors:
+        while len(times) < STEPS and (len(times) < MIN_STEPS or rank_zero_decides(sum(times) < MAX_TIMED_S)):
+            processors.turn()
+            last = time.perf_counter()
+            seen.append(step())
+            synchronize(device)
+            times.append(time.perf_counter() - last)
     clock.stamp()
-    return times, seen
+    if clock.missing:
+        recorder.missing(clock.missing)
+    return times, medians(seen), next(iter(clock.hertz()), None)
+
+
+def _mean(times: list[float]) -> float:
+    """Return the mean without the tenths at either end: of steps on quick and on slow processors, neither is what the
+    others take, and one that something disturbed says nothing.
+    """
+    cut = int(ENDS * len(times))
+    return fmean(sorted(times)[cut : len(times) - cut])
 
 
 def medians(seen: list[dict[str, float]]) -> dict[str, float]:

@@ -26,6 +26,7 @@ from typing import Any
 
 from executor.calibrate.rank_pool import RankPool, process_context, wait_for_answers
 from executor.calibrate.rank_request import PoolRequest
+from executor.launch.bytecode import compile_ahead, keep_bytecode
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
@@ -68,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     indices = [device.index for device in devices_to_measure(options)]
     recorder = Recorder(options.records)
     recorder.write("header", **to_builtins(header(options, len(indices))))
+    keep_bytecode(os.environ)
+    compiling = compile_ahead(os.environ)
     jobs = [Work(job) for job in read_json(options.request).get("jobs", []) if job["ranks"] <= len(indices)]
     with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as folder:
         scheduler = PoolScheduler(options, indices, Path(folder), recorder, deadline)
@@ -78,6 +81,9 @@ def run(options: argparse.Namespace) -> int:
             return 130
         finally:
             scheduler.close()
+            if compiling is not None:
+                compiling.kill()
+                compiling.wait()
             recorder.write("header", seconds=options.budget - deadline.left_s)
             recorder.close()
     return 0

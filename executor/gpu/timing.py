@@ -44,8 +44,12 @@ class Timer:
         self._operand: torch.Tensor | None = None
         self._product_s = 0.0
 
-    def measure(self, call: Callable[[], object], *, seconds: float = 0.08, rounds: int = 5) -> Timing:
-        """Return the time of one `call`, from at least `rounds` groups of calls over at least `seconds`."""
+    def measure(
+        self, call: Callable[[], object], *, seconds: float = 0.08, rounds: int = 5, settle_s: float = 0.0
+    ) -> Timing:
+        """Return the time of one `call`, from at least `rounds` groups of calls over at least `seconds`; calls of the
+        first `settle_s` seconds are not counted.
+        """
         began = time.monotonic()
         if not self.cuda:
             return self._measure_cpu(call, rounds, began)
@@ -56,13 +60,16 @@ class Timer:
         calls = max(1, min(200, int(QUEUE_S / max(one, host, 1e-6))))
         times: list[float] = []
         hosts: list[float] = []
-        until = time.monotonic() + max(seconds, 0.0)
+        settled = time.monotonic() + settle_s
+        until = settled + max(seconds, 0.0)
         while len(times) < rounds or time.monotonic() < until:
             # A group of long calls keeps the GPU busy by itself; a group of short ones needs matmuls before it.
             ahead = 0.0 if one > max(LONG_S, 2 * host) else calls * host * 1.3
             if self.hot and calls * one < WARM_S:
                 ahead = max(ahead, WARM_S)
             device_s, host_s = self._group(call, calls, ahead)
+            if time.monotonic() < settled:
+                continue
             times.append(device_s)
             hosts.append(host_s)
         mid, spread = median_and_spread(times)

@@ -14,7 +14,6 @@ Does not import torch, so that it works (and reports errors) where torch does no
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -29,9 +28,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
 import psutil
 
+from executor.launch.bytecode import compile_ahead, keep_bytecode
 from topology.codec import JsonObject
 from topology.processes import alive, kill
 from topology.units import MIB
@@ -41,8 +40,6 @@ FORCED_VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST":
 # With one connection, copies and kernels of different streams share a queue, which would hide overlap.
 REMOVED_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 TAG = "MESHWRIGHT_RUN"
-# Images that keep no bytecode make every process compile torch's sources: a rank imports for 7 s instead of 2.4.
-NO_BYTECODE, BYTECODE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 LAUNCH_TIME_VARIABLE = "MESHWRIGHT_LAUNCHED"  # launch time on the host's monotonic clock
 # Signals that identify the first failure. Not SIGTERM, which the agent sends to the other ranks, nor SIGABRT, with
 # which NCCL's watchdog ends a rank after a timeout.
@@ -194,29 +191,18 @@ def command(
 def child_environment(
     added: Mapping[str, str] | None, *, run_id: str, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment of the run's processes: the caller's, then `added`, then the forced variables.
-
-    Where Python writes no bytecode and torch has none, it is kept in the user's cache.
-    """
+    """Return the environment of the run's processes: the caller's, then `added`, then the forced variables."""
     environment = {**(os.environ if base is None else base), **(added or {}), **FORCED_VARIABLES}
     for name in REMOVED_VARIABLES:
         environment.pop(name, None)
     inherited = environment.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), inherited] if inherited else [str(ROOT)])
-    if environment.get(NO_BYTECODE) and not environment.get(BYTECODE) and not _compiled("torch"):
-        del environment[NO_BYTECODE]
-        environment[BYTECODE] = str(platformdirs.user_cache_path("meshwright", appauthor=False) / "bytecode")
+    keep_bytecode(environment)
     environment["PYTHONSAFEPATH"] = "1"  # a torch.py in the current folder is not torch
     environment["PYTHONUNBUFFERED"] = "1"  # so that the last output of a killed rank is on disk
     environment[TAG] = run_id
     environment[LAUNCH_TIME_VARIABLE] = f"{time.monotonic():.3f}"
     return environment
-
-
-def _compiled(package: str) -> bool:
-    """Return whether a package's bytecode is next to its source; True where there is no such package."""
-    spec = importlib.util.find_spec(package)
-    return spec is None or spec.origin is None or Path(importlib.util.cache_from_source(spec.origin)).is_file()
 
 
 def _launch(
@@ -238,6 +224,7 @@ def _launch(
     child["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     outcome, survivors = "finished", tuple[int, ...]()
     out_path, err_path = folder / "stdout.txt", folder / "stderr.txt"
+    compiling = compile_ahead(child)  # carries the run's tag, so that its end is the run's
     # Files, not pipes: a grandchild that keeps a pipe open would block us after its parent died.
     with out_path.open("wb") as out, err_path.open("wb") as err:
         process = subprocess.Popen(
@@ -268,6 +255,8 @@ def _launch(
             outcome = "interrupted"
         finally:
             survivors = _stop(process, run_id, grace_s)
+            if compiling is not None:
+                compiling.poll()  # so that it is no zombie of ours
     if outcome == "finished" and process.returncode != 0:
         outcome = "failed"
     out_tail, err_tail = _end_of(out_path), _end_of(err_path)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.compiled_code import forget_compiled
 from executor.gpu.device import device_name, synchronize
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
@@ -264,7 +265,7 @@ def _on_any_rank(mine: bool, device: torch.device) -> bool:
 
 def _release_memory(device: str) -> None:
     """Release the memory of the last run, so that the next one starts like in a new process."""
-    torch.compiler.reset()
+    forget_compiled()
     symmetric.release()
     gc.collect()
     if device == "cuda":

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from executor.gpu.compiled_code import forget_compiled
 from executor.launch.heartbeat import Heartbeat
 from executor.launch.legal import cp_method
 from executor.launch.records import Recorder, nonfinite_as_none
@@ -61,9 +62,9 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
         ok = ok and kernel.ok
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the checks took is no part of the plan's memory
-    # The timed model has other sizes; without a reset it would be recompiled with dynamic shapes, which are slower.
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()  # noqa: SLF001 - what is compiled from here on is counted for the report
+    # The timed model has other sizes; compiled code that is kept would be compiled anew with dynamic shapes, which are
+    # slower. What is compiled from here on is counted for the report.
+    forget_compiled()
     return ok
 
 

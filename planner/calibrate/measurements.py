@@ -48,10 +48,11 @@ from topology.profile.profile import Profile
 
 # Noise of logarithms: of a wide and of a narrow layer (simulator.fitting.host_fit), of kernels, and of collectives.
 WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.07, 0.02, 0.03, 0.1
-# Seconds to build a model, with or without torchtitan's trainer; to compile it if cached; per operator, per size of a
-# collective, per pair, per site in all modes.
+# Seconds to build a model, with or without torchtitan's trainer; to compile it if cached; per operator that moves
+# memory, per size of a collective, per pair, per site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
 COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 2.0, 0.22, 0.12, 2.0, 4.0, 0.5
+LIMITED_S = 0.45  # of an operator at the power limit, which is counted once it has settled there
 WARM_UP, WARM_S, STEPS, FEWEST_STEPS, TIMED_S = 3, 1.0, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8
@@ -168,7 +169,7 @@ class PossibleMeasurements:
             Counter(_term_of(one) for one in items),
             KERNEL_NOISE,
             ranks=1,
-            seconds=JOB_S + OPERATOR_S * len(items),
+            seconds=JOB_S + sum(OPERATOR_S if one.kind == "move" else LIMITED_S for one in items),
         )
 
     def _messages(self, sent: Sequence[Messages]) -> list[CollectiveItem]:

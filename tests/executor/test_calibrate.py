@@ -134,6 +134,40 @@ def test_a_timing_on_the_cpu_is_a_time() -> None:
 
 
 @needs_torch
+def test_calls_count_once_the_power_limit_holds(monkeypatch) -> None:
+    """After a rest a GPU runs for a tenth of a second at clocks that it cannot keep."""
+    import torch
+
+    from executor.gpu import timing
+
+    now = 0.0
+
+    def group(calls: int) -> tuple[float, float]:
+        nonlocal now
+        one = 0.010 if now < 0.1 else 0.012
+        now += calls * one
+        return one, 1e-5
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+    timer = timing.Timer(torch.device("cpu"))
+    monkeypatch.setattr(timer, "cuda", True)
+    monkeypatch.setattr(timer, "heat", lambda _: None)
+    monkeypatch.setattr(timer, "_group", lambda call, calls, ahead: group(calls))
+
+    assert timer.measure(lambda: None, seconds=0.05).seconds == 0.010
+    now = 0.0
+    assert timer.measure(lambda: None, seconds=0.05, settle_s=0.15).seconds == 0.012
+
+
+@needs_torch
+def test_a_layer_takes_what_it_takes_on_all_processors_in_the_mean() -> None:
+    """On half of them 1.6 times as long as on the others; a step that something disturbed does not count."""
+    from executor.calibrate.layers import _mean
+
+    assert _mean([1.0] * 20 + [1.6] * 19 + [30.0]) == pytest.approx(1.3, abs=0.02)
+
+
+@needs_torch
 def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> None:
     import torch
 
@@ -171,6 +205,7 @@ def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layers, "builder_of", lambda *_: lambda *_: lambda: time.sleep(2e-3) or dict(said))
     monkeypatch.setattr(layers, "rank_zero_decides", lambda value: value)
     monkeypatch.setattr(layers.dist, "barrier", lambda: None)
+    monkeypatch.setattr(layers.dist, "get_rank", lambda: 0)
 
     layers.record_layers(torch.device("cpu"), item, Recorder(tmp_path / "r"), gpu=0)
 

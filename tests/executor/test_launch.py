@@ -216,7 +216,7 @@ def test_the_callers_path_stays_behind_ours() -> None:
 def test_ranks_do_not_compile_torch_at_every_start(monkeypatch, given, compiled: bool, kept) -> None:
     """Unless its bytecode is there, or the user has said where it goes."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    monkeypatch.setattr("executor.launch.local_ranks._compiled", lambda _: compiled)
+    monkeypatch.setattr("executor.launch.bytecode._compiled", lambda _: compiled)
 
     got = child_environment(None, run_id="r", base=given)
 
