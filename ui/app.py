@@ -88,12 +88,11 @@ if at_home:
     panels.bring_files()
 
 
-@st.fragment(key=panels.PAGES)
+@panels.part(panels.PAGES)
 def links() -> None:
     """Link to all pages, with the question."""
     for name, title, icon, _ in PAGES:
         st.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
-    state.results()[panels.PAGES] = state.link()
 
 
 with navigation:

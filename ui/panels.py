@@ -35,24 +35,23 @@ def dark() -> bool:
     return st.context.theme.type == "dark"
 
 
-def part(draw: Callable[Asked, None]) -> Callable[Asked, None]:
-    """Return a part of a page, which a change of a widget in it runs alone; an error is shown in its place."""
+def part(name: str) -> Callable[[Callable[Asked, None]], Callable[Asked, None]]:
+    """Make a function draw a part of a page, which a change of a widget in it runs alone. An error is shown in its
+    place; a callback runs other parts by `st.rerun(scope=names)`.
+    """
 
-    @st.fragment
-    @wraps(draw)
-    def drawn(*args: Asked.args, **kwargs: Asked.kwargs) -> None:
-        try:
-            draw(*args, **kwargs)
-        except PlannerError as error:
-            failure(error)
+    def part_of(draw: Callable[Asked, None]) -> Callable[Asked, None]:
+        @st.fragment(key=name)
+        @wraps(draw)
+        def drawn(*args: Asked.args, **kwargs: Asked.kwargs) -> None:
+            try:
+                draw(*args, **kwargs)
+            except PlannerError as error:
+                failure(error)
 
-    return drawn
+        return drawn
 
-
-def links_follow() -> None:
-    """Let the links to all pages name the plan that was chosen in a part of this one."""
-    if state.results().get(PAGES) != state.link():
-        st.rerun(scope=PAGES)
+    return part_of
 
 
 def plain(text: object) -> str:

@@ -22,6 +22,7 @@ from planner.explain.tables import (
     workload_line,
 )
 from planner.io.figures import (
+    count_text,
     gib_text,
     interval_text,
     last_digit_s,
@@ -126,9 +127,7 @@ def answer_sentence(best: RankedPlan) -> str:
 
 def tokens_text(estimate: Estimate, plan: Plan) -> str:
     """Return the tokens of a step to two digits: `4.2M`, `33k`."""
-    tokens = estimate.tokens_per_gpu * plan.gpus
-    size, letter = next(((size, letter) for size, letter in ((1e6, "M"), (1e3, "k")) if tokens >= size), (1.0, ""))
-    return f"{two_digits(tokens / size)}{letter}"
+    return count_text(estimate.tokens_per_gpu * plan.gpus)
 
 
 def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:

@@ -64,6 +64,12 @@ def gib_text(nbytes: float) -> str:
     return f"{gib:,.0f}" if abs(gib) >= 10 else f"{gib:.1f}"
 
 
+def count_text(number: float) -> str:
+    """Return a large number to two digits: `4.2M`, `33k`."""
+    size, letter = next(((size, letter) for size, letter in ((1e6, "M"), (1e3, "k")) if number >= size), (1.0, ""))
+    return f"{two_digits(number / size)}{letter}"
+
+
 def change_text(part: float) -> str:
     """Return a relative change in whole per cent: `+8%`."""
     return f"{part:+.0%}" if abs(part) >= 0.005 else "0%"

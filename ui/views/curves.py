@@ -45,7 +45,7 @@ def show(question: state.Inputs) -> None:
     _numbers(question, result)
 
 
-@panels.part
+@panels.part("machine")
 def _machine(question: state.Inputs, result: SearchResult) -> None:
     panels.section(
         "Another machine",

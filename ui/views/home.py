@@ -25,6 +25,7 @@ from ui.question import state
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
+PLANS = "plans"  # the part of the page that a tick changes
 # The first four fit a phone; the last takes what room is left.
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=35, help=f"= : {TIED}."),
@@ -45,7 +46,7 @@ def show(question: state.Inputs) -> None:
     _plans(question)
 
 
-@panels.part
+@panels.part(PLANS)
 def _plans(question: state.Inputs) -> None:
     result, chosen = data.answer()
     second = data.second(result, chosen)
@@ -58,7 +59,6 @@ def _plans(question: state.Inputs) -> None:
     with left:
         _table(result, chosen, second)
     _next(question, result, chosen)
-    panels.links_follow()
 
 
 def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) -> None:
@@ -95,6 +95,7 @@ def tick(ticked: Sequence[PlanRow]) -> None:
         state.choose_best()
     st.session_state["best_ticked"] = bool(ticked) and ticked[0]["rank"] == 1
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
+    st.rerun(scope=(PLANS, panels.PAGES))
 
 
 def _stop_comparing() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.export.serving.files import serving_files
+from planner.io.figures import count_text
 from planner.serving import serving_file
 from planner.serving.reports.documents import price_per_million
 from planner.serving.reports.text import answer_sentence, deployment_text, ms_text, way_out_lines
@@ -33,7 +34,7 @@ _COLUMNS = {
     "first": st.column_config.TextColumn("first token, ms", width=100),
     "token": st.column_config.TextColumn("further token, ms", width=112),
     "rate": st.column_config.TextColumn("tokens/s a GPU", width=103),
-    "cache": st.column_config.NumberColumn("cache, tokens", format="localized", width=100),
+    "cache": st.column_config.TextColumn("cache", width=60, help="Tokens that the cache of an engine holds."),
     "why": st.column_config.TextColumn("why not first", width=260),
 }
 
@@ -75,7 +76,7 @@ def _table(found: ServingAnswers) -> int:
             "first": ms_text(plan.estimate.ttft_s),
             "token": ms_text(plan.estimate.tpot_s),
             "rate": two_digits(plan.estimate.output_tokens_per_s_per_gpu.value),
-            "cache": plan.estimate.room.tokens,
+            "cache": count_text(plan.estimate.room.tokens),
             "why": plan.lost_because,
         }
         for rank, plan in enumerate(plans, 1)
