@@ -26,6 +26,11 @@ from simulator.serving.sparse_attention import SparseAttention
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
+# Tokens of a rank up to which DeepEP takes kernels that send each straight to its experts' ranks (sgl-project/sglang
+# layers/moe/token_dispatcher/deepep.py: num_max_dispatch_tokens_per_rank <= 1024); those for more send one copy a node
+# (deepseek-ai/DeepEP README.md, "Normal kernels with NVLink and RDMA forwarding").
+AT_ONCE = 1024
+
 
 @dataclass(slots=True)
 class ForwardPass:
@@ -390,13 +395,23 @@ class ForwardPass:
         16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
         (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
         8 bits and brings 16 back).
+
+        Few tokens go to each rank at once. More go to each node once, whose ranks pass them on meanwhile.
         """
-        ranks = self.pool.ep
-        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks that a token goes to
         there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
-        elements = local * copies * self.model.hidden
-        sent = self._collective("all_to_all", there * elements, self.pool.ranks)
-        return sent + self._collective("all_to_all", 2.0 * elements, self.pool.ranks)
+        width, chosen = min(self.pool.ranks, self.cluster.gpus_per_node), moe.experts_per_token
+        to_ranks = local * _different(self.pool.ep, chosen) * self.model.hidden
+        to_nodes = local * _different(self.pool.ranks // width, chosen) * self.model.hidden
+
+        def sent(each: float) -> Floats:
+            at_once = self._collective("all_to_all", each * to_ranks, self.pool.ranks)
+            if width == self.pool.ranks:
+                return at_once
+            apart = self._collective("all_to_all", each * to_nodes, self.pool.ranks)
+            passed = self._collective("all_to_all", each * to_ranks, width)
+            return np.asarray(np.where(local > AT_ONCE, np.maximum(apart, passed), at_once))
+
+        return sent(there) + sent(2.0)
 
     def _ends(self, rows: Floats) -> Floats:
         """Return seconds of the head for one token a sequence, and of sampling from its scores."""
@@ -440,3 +455,8 @@ class ForwardPass:
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
+
+
+def _different(places: int, chosen: int) -> float:
+    """Return how many of `places` hold at least one of `chosen` experts, which are spread over all evenly."""
+    return places * (1 - (1 - 1 / places) ** chosen)
