@@ -14,9 +14,10 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, MixtureOfExperts, Model
+from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, as_started
+from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
@@ -25,11 +26,6 @@ from simulator.serving.request_bytes import cache_elements, state_bytes
 from simulator.serving.sparse_attention import SparseAttention
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
-
-# Tokens of a rank up to which DeepEP takes kernels that send each straight to its experts' ranks (sgl-project/sglang
-# layers/moe/token_dispatcher/deepep.py: num_max_dispatch_tokens_per_rank <= 1024); those for more send one copy a node
-# (deepseek-ai/DeepEP README.md, "Normal kernels with NVLink and RDMA forwarding").
-AT_ONCE = 1024
 
 
 @dataclass(slots=True)
@@ -384,34 +380,21 @@ class ForwardPass:
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
         if moe is not None and pool.ep > moe.experts_per_token:
-            return {"all_reduce": reduced, "expert_exchange": self._dispatched(local, moe)}
+            sent = exchange_s(
+                partial(self._collective, "all_to_all"),
+                local,
+                hidden=h,
+                chosen=moe.experts_per_token,
+                held=pool.ep,
+                ranks=pool.ranks,
+                node=self.cluster.gpus_per_node,
+                there_bytes=min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)]),
+            )
+            return {"all_reduce": reduced, "expert_exchange": sent}
         everywhere = 2.0 * tokens * h
         gather = self._collective("all_gather", everywhere, pool.ranks)
         sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
-
-    def _dispatched(self, local: Floats, moe: MixtureOfExperts) -> Floats:
-        """Return seconds of sending each token to the ranks of its experts, in the format of the weights, and back in
-        16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
-        (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
-        8 bits and brings 16 back).
-
-        Few tokens go to each rank at once. More go to each node once, whose ranks pass them on meanwhile.
-        """
-        there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
-        width, chosen = min(self.pool.ranks, self.cluster.gpus_per_node), moe.experts_per_token
-        to_ranks = local * _different(self.pool.ep, chosen) * self.model.hidden
-        to_nodes = local * _different(self.pool.ranks // width, chosen) * self.model.hidden
-
-        def sent(each: float) -> Floats:
-            at_once = self._collective("all_to_all", each * to_ranks, self.pool.ranks)
-            if width == self.pool.ranks:
-                return at_once
-            apart = self._collective("all_to_all", each * to_nodes, self.pool.ranks)
-            passed = self._collective("all_to_all", each * to_ranks, width)
-            return np.asarray(np.where(local > AT_ONCE, np.maximum(apart, passed), at_once))
-
-        return sent(there) + sent(2.0)
 
     def _ends(self, rows: Floats) -> Floats:
         """Return seconds of the head for one token a sequence, and of sampling from its scores."""
@@ -455,8 +438,3 @@ class ForwardPass:
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
-
-
-def _different(places: int, chosen: int) -> float:
-    """Return how many of `places` hold at least one of `chosen` experts, which are spread over all evenly."""
-    return places * (1 - (1 - 1 / places) ** chosen)
