@@ -210,6 +210,8 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
 
 def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
     """Return the engine of a row. Tensor and expert parallel share ranks, though some sources multiply them."""
+    if (row.n_gpus or 1) > 1 and not (row.tp or row.pp or row.ep or row.dp_attention or row.replicas):
+        raise NotCovered(f"how {row.n_gpus} GPUs share the model is not stated")
     tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
     if row.dp_attention is True:  # as SGLang counts: the attention of every rank of `tp` is its own
         tp, dp = 1, tp

@@ -14,9 +14,10 @@ import numpy as np
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, MixtureOfExperts, Model
+from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
 from simulator.serving.engine import Engine, as_started
+from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
@@ -379,24 +380,21 @@ class ForwardPass:
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
         if moe is not None and pool.ep > moe.experts_per_token:
-            return {"all_reduce": reduced, "expert_exchange": self._dispatched(local, moe)}
+            sent = exchange_s(
+                partial(self._collective, "all_to_all"),
+                local,
+                hidden=h,
+                chosen=moe.experts_per_token,
+                held=pool.ep,
+                ranks=pool.ranks,
+                node=self.cluster.gpus_per_node,
+                there_bytes=min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)]),
+            )
+            return {"all_reduce": reduced, "expert_exchange": sent}
         everywhere = 2.0 * tokens * h
         gather = self._collective("all_gather", everywhere, pool.ranks)
         sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
-
-    def _dispatched(self, local: Floats, moe: MixtureOfExperts) -> Floats:
-        """Return seconds of sending each token to the ranks of its experts, in the format of the weights, and back in
-        16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
-        (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
-        8 bits and brings 16 back).
-        """
-        ranks = self.pool.ep
-        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks that a token goes to
-        there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
-        elements = local * copies * self.model.hidden
-        sent = self._collective("all_to_all", there * elements, self.pool.ranks)
-        return sent + self._collective("all_to_all", 2.0 * elements, self.pool.ranks)
 
     def _ends(self, rows: Floats) -> Floats:
         """Return seconds of the head for one token a sequence, and of sampling from its scores."""

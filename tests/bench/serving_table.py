@@ -46,19 +46,26 @@ The largest term of what is off, by group:
   clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median, the first burst's
   requests wait so much longer than the median: on H200 with four and eight clients and prompts of 1,024 tokens 0.9 to 1.0 s with
   SGLang 0.5.9, 0.7 to 0.8 s with 0.5.12, 1.2 to 1.9 s with TensorRT-LLM 1.1, 0.4 s with 1.3, of which their prompts take 0.1 s; with
-  64 clients and 8,192 tokens 15.6 s, given 9.6. On B300 with SGLang 0.5.12 nothing with up to 16 clients, 4.5 s with 128. What
-  they wait for is not known: the benchmark warms up with as many requests of one length. The accuracy sample's times are means of
-  such runs (29 of its points are points of InferenceX), so rows of closed loops are predicted with that wait
+  64 clients and 8,192 tokens 15.6 s, given 9.6. On B300 with SGLang 0.5.12 nothing with up to 16 clients, 4.5 s with 128. As far
+  as engines' own reports tell, they wait for code that is compiled when a number of tokens is first seen: the benchmark warms
+  up with one prompt over and over (`test_input` of its benchmark_serving.py), and then sends prompts of 80 to 100 % of a length.
+  TensorRT-LLM's latent attention joins keys by a function that `torch.compile` compiles again in the first prompts
+  (NVIDIA/TensorRT-LLM pull request 11743, which does it at the start; its other attention has no such function, and does not
+  wait so); SGLang of 2025 compiled DeepGEMM's products by their rows while prompts waited (sgl-project/sglang issue 5031). How
+  long that takes is stated nowhere, so the seconds are those of the runs. The accuracy sample's times are means of such runs
+  (29 of its points are points of InferenceX), so rows of closed loops are predicted with that wait
   (`first_burst_s`), which is listed as assumed. It was read from DeepSeek-R1 on H200; of groups that it was not read from,
   first tokens went from 50 to 38 % (Qwen3.5, B200), 39 to 29 % (DeepSeek-R1, SGLang, B200), 32 to 17 % (GLM-5, H200), 29 to 17 %
   (Qwen3.5, B300) and 47 to 23 % (DeepSeek-R1, TensorRT-LLM, B200); then clients were given ten requests each. TensorRT-LLM shows
   it with latent attention alone: gpt-oss-120b, Qwen3 235B and Llama 3.1 8B do not wait so. The 99th percentiles,
   which no part of it was read from, agree on H200 (20 % with SGLang, 37 % with TensorRT-LLM, below). Estimates of a person's own
   question leave it out. Points that state medians alone are compared with predicted medians.
-- **The same with vLLM**, which no row shows apart: up to 16 clients, means take longer than predicted by 46 ms (Kimi K2.5 on
-  H200) and 25 ms (on B300), but 8 ms (gpt-oss-120b on B200) and 7 to 13 ms (Llama 3.1 70B on H100), with 1,024 and with 8,192
-  tokens: 0.1 to 0.5 s in the first burst. Nothing is added for it. First tokens of Qwen3 235B with TensorRT-LLM 1.0 take 30 to 60
-  ms longer whatever the load.
+- **Operators that Python calls** in vLLM, where `torch.compile` does not look into attention, experts and sums over ranks: ten of
+  latent attention and seven of Marlin's experts a layer, at 67 us each as eager vLLM was measured (`simulator/serving/launches.py`,
+  counted in its source). A prompt of 1,024 tokens of Kimi K2.5 then takes 80 to 100 ms of the host on however many GPUs.
+  First tokens went from 20 to 12 % (gpt-oss-120b, B200) and from 16 to 9 % (Kimi K2.5, H200); those of Kimi on B300 are now a
+  quarter late with up to 8 clients and 1,024 tokens, where they were a quarter early: 67 us are another host's. First tokens of
+  Qwen3 235B with TensorRT-LLM 1.0 take 30 to 60 ms longer than predicted whatever the load.
 - **Settings of the scheduler that no row states** are taken as the engine's makers publish them for such a deployment
   (`planner/validate/makers_settings.py`), and listed as assumed: SGLang on Blackwell looks for requests at each tenth step, from 16
   clients on at each thirtieth (its cookbook for DeepSeek-R1 on B200; for Qwen3.5 the cookbook leaves it open, which is a step
@@ -66,8 +73,9 @@ The largest term of what is off, by group:
   and its cache is in 8 bits next to 8-bit weights (NVIDIA's configurations). Without that, first tokens were off by 73 % (Qwen3.5,
   B200), 69 % (DeepSeek-R1, SGLang, B200), 78 and 60 % (DeepSeek-R1 and gpt-oss-120b, attention data-parallel), with it and
   nothing else by 50, 39, 53 and 25 %. Rows that state them (`scheduler_recv_interval`, `max_num_batched_tokens`,
-  `max_num_seqs`, `kv_cache`) are predicted with what they state. Left as by default: chunks of 32,768 tokens, a limit of
-  128 or 256 requests (DeepSeek-R1 with 512 clients queues for 68 s), `batch_wait_timeout_iters`.
+  `max_num_seqs`, `kv_cache`) are predicted with what they state. Left as by default: `batch_wait_timeout_iters`, and what the
+  benchmark's scripts of 2026-08 state (SemiAnalysisAI/InferenceX @843c6254): chunks of 16,384 and 32,768 tokens change first
+  tokens by less than a point, limits of 128 and 256 requests would have 512 clients queue for minutes, which they did not.
 - **Prompts in graphs**: SGLang of today replays prompts of up to a chunk piece by piece (sgl-project/sglang pull request 16331), which is
   not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 and 77 ms on B300 with 0.5.12, predicted 67 by launches. Of 8,192
   tokens in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
@@ -88,12 +96,22 @@ The largest term of what is off, by group:
   on four and eight GPUs no more than 9,200 tokens a second leave the server: its process that sends them takes 108 us for each,
   and first tokens wait for it, 1 to 2 s. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a
   little do not; most sources do not say which.
+- **Limits of an offline run**: `trtllm-bench` chooses how many requests and tokens a step has by an estimate of its own, which
+  knows no latent attention (64 requests a rank of DeepSeek-R1 with answers of 8,192 tokens, where the cache has room for 130), and
+  does not cut prompts, so that a step has room for a whole one (`planner/validate/offline_benchmark.py`). With that and the
+  requests that its makers send, throughput of TensorRT-LLM 1.x went from 24 to 16 % (mean 27 to 19 %), of prompts of 32,768
+  tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 48 % too high, with
+  64 requests 4 %. Random tokens may load its experts unevenly, which is not described for a router that is trained to load evenly.
 - **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
-  Throughput of gpt-oss-120b on H200 is 28 % too high with the kernels in Triton that its router loads unevenly. That of Qwen3 235B in
-  8 bits there is 20 % too low: the page of its source, not the rows, names NVIDIA's checkpoint, with an 8-bit cache and scales of
-  whole matrices; with such a cache it would be 6 to 37 % too high, but for prompts of 32,768 tokens. In nvfp4 with attention of its
-  own on each rank TensorRT-LLM may take other kernels (Cutlass') than are priced, which are half as fast: throughput of Qwen3 235B on
-  B200 is 34 % too high.
+  Some tables are not taken yet: vLLM's on Blackwell in nvfp4 and mxfp4, and SGLang's in 16 bits, read prompts in half the time
+  that is counted, and with them first tokens of 8,192 tokens would be 14 to 47 % early, so that something else of such prompts is
+  not counted; nor SGLang's on H200 in 8 bits, with which tokens of GLM-5 would be 2 % off instead of 12, and those of DeepSeek-R1
+  13 instead of 4, as its host was fitted without. With SGLang's on Blackwell in 8 bits and nvfp4, which are taken, tokens of
+  DeepSeek-R1 with 64 clients and more are further off (below) and racks agree (wide expert parallel, below).
+  Throughput of gpt-oss-120b on H200 is 23 % too high with the kernels in Triton that its router loads unevenly. In nvfp4 with
+  attention of its own on each rank TensorRT-LLM takes Cutlass', which are half as fast as its own: throughput of Qwen3 235B on
+  B200 went from 21 to 3 %. Tokens of DeepSeek-R1 there are 1 % early with 1.2.0rc6.post2, and further off than before with the
+  releases that are listed with speculative decoding's times.
 - **Offline throughput of small networks**: gpt-oss-20b on B200 writes 53,800 tokens a second, one each 19 us, where the host alone is
   counted with 20 to 38 us a sequence: what answers cost a server that sends them is not what they cost a run that keeps them.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
@@ -103,11 +121,12 @@ The largest term of what is off, by group:
   19 s with 6 on H100): a first transfer to each engine that writes, probably, which is not described. Attention with requests of
   its own on each rank and its host decide their tokens.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
-  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 10,333 and 8,171,
-  with two batches 11,220 and 8,626; on 72 H100 it writes 2,785 with two batches, predicted 2,249 (LMSYS, 2025-09-25 and 2025-05-05;
-  `tests/simulator/serving/test_forward_pass.py`). None of these figures was fitted. Prompts: 26,156 and 18,471 a second and GPU on
-  GB200, predicted 18,800 and 14,400 with 32,768 tokens a step on four GPUs; on 32 H100 6,540, predicted 4,280: tokens are priced as
-  sent to each rank, where DeepEP sends one copy to each node.
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 13,160 and 8,630,
+  with two batches 14,680 and 9,100; on 72 H100 it writes 2,785 with two batches, predicted 2,260 (LMSYS, 2025-09-25 and 2025-05-05;
+  `tests/simulator/serving/test_forward_pass.py`). None of these figures was fitted. Prompts of 2,000 tokens: 26,156 and 18,471
+  a second and GPU on GB200, predicted 32,850 and 16,900 with 32,768 tokens a step on four GPUs; on 32 H100 6,540, predicted 7,640
+  with two batches, a node being sent a token once, whose ranks pass it on. In nvfp4, products of attention are counted in 4 bits,
+  which published weights may leave in 16.
 - **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later. Its rows say "A100" without
   its memory, which is read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, errors would be 14 instead of 34 %
   (Llama 2 7B, vLLM), 11 instead of 35 (TensorRT-LLM) and 16 instead of 36 (Llama 3 8B, vLLM).
@@ -181,9 +200,7 @@ copy that could be had; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS 
 16 kB only. These, Llama 2 70B and Llama 3 70B are the models of these points that it profiles: offline throughput of vLLM in
 2024, no first tokens.
 
-aiconfigurator is ahead in first tokens of Kimi K2.5 on H200, where prompts of 1,024 tokens take some 46 ms longer than
-predicted whatever the load (cause not found), and in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer
-of ten drawn, of which two are of a release whose kernels were compiled while requests waited.
+@AHEAD@
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"

@@ -72,6 +72,13 @@ def test_what_engines_makers_set_is_assumed_where_a_row_leaves_it_open(
     assert named == ((receive, balance, cache) != (1, 0, "bfloat16"))
 
 
+def test_gpus_without_a_degree_are_not_taken_for_one_engine_of_one() -> None:
+    """Four GPUs are as well four engines as one of four, or two stages of two."""
+    row = {**ROW, "n_gpus": 4, "concurrency": 4}
+    assert "how 4 GPUs share the model" in validate_point({**row, "tp": None})["skipped"]
+    assert validate_point({**row, "tp": 4})["skipped"] is None
+
+
 def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
     """Two ranks of attention with seven requests each, in three engines; 0 is what the source does not state."""
     point = read_point(read_row({**ROW, "disagg": APART}))

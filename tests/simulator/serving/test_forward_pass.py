@@ -188,6 +188,33 @@ def test_wide_expert_parallel_as_published(
     assert answers / token_s(passes, answers * gpus, 2050) == pytest.approx(published, rel=0.3)
 
 
+@pytest.mark.parametrize(
+    ("machine", "gpus", "weights", "tokens", "both", "published"),
+    [
+        ("gb200-nvl72", 4, "float4", 32_768, False, 26_156),
+        ("gb200-nvl72", 4, "float8", 32_768, False, 18_471),
+        ("dgx-h100", 32, "float8", 16_384, True, 6540),
+    ],
+)
+def test_prompts_of_wide_expert_parallel_as_published(
+    machine: str, gpus: int, weights: str, tokens: int, both: Any, published: float
+) -> None:
+    """DeepSeek-R1 reading prompts of 2,000 and 4,000 tokens with SGLang, so many a step of a rank: tokens a second and
+    GPU by LMSYS, of the days above; on 32 GPUs in four nodes, each of which is sent a token once.
+    """
+    pool = made_even(Pool(dp_attention=gpus, ep=gpus), 256)
+    passes = costs(
+        "deepseek-v3", cluster(machine, gpus), engine="sglang", pool=pool, weights=weights, two_batches=both,
+        max_num_batched_tokens=tokens,
+    )  # fmt: skip
+    length = 2048 if gpus == 4 else 4096
+    readers = tokens * gpus // length
+    step = passes.seconds(
+        prompt_tokens=tokens * gpus, pairs=readers * length**2 / 2, sequences=0, keys=0.0, readers=readers
+    )
+    assert tokens / step == pytest.approx(published, rel=0.3)
+
+
 def test_two_batches_hide_the_way_to_experts_behind_what_they_compute() -> None:
     """No more is hidden than there is to compute; halves compute no less than the whole."""
     pool, machine = Pool(dp_attention=16, ep=16), cluster("dgx-h100", 16)
