@@ -1,6 +1,4 @@
-"""A plan in words: its degrees, what it sets besides them, its name in links, and what changes from one plan to
-another.
-"""
+"""A plan as text: its degrees, its other settings, its name in links, and the changes from one plan to another."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from simulator.config.overlap_sites import NONE, tp_overlap_label, tp_overlap_sl
 from simulator.config.plan import PLAIN_SCHEDULE, PLAN_FIELDS, Plan
 from topology import codec
 
-# The order in which degrees are named.
+# The order of degrees in texts.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-BESIDE_PRODUCT = {"ep"}  # which lies inside the others
-# Fields whose words are made below; every other is named by its own name.
+BESIDE_PRODUCT = {"ep"}  # a degree inside the others
+# Fields with texts of their own below; all others use their names.
 WORDED = {
     *DEGREES, "zero_stage", "virtual_stages", "schedule", "micro_batch_size", "recompute", "recompute_per_stage",
     "sequence_parallel", "tp_overlap", "cp_method", "layers_per_stage", "reshard_after_forward", "placement",
