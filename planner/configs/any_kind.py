@@ -24,8 +24,9 @@ def check_any(
     search: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Checked | CheckedServing:
-    """Judge a configuration; `clients` are fields of ServingFlags that describe the requests. Raises UserError for
-    flags without a meaning for this kind, BadInput for a text that cannot be read.
+    """Judge a configuration; `clients` are fields of ServingFlags that describe the requests.
+
+    Raises UserError for flags without a meaning for this kind, BadInput for a text that cannot be read.
     """
     said = {name: value for name, value in (clients or {}).items() if value is not None}
     if not serving_engine(text):

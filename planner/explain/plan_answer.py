@@ -47,8 +47,10 @@ def answer_plan(
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanAnswer:
     """Return the problems and the estimate of a case's plan, with the fixes found in the first half of the time until
-    `deadline`. `progress` is called with the estimate as text before fixes are searched, which takes several times as
-    long. Raises BadCluster if the GPU's rates are unknown.
+    `deadline`.
+
+    `progress` is called with the estimate as text before fixes are searched, which takes several times as long. Raises
+    BadCluster if the GPU's rates are unknown.
     """
     question, plan = case.question, case.plan
     problems = question.problems(plan)

@@ -1,5 +1,6 @@
-"""Reasons why candidates are rejected, as text: display names of the rules (`simulator.legality`). A rule's message is
-about one plan; these names are for all candidates that it rejected.
+"""Reasons why candidates are rejected, as text: display names of the rules (`simulator.legality`).
+
+A rule's message is about one plan; these names are for all candidates that it rejected.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTraffic:
-    """Bytes that cross one kind of link in a step. `mean_bytes` and `busiest_bytes` are per GPU, on average and at
-    most; `bytes_per_s` is the rate of a GPU's share of such links by the datasheet, in one direction, and `busy_share`
-    the part of the step that `busiest_bytes` take at that rate.
+    """Bytes that cross one kind of link in a step.
+
+    `mean_bytes` and `busiest_bytes` are per GPU, on average and at most; `bytes_per_s` is the rate of a GPU's share of
+    such links by the datasheet, in one direction, and `busy_share` the part of the step that `busiest_bytes` take at
+    that rate.
     """
 
     link: str

@@ -1,5 +1,6 @@
-"""Compose shell scripts from words: user input is quoted by shlex, and only our own words may be shell expressions. No
-command line is made by string formatting.
+"""Compose shell scripts from words: user input is quoted by shlex, and only our own words may be shell expressions.
+
+No command line is made by string formatting.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Figures as text, with no more digits than are known, which a value's range decides. All times of an answer have the
-unit and the last digit of its step, so that terms and their sum can be compared.
+"""Figures as text, with no more digits than are known, which a value's range decides.
+
+All times of an answer have the unit and the last digit of its step, so that terms and their sum can be compared.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from topology.units import GIB, two_digits
 
 
 def last_digit_s(value: Interval) -> float:
-    """Return the value of the last shown digit of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98). At least two
-    digits are shown for any range, since rounding to one would hide up to a third of the time.
+    """Return the value of the last shown digit of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98).
+
+    At least two digits are shown for any range, since rounding to one would hide up to a third of the time.
     """
     half = (value.high - value.low) / 2 or abs(value.value) * 1e-3
     if half <= 0:

@@ -16,7 +16,9 @@ def grid(
     headings: Sequence[str], rows: Iterable[Sequence[str]] = (), *, text: Collection[str] | None = None, gap: int = 1
 ) -> Table:
     """Return a table of `rows`; `text` are the headings of text columns, by default the first. `gap` is the space
-    between columns. Cells are made safe for a terminal by `printable`.
+    between columns.
+
+    Cells are made safe for a terminal by `printable`.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
     words = set(headings[:1]) if text is None else text

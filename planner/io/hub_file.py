@@ -16,7 +16,9 @@ _NAME = re.compile(r"(?P<repository>[\w.-]{1,60}/[\w.-]{1,96})(?:@(?P<revision>[
 
 def with_fetched_model(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags without `online`; if it was set, `model` becomes the path of a fetched config.json, unless the
-    model is known without a network. Raises UserError where it cannot be fetched.
+    model is known without a network.
+
+    Raises UserError where it cannot be fetched.
     """
     values = {name: value for name, value in flags.items() if name != "online"}
     if not flags.get("online"):

@@ -63,8 +63,10 @@ def parse_bytes(text: str) -> float:
 
 
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
-    """Return the calibrations of a profile file; empty ones without a path. With `strict`, a profile of other GPUs, of
-    another driver or of long ago is an error. Raises BadInput when the file is malformed or its values are impossible.
+    """Return the calibrations of a profile file; empty ones without a path.
+
+    With `strict`, a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
+    is malformed or its values are impossible.
     """
     if path is None:
         return Calibrations(None, strict=strict)

@@ -46,8 +46,9 @@ class ProcessEnded(PlannerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a job may use. `forgotten_s` is how long it runs without being asked for. `aside`: it may be slowed down for
-    others, which a measurement may not.
+    """What a job may use. `forgotten_s` is how long it runs without being asked for.
+
+    `aside`: it may be slowed down for others, which a measurement may not.
     """
 
     limit_s: float = 600.0

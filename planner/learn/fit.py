@@ -1,10 +1,13 @@
 """A runtime's own costs from whole runs: factors of kernels, collectives, memory and host costs relative to a similar
-description. A few runs say little about many costs, so the fit is least squares of logarithms around the description.
-The prior spread of a cost is that between runtimes; the spread of a run is the error of a right description, larger for
-runs with less kernel time. Published grids contain runs that stalled or shared their machine; a loss that hardly grows
-beyond a few spreads gives such rows no weight. Memory is fitted before steps, with a factor for state and one for saved
-tensors. A run with a full GPU waits for its allocator in every micro batch, so it shows the cost of that and almost
-nothing else.
+description.
+
+A few runs say little about many costs, so the fit is least squares of logarithms around the description. The prior
+spread of a cost is that between runtimes; the spread of a run is the error of a right description, larger for runs with
+less kernel time.
+
+Published grids contain runs that stalled or shared their machine; a loss that hardly grows beyond a few spreads gives
+such rows no weight. Memory is fitted before steps, with a factor for state and one for saved tensors. A run with a full
+GPU waits for its allocator in every micro batch, so it shows the cost of that and almost nothing else.
 """
 
 from __future__ import annotations

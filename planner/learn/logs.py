@@ -1,5 +1,6 @@
-"""Read the measurements in a training log: the lines that torchtitan, Megatron-LM and DeepSpeed write about steps. A
-log has step times and memory; the case that names it (`measured.log`) has the plan. torchtitan's line is written by
+"""Read the measurements in a training log: the lines that torchtitan, Megatron-LM and DeepSpeed write about steps.
+
+A log has step times and memory; the case that names it (`measured.log`) has the plan. torchtitan's line is written by
 components/metrics.py (`tps` tokens a second and GPU, `memory` what its allocator reserved at most), Megatron-LM's by
 megatron/training/training.py (`training_log`, `report_memory`: MB are MiB), DeepSpeed's by utils/timer.py
 (`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
@@ -90,9 +91,10 @@ RESERVED, ALLOCATED = "torch max reserved", "torch max allocated"
 
 
 def measured_in(text: str, *, where: str, global_batch: float | None) -> JsonObject:
-    """Return the `measured` section of a case from the log of its run. `global_batch` of the case converts DeepSpeed's
-    samples per second to steps. Raises BadInput for a text without a step of any of the three, or with steps of more
-    than one.
+    """Return the `measured` section of a case from the log of its run.
+
+    `global_batch` of the case converts DeepSpeed's samples per second to steps. Raises BadInput for a text without a
+    step of any of the three, or with steps of more than one.
     """
     reads = {kind: _Read() for kind in KINDS}
     for line in text.splitlines():
@@ -140,8 +142,10 @@ def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: floa
 
 
 def with_log(case: JsonObject, folder: Path, where: str) -> JsonObject:
-    """Return a case with the measurements of the file that its `measured.log` names; other cases unchanged. The file
-    must be in `folder` or below. Raises BadInput for another place, and if the case also states measurements itself.
+    """Return a case with the measurements of the file that its `measured.log` names; other cases unchanged.
+
+    The file must be in `folder` or below. Raises BadInput for another place, and if the case also states measurements
+    itself.
     """
     measured = case.get("measured")
     if not isinstance(measured, dict) or measured.get("log") is None:

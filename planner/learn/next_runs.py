@@ -1,10 +1,11 @@
-"""The runs that would teach most: those after which every candidate is similar to a run that was made. The distance of
-two steps is the uncertainty of their ratio before any run, from the spreads of a runtime's costs around its description
-and the gradients of both steps. The next run is the one that minimises the sum of all candidates' distances to the
-nearest run, and so on (greedy k-medoids: Cornuejols, Fisher, Nemhauser, Management Science 23, 1977). Runs that
-minimise the uncertainty of costs would be the extremes of a grid, where a description is worst. If the form of the
-model is wrong rather than its numbers, runs spread like the candidates are better (Box, Draper, J. Am. Statist. Assoc.
-54, 1959).
+"""The runs that would teach most: those after which every candidate is similar to a run that was made.
+
+The distance of two steps is the uncertainty of their ratio before any run, from the spreads of a runtime's costs around
+its description and the gradients of both steps. The next run is the one that minimises the sum of all candidates'
+distances to the nearest run, and so on (greedy k-medoids: Cornuejols, Fisher, Nemhauser, Management Science 23, 1977).
+Runs that minimise the uncertainty of costs would be the extremes of a grid, where a description is worst. If the form
+of the model is wrong rather than its numbers, runs spread like the candidates are better (Box, Draper, J. Am. Statist.
+Assoc. 54, 1959).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def ask_next(
     runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, like: str, *, compiled: bool
 ) -> list[JsonObject]:
     """Return the plans whose runs would narrow the fit most, best first, each with the uncertainty of its step; as many
-    as `ENOUGH` requires. Candidates are cases without a measurement if there are any, else neighbours of cases that
-    were run.
+    as `ENOUGH` requires.
+
+    Candidates are cases without a measurement if there are any, else neighbours of cases that were run.
     """
     ran = [run.case for run in runs]
     candidates = _few([*(unmeasured or _neighbours(ran))])

@@ -1,7 +1,8 @@
-"""Robust least squares around a prior, for few parameters and expensive predictions. A step is the maximum over several
-resources, so a cost may have an effect in few runs, or in none before it has grown. Damped Gauss-Newton steps with
-finite differences of a few percent are not misled by such kinks, and need fewer predictions than a trust region, whose
-first steps are short near the prior.
+"""Robust least squares around a prior, for few parameters and expensive predictions.
+
+A step is the maximum over several resources, so a cost may have an effect in few runs, or in none before it has grown.
+Damped Gauss-Newton steps with finite differences of a few percent are not misled by such kinks, and need fewer
+predictions than a trust region, whose first steps are short near the prior.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ SPELLED: dict[str, Callable[[str], str]] = {
 
 def with_modules(stated: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], list[str]]:
     """Return a plan's fields with the modules of `recompute_modules` as its recompute mode, and the assumptions.
+
     `selective` recomputes these modules; `full` ignores them, and `none` contradicts them.
     """
     given = stated_value(stated, "recompute_modules")
@@ -152,7 +153,7 @@ def _product(stated: Mapping[str, Any]) -> int:
     product = 1
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
         degree = stated.get(axis)
-        product *= degree if isinstance(degree, int) and degree > 0 else 1  # other values are refused where it is read
+        product *= degree if isinstance(degree, int) and degree > 0 else 1  # others are refused when they are read
     return product
 
 
@@ -165,8 +166,9 @@ def gpus_of(stated: Mapping[str, Any], available: int) -> int:
 
 
 def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
-    """Set an open data-parallel degree so that `gpus` are used, and return the assumption. If no whole degree does it,
-    nothing is set, and the world-size rule reports that.
+    """Set an open data-parallel degree so that `gpus` are used, and return the assumption.
+
+    If no whole degree does it, nothing is set, and the world-size rule reports that.
     """
     by_stage = bool(framework.zero_stages) and not unsaid(stated.get("zero_stage"))
     filled = "dp_replicate" if by_stage else framework.fills

@@ -153,6 +153,7 @@ def build_case(
     outcome: str | None = None,
 ) -> Case:
     """Return the case of a stated plan and runtime; what is left open has the framework's defaults and is listed.
+
     `assumed` has earlier assumptions, `seen` the measurements. Raises BadPlan for impossible values; `where` begins the
     message.
     """
@@ -312,6 +313,7 @@ def complete_plan(
     stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str, experts: bool = False
 ) -> tuple[Plan, list[str]]:
     """Return the Plan that `stated` describes, with the framework's defaults for unstated fields, and the assumptions.
+
     An unstated micro batch is one sequence in a pipeline (torchtitan's default), else the whole share of a
     data-parallel rank, as without gradient accumulation. `experts`: the model has some.
     """

@@ -36,6 +36,7 @@ class Fitted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedRuntime:
     """`name` is the name of its runs, `like` the description around which they were fitted, `rows` their number.
+
     `fitted` has factors of described costs (`FACTORS`; `activation_factor` is a further factor of memory that is no
     state), fields of HostSpec, `crossing_s`, added to a collective for each crossing between nodes, and `flush_s`,
     added to a micro batch on a full GPU.

@@ -1,6 +1,8 @@
-"""Flags given with a saved plan or a case override the file, and every change is listed. The degrees keep filling the
-same GPUs: if a degree or the number of GPUs changes and data parallelism is not stated, the data-parallel degree
-follows. Settings that only fit the original plan (layers by stage, placement) are removed, and listed.
+"""Flags given with a saved plan or a case override the file, and every change is listed.
+
+The degrees keep filling the same GPUs: if a degree or the number of GPUs changes and data parallelism is not stated,
+the data-parallel degree follows. Settings that only fit the original plan (layers by stage, placement) are removed, and
+listed.
 """
 
 from __future__ import annotations

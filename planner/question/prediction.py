@@ -1,7 +1,8 @@
-"""The best prediction of a plan: simulated if its program is short, else by the analytical model. Both use the same
-description of passes (`simulator.passes`). Memory is replayed through the caching allocator. The choice of method
-depends on the plan and its question only, so a plan has the same step and memory wherever it is shown: in a list,
-alone, compared with another, or explained.
+"""The best prediction of a plan: simulated if its program is short, else by the analytical model.
+
+Both use the same description of passes (`simulator.passes`). Memory is replayed through the caching allocator. The
+choice of method depends on the plan and its question only, so a plan has the same step and memory wherever it is shown:
+in a list, alone, compared with another, or explained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The question shared by all commands, the explorer and the exports: which plans are legal, and what do they cost?
+
 `planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from the flags of
 `suggest`.
 """

@@ -17,8 +17,9 @@ from topology.codec import JsonObject
 def recipe_settings(
     runtime: Mapping[str, Any], plan: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload
 ) -> tuple[JsonObject, JsonObject, list[str]]:
-    """Return a runtime and a plan with the settings of the runtime's recipes for such a run, and the assumptions. The
-    first recipe with a key sets it, together with related settings such as the parts that graphs replay.
+    """Return a runtime and a plan with the settings of the runtime's recipes for such a run, and the assumptions.
+
+    The first recipe with a key sets it, together with related settings such as the parts that graphs replay.
     """
     spec = runtime_spec(str(runtime["name"]))
     chosen, planned, assumed = dict(runtime), dict(plan), []

@@ -35,9 +35,10 @@ RECIPES = (
 
 
 def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
-    """Return the sequences of a step, and the name of the recipe. The number is a multiple of `gpus` and of powers of
-    two, or a power of two if a step has fewer sequences than GPUs, so it can be divided by many numbers of
-    data-parallel ranks and micro batch sizes.
+    """Return the sequences of a step, and the name of the recipe.
+
+    The number is a multiple of `gpus` and of powers of two, or a power of two if a step has fewer sequences than GPUs,
+    so it can be divided by many numbers of data-parallel ranks and micro batch sizes.
     """
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len

@@ -31,9 +31,10 @@ AWAY = frozenset({429, 502, 503, 504})
 
 
 class Client:
-    """Asks one service. `token` defaults to the variable MESHWRIGHT_TOKEN. Requests that a service did not answer are
-    sent again for `patience_s`; each job is accepted only once, since it has an Idempotency-Key. Methods raise
-    ServiceError when the service refuses or stays away.
+    """Asks one service. `token` defaults to the variable MESHWRIGHT_TOKEN.
+
+    Requests that a service did not answer are sent again for `patience_s`; each job is accepted only once, since it has
+    an Idempotency-Key. Methods raise ServiceError when the service refuses or stays away.
     """
 
     def __init__(self, url: str, *, token: str | None = None, patience_s: float = PATIENCE_S) -> None:

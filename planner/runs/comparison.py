@@ -110,8 +110,10 @@ def _largest(ranks: Iterable[Mapping[str, Any]], key: str) -> float | None:
 
 
 def compare(document: Mapping[str, Any], tolerance_percent: float | None) -> JsonObject | None:
-    """Return the errors of a run's prediction, or None if there is nothing to compare. `within` is whether the measured
-    median of the step is in the predicted interval or, if a tolerance is given, whether the error is at most that.
+    """Return the errors of a run's prediction, or None if there is nothing to compare.
+
+    `within` is whether the measured median of the step is in the predicted interval or, if a tolerance is given,
+    whether the error is at most that.
     """
     if not document.get("complete"):
         return None

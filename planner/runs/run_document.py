@@ -1,6 +1,7 @@
-"""Types and ranges of everything that is read from a run's report, `run.json`. A report is written by the executor and
-read much later, by other versions and from other machines. It stays plain data, since it is kept and shown unchanged,
-but only checked reports are read.
+"""Types and ranges of everything that is read from a run's report, `run.json`.
+
+A report is written by the executor and read much later, by other versions and from other machines. It stays plain data,
+since it is kept and shown unchanged, but only checked reports are read.
 """
 
 from __future__ import annotations

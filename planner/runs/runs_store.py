@@ -121,6 +121,7 @@ def default_path() -> Path:
 
 def list_runs(path: str | Path | None = None, *, limit: int | None = None) -> tuple[RunSummary, ...]:
     """Return the kept runs, newest first; empty if there is no store yet. Raises PlannerError when it is broken.
+
     Invalid rows are left out: see `damaged_runs`.
     """
     runs = [run for run in _rows(path) if isinstance(run, RunSummary)]

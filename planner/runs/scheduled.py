@@ -1,6 +1,7 @@
-"""A run at a scheduler: submitted once, followed, cancelled, and its records collected. A record of the submission is
-written next to the job's file before the scheduler is asked. So a process that follows the run after a crash submits
-nothing twice, and reports it if it cannot know whether the scheduler took the job.
+"""A run at a scheduler: submitted once, followed, cancelled, and its records collected.
+
+A record of the submission is written next to the job's file before the scheduler is asked. So a process that follows
+the run after a crash submits nothing twice, and reports it if it cannot know whether the scheduler took the job.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ ENDED_BY_SCHEDULER = {
     "cancelled": "the job was cancelled",
     "revoked": "the job was revoked",
 }
-TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # which say nothing of what ran
+TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # they say nothing of what ran
 ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
 
 
@@ -150,9 +151,10 @@ class Followed:
     given_up: float | None = None
 
     def look(self) -> JsonObject | None:
-        """Return the report, with the scheduler's cause if the run was ended from outside; None while it runs. Raises
-        NoReport if it ended without one, NotEnded when its time is over, and PlannerError if it is unknown whether it
-        was submitted.
+        """Return the report, with the scheduler's cause if the run was ended from outside; None while it runs.
+
+        Raises NoReport if it ended without one, NotEnded when its time is over, and PlannerError if it is unknown
+        whether it was submitted.
         """
         folder, submission = self.job.directory, self.submission
         if submission.said is None:
@@ -204,8 +206,9 @@ def follow(
     poll_s: float = POLL_S,
     late_s: float = LATE_S,
 ) -> JsonObject:
-    """Wait until a run has left its report, and return it. A job that is still queued at the end is cancelled. Raises
-    PlannerError if it ended without a report, or did not end within `patience_s`.
+    """Wait until a run has left its report, and return it. A job that is still queued at the end is cancelled.
+
+    Raises PlannerError if it ended without a report, or did not end within `patience_s`.
     """
     followed = Followed(job=job, submission=submission, ends=time.monotonic() + patience_s, tell=tell, late_s=late_s)
     while (document := followed.look()) is None:

@@ -83,9 +83,10 @@ def _crossings(op: str, nodes: int) -> float:
 
 @dataclass(slots=True)
 class CollectiveModel:
-    """Times of collectives on one cluster, measured where there are samples. `crossing_s` is added for every crossing
-    of a chain of ranks from one node to another; `network_factor` multiplies the modelled times of collectives between
-    nodes. Both come from measured runs.
+    """Times of collectives on one cluster, measured where there are samples.
+
+    `crossing_s` is added for every crossing of a chain of ranks from one node to another; `network_factor` multiplies
+    the modelled times of collectives between nodes. Both come from measured runs.
     """
 
     cluster: Cluster

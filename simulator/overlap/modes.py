@@ -75,9 +75,11 @@ LARGEST_ADDED_BYTES = 2**27
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends to each
-    other rank. Several products may share a gather, or add up before a scatter: times are of all of them together,
-    `first_s` is that of the first (0: there is only one). `queued_s` is how long the moving stream is still busy when
-    the operation begins.
+    other rank.
+
+    Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is
+    that of the first (0: there is only one). `queued_s` is how long the moving stream is still busy when the operation
+    begins.
     """
 
     ranks: Value

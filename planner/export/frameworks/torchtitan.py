@@ -13,8 +13,9 @@ TITLE = "torchtitan"
 
 
 def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tuple[str, ...]]:
-    """Return the job with its sharding as FSDP2 degrees, the settings that torchtitan cannot express, and notes. Raises
-    Infeasible for a plan that it cannot run.
+    """Return the job with its sharding as FSDP2 degrees, the settings that torchtitan cannot express, and notes.
+
+    Raises Infeasible for a plan that it cannot run.
     """
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):

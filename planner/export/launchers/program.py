@@ -54,8 +54,10 @@ def _with_file(draft: Draft, name: str, text: str) -> Draft:
 
 
 def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[Variable, ...]:
-    """Return the variables set on every node, besides those that every plan assumes. NCCL finds its ports itself but
-    does not recognise ports that are down; if there are any, the ports that are up are named exactly (the leading =).
+    """Return the variables set on every node, besides those that every plan assumes.
+
+    NCCL finds its ports itself but does not recognise ports that are down; if there are any, the ports that are up are
+    named exactly (the leading =).
     """
     if hosts.count == 1 or len(job.question.cluster.groups) != 1:
         return draft.environment

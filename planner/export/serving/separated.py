@@ -1,5 +1,6 @@
-"""A disaggregated plan as files: engines for prompts, engines for answers, and the router for clients. The cache is
-sent by NIXL. SGLang: sglang/srt/server_args.py (disaggregation) and sglang_router/router_args.py. vLLM:
+"""A disaggregated plan as files: engines for prompts, engines for answers, and the router for clients.
+
+The cache is sent by NIXL. SGLang: sglang/srt/server_args.py (disaggregation) and sglang_router/router_args.py. vLLM:
 docs/features/nixl_connector_usage.md, whose router is toy_proxy_server.py of its repository
 (tests/v1/kv_connector/nixl_integration).
 """

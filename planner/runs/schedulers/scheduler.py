@@ -18,8 +18,9 @@ MOST_LOG_BYTES = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A submission. `said` is the scheduler's answer; None before it. `job` is the name that we gave the job, if the
-    scheduler allows it; `task` the index of a job in an array.
+    """A submission. `said` is the scheduler's answer; None before it.
+
+    `job` is the name that we gave the job, if the scheduler allows it; `task` the index of a job in an array.
     """
 
     launcher: str
