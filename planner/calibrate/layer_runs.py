@@ -20,7 +20,7 @@ from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec
 
 MAX_RANKS = 4
-# With 256 tokens the kernels of such a layer take no longer on the device than their launches on the host.
+# With 256 tokens the kernels of such a layer take at most as long on the device as their launches on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
 # Parts that a layer of Llama or Qwen 3 does not have.
 PLAIN: dict[str, Any] = {

@@ -138,7 +138,7 @@ def _parts_s(formula: Estimate, run: Run) -> tuple[dict[str, float], dict[str, f
 def breakdown_s(run: Run) -> dict[str, float]:
     """Return where the step's time goes on the rank that computes longest; the parts add up to the step.
 
-     Each moment counts once, with this priority: compute, exposed communication, copies, waiting for partners (bubble),
+    Each moment counts once, with this priority: compute, exposed communication, copies, waiting for partners (bubble),
     the host where it alone was busy, else bubble.
 
     The account (`simulator.analytical.account`) instead names a wait by what ends it: a wait that a late launch ends
