@@ -61,8 +61,9 @@ def _variables(said: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> CheckedFile | CheckedFolder:
-    """Return the answer, for all configurations of a folder if `file` is one. Raises BadInput for a file that cannot be
-    read, UserError for flags that have no meaning for it.
+    """Return the answer, for all configurations of a folder if `file` is one.
+
+    Raises BadInput for a file that cannot be read, UserError for flags that have no meaning for it.
     """
     flags = CheckFlags(
         model=asked.model,

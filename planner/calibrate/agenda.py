@@ -156,7 +156,9 @@ def agenda_for(
     stand_in: bool = False,
 ) -> Agenda:
     """Return what to measure on `gpus` GPUs of `cluster` within `budget_s` seconds; for a `stand_in` tiny ones of the
-    same kinds. Raises the errors of predicting the steps.
+    same kinds.
+
+    Raises the errors of predicting the steps.
     """
     steps = list(wanted.steps)
     runtimes = [step.runtime for step in steps]

@@ -112,8 +112,9 @@ def in_order(
     everything: bool = False,
 ) -> list[Chosen]:
     """Return the measurements that are worth their seconds within `budget_s` on `gpus` GPUs, in order; `knowledge` is
-    conditioned on them. With `everything`, the others follow in their given order. Measurements on few GPUs run at the
-    same time on different GPUs, so a second of one costs its share of the GPUs.
+    conditioned on them. With `everything`, the others follow in their given order.
+
+    Measurements on few GPUs run at the same time on different GPUs, so a second of one costs its share of the GPUs.
     """
     left, found, time_left = list(measurements), [], budget_s
     while left:

@@ -68,8 +68,9 @@ def difference_from(
     calibration: Calibration | None = None,
     profile: Profile | None = None,
 ) -> Difference:
-    """Return the terms that could account for a step that took `step_s` seconds and was predicted as `estimate`. Raises
-    the errors of predicting it.
+    """Return the terms that could account for a step that took `step_s` seconds and was predicted as `estimate`.
+
+    Raises the errors of predicting it.
     """
     agenda = agenda_for(
         Wanted(steps=(step,)),

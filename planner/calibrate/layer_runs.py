@@ -78,8 +78,10 @@ def _step(name: str, model: Model, plan: Plan, seq_len: int, *, compiled: bool =
 
 
 def _types(runtime: Runtime, plan: Plan) -> Runtime:
-    """Return the runtime with the types that it uses under a plan. Mixed precision comes with FSDP, also where it wraps
-    a single rank; otherwise a divided model computes in the type in which it is stored.
+    """Return the runtime with the types that it uses under a plan.
+
+    Mixed precision comes with FSDP, also where it wraps a single rank; otherwise a divided model computes in the type
+    in which it is stored.
     """
     if runtime_spec(runtime.name).fsdp.wraps_one == "always":
         return runtime
@@ -101,8 +103,9 @@ def timed_runtime(runtime: Runtime) -> Runtime:
 
 def narrow_requests(step: PlannedStep, gpus: int) -> list[LayerItem]:
     """Return the narrow runs whose host does the same work as the plan's: of its layer and, under a pipeline, of two
-    stages. For a runtime that the executor cannot run, a plain layer of the executor on one GPU, which shows the host's
-    speed.
+    stages.
+
+    For a runtime that the executor cannot run, a plain layer of the executor on one GPU, which shows the host's speed.
     """
     if not runs_here(step.runtime):
         plain = replace(step, model=one_layer(TYPICAL_LAYERS[0], VOCABULARY), runtime=timed_runtime(step.runtime))

@@ -1,6 +1,8 @@
 """Possible measurements for given steps: layers, operators, collectives, contention and overlap, each with the terms
-that it shows. A measurement is one job of the executor. Its seconds are estimated from runs on four H200 (per sample,
-with processes running); they are used for the order and shown to the user.
+that it shows.
+
+A measurement is one job of the executor. Its seconds are estimated from runs on four H200 (per sample, with processes
+running); they are used for the order and shown to the user.
 """
 
 from __future__ import annotations
@@ -139,8 +141,10 @@ class PossibleMeasurements:
             )
 
     def _terms_shown(self, waiting: float) -> NDArray[np.bool_]:
-        """Return the terms shown by a run of layers that waits for its host for this share of its time. The fit takes
-        host costs from host-bound runs, and kernels from device-bound runs (`simulator.fitting.runtime_fit`).
+        """Return the terms shown by a run of layers that waits for its host for this share of its time.
+
+        The fit takes host costs from host-bound runs, and kernels from device-bound runs
+        (`simulator.fitting.runtime_fit`).
         """
         hosts = np.array([term.host for term in self.terms], dtype=np.bool_)
         if waiting > 1 - HOST_BOUND:
@@ -331,6 +335,7 @@ def own_effects(
     steps: Sequence[PlannedStep], cluster: Cluster, terms: Sequence[Term], known: Calibration | None
 ) -> tuple[Floats, Floats]:
     """Return (effects of the terms on each step, the steps in seconds); steps of one question are predicted together.
+
     Raises the errors of predicting them.
     """
     rows, seconds = np.zeros((len(steps), len(terms))), np.zeros(len(steps))

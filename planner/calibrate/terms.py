@@ -182,8 +182,9 @@ def effects(
     scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
 ) -> tuple[Floats, EstimateTable]:
     """Return the change of the logarithm of each plan's step for one unit of each term, shape (plans, terms), and the
-    prediction, whose first rows are the plans. With `hosts_alone` only host terms have an effect. Raises the errors of
-    predicting the plans.
+    prediction, whose first rows are the plans.
+
+    With `hosts_alone` only host terms have an effect. Raises the errors of predicting the plans.
     """
     known = _known(scenario)
     base = replace(scenario, calibration=known)

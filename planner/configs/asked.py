@@ -70,6 +70,7 @@ class Stated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """The question that a configuration asks: `facts` are the facts of its plan, `given` the inputs of its reader.
+
     `case` is None if it contradicts itself (`problems`) or leaves something open (`questions`). If only the model is
     open, `stated` has the rest.
     """
@@ -108,8 +109,10 @@ class _Machine:
 
 
 def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
-    """Return the question of a configuration, without its answer. Raises BadInput (exit 2) for a text that cannot be
-    read or an unknown model or cluster, Stale (exit 1) for a profile in doubt if it is refused.
+    """Return the question of a configuration, without its answer.
+
+    Raises BadInput (exit 2) for a text that cannot be read or an unknown model or cluster, Stale (exit 1) for a profile
+    in doubt if it is refused.
     """
     configuration = read_configuration(text, where, flags)
     assumed = list(configuration.assumed)
@@ -207,8 +210,9 @@ def _spread(cluster: Cluster, name: str, gpus: int, machines: int, flags: CheckF
 def _facts(
     configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine, assumed: list[str]
 ) -> tuple[Facts, Facts, _Machine]:
-    """Return the inputs of a configuration's reader and the facts that it reads, for the machine's GPUs. If their
-    number is not stated, they are the cluster's, or as few whole nodes as the stated degrees fill.
+    """Return the inputs of a configuration's reader and the facts that it reads, for the machine's GPUs.
+
+    If their number is not stated, they are the cluster's, or as few whole nodes as the stated degrees fill.
     """
     given = _given(configuration, flags, model, machine)
     if not machine.open_gpus:

@@ -28,8 +28,9 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """A stated and a predicted step. `error` is predicted over stated, less one; `causes` are sorted by likelihood. A
-    step inside the interval needs no cause.
+    """A stated and a predicted step. `error` is predicted over stated, less one; `causes` are sorted by likelihood.
+
+    A step inside the interval needs no cause.
     """
 
     step_s: float
@@ -51,8 +52,9 @@ class StatedRate:
 
 
 def stated_rate(measured: str | None, tokens_per_s: float | None) -> StatedRate | None:
-    """Return what a source states as a time (`9.2s`, `850ms`) or a rate; None without either. Raises UserError for
-    both, and for a text that is no time.
+    """Return what a source states as a time (`9.2s`, `850ms`) or a rate; None without either.
+
+    Raises UserError for both, and for a text that is no time.
     """
     if measured is None:
         return None if tokens_per_s is None else StatedRate(tokens_per_s=tokens_per_s)

@@ -1,5 +1,5 @@
-"""The answers of `planner suggest` and `planner estimate` as text: the sentence that answers, a table, why, how to
-start it, and then what it rests on. The first of these fit a screen of 80 columns.
+"""The answers of `planner suggest` and `planner estimate` as text: a sentence with the answer, a table, the reasons,
+how to start it, and then what it is based on. All but the last fit a screen of 80 columns.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from simulator.config.estimate import SURE, Estimate, Fit, chance
 from simulator.config.plan import Plan
 from topology.units import two_digits
 
-NARROW, NARROWEST = 70, 54  # columns of a screen below which the table of plans says less
-LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a word
+NARROW, NARROWEST = 70, 54  # columns below which the table of plans has fewer columns
+LEAST_GAIN = 0.01  # least gain, as a share of the step, for which a plan that may not fit is mentioned
 
 
 def print_search(result: SearchResult, *, out: str | None) -> None:
@@ -111,7 +111,7 @@ def print_estimate(found: PlanAnswer) -> None:
 
 
 def answer_sentence(best: RankedPlan) -> str:
-    """Return the sentence that answers: what to use, how long a step takes, and how much memory it needs."""
+    """Return the sentence with the answer: the plan, its step time, and its memory."""
     memory = best.estimate.memory
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
     if memory.fit is not Fit.YES:
@@ -131,7 +131,9 @@ def tokens_text(estimate: Estimate, plan: Plan) -> str:
 
 
 def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
-    """Return what the fastest plan that may fit would gain over the first, which surely does, and how they differ."""
+    """Return a sentence on the fastest plan that may fit: its gain over the first, which surely fits, and the
+    differences.
+    """
     plan, memory = found.plan, found.estimate.memory
     if approach_text(plan) == approach_text(best.plan):
         what = f"The same with {differences_text(best.plan, plan)}"
@@ -157,7 +159,7 @@ def question_line(question: Question, plan: Plan) -> str:
 
 
 def batch_line(plan: Plan, question: Question) -> str:
-    """Return how the global batch is made of micro batches, by gradient accumulation."""
+    """Return how micro batches make up the global batch, by gradient accumulation."""
     workload = question.workload
     turns = plan.micro_batches(workload.global_batch_size)
     kind = "micro batches" if plan.pp > 1 else "accumulated micro batches"
@@ -170,7 +172,7 @@ def batch_line(plan: Plan, question: Question) -> str:
 
 
 def order_line(plan: Plan, question: Question) -> str:
-    """Return which rank runs on which GPU."""
+    """Return a sentence on which rank runs on which GPU."""
     if not plan.placement or plan.placement == tuple(range(plan.gpus)):
         return "order     ranks in the order of the GPUs"
     order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
@@ -178,7 +180,7 @@ def order_line(plan: Plan, question: Question) -> str:
 
 
 def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
-    """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
+    """Return lines on how to start a plan: micro batches, the order of the GPUs, and commands."""
     start = f"planner export {out or 'plan.json'} --to {question.framework.tools.export}"
     saved = f"saved     {out}" if out else None
     save = "" if out else "add --out plan.json, then: "
@@ -191,7 +193,7 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
 
 def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequence[MayFit] = ()) -> None:
     """Print the ranked plans in at most 80 columns, tied ones marked, and below them the `likely` faster ones."""
-    # A narrow screen has room for what decides, and for the plans themselves.
+    # A narrow screen has room only for the plans and the figures that decide.
     width = console().width
     left_out = {"tok/s/GPU", "MFU"} if width < NARROW else set()
     left_out |= {"micro", "recompute"} if width < NARROWEST else set()
@@ -233,18 +235,18 @@ def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequenc
 
 
 def fits_text(estimate: Estimate) -> str:
-    """Return whether a plan fits, in a word or as a probability."""
+    """Return whether a plan fits, as a word or a probability."""
     memory = estimate.memory
     return {Fit.YES: "yes", Fit.NO: "no"}.get(memory.fit) or chance(memory.fit_probability)
 
 
 def _chance_text(probability: float | None) -> str:
-    """Return in a word how sure it is that the best plan on a number of GPUs fits."""
+    """Return as a word how certainly the best plan on a number of GPUs fits."""
     return "-" if probability is None else "yes" if probability >= SURE else chance(probability)
 
 
 def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
-    """Print the best plan on each GPU count, where several were compared."""
+    """Print the best plan for each number of GPUs, if several were compared."""
     if not rows:
         return
     print()
@@ -272,7 +274,7 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
 
 
 def question_lines(question: Question) -> list[str]:
-    """Return what was asked, line by line."""
+    """Return the question, line by line."""
     return [
         f"cluster   {cluster_line(question.cluster)}",
         f"model     {model_line(question.model)}",
@@ -299,7 +301,7 @@ def _default_words(name: str, value: str) -> str:
 
 
 def assumed_parts(assumed: Sequence[str]) -> list[str]:
-    """Return what was assumed, each once, the defaults of a runtime together."""
+    """Return the assumptions, each once, with the defaults of a runtime together."""
     defaults: dict[str, list[str]] = {}
     others = []
     for line in dict.fromkeys(assumed):
@@ -313,6 +315,6 @@ def assumed_parts(assumed: Sequence[str]) -> list[str]:
 
 
 def assumed_lines(assumed: Sequence[str]) -> list[str]:
-    """Return one line of what was assumed, or none."""
+    """Return one line with an assumption, or none."""
     parts = assumed_parts(assumed)
     return [f"assumed   {'; '.join(parts)}"] if parts else []

@@ -1,4 +1,4 @@
-"""Two plans, term by term: what each takes, what they set differently, and whether they answer the same question."""
+"""Compare two plans, term by term: their times, their settings, and their questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topology.codec import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`terms` add up to the difference of the two steps. `settings` and `question` say line by line what differs."""
+    """`terms` add up to the difference of the two steps. `settings` and `question` list the differences."""
 
     cases: tuple[Case, Case]
     estimates: tuple[Estimate, Estimate]
@@ -51,7 +51,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
 
 
 def _differing(one: Any, other: Any) -> list[str]:
-    """Return what differs between two parts of a question; of machines with other GPUs, both in a line."""
+    """Return the differences of two parts of a question; for clusters with different GPUs, both on one line."""
     if isinstance(one, Cluster) and {kind.name for kind in one.gpu_kinds} != {kind.name for kind in other.gpu_kinds}:
         return [f"{cluster_line(one)} -> {cluster_line(other)}"]
     return differences(one, other)

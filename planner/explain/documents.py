@@ -15,7 +15,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.cores import on_cores
 
-TRAFFIC_S = 0.04  # that counting the bytes of a plan takes at least, of most
+TRAFFIC_S = 0.04  # least and most seconds for counting the bytes of a plan
 
 
 def search_document(result: SearchResult) -> JsonObject:
@@ -39,7 +39,7 @@ def search_document(result: SearchResult) -> JsonObject:
 
 
 def _traffic(result: SearchResult, listed: RankedPlan) -> Any:
-    """Return the bytes of a listed plan by axis and by link; None where the time limit ended before."""
+    """Return the bytes of a listed plan by axis and by link; None if the time limit ended before."""
     if result.cut_short:
         return None
     question = result.question
@@ -51,7 +51,7 @@ def _above_published(question: Question, listed: RankedPlan) -> Any:
 
 
 def question_document(question: Question, gpus: int) -> JsonObject:
-    """Return what was asked, of so many GPUs."""
+    """Return the question, for this number of GPUs."""
     return {
         "model": question.model.name,
         "cluster": question.cluster.name,

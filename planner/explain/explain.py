@@ -1,8 +1,8 @@
 """Explain a plan: where its step and memory go, why other plans lost, and what would change the answer.
 
-Data for the command and the explorer. The flip points of the answer, where they are asked for, are found by searching
-again on a changed cluster, not by comparing two plans: below this bandwidth, or with this much memory, the *best plan*
-is another. Both plans are then predicted there, and what does not hold is left out.
+Data for the command and the explorer. The flip points of the answer, if requested, are found by searching again on a
+changed cluster, not by comparing two plans: below this bandwidth, or with this much memory, the *best plan* is another.
+Both plans are then predicted for that cluster, and flip points that the predictions do not confirm are left out.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from topology.cluster import Cluster
 from topology.errors import PlannerError, Unproved, UserError
 from topology.rates.scaling import scale_memory, with_gpus
 
-# What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
+# The categories in an estimate of model state (NVIDIA/Megatron-LM#525), which leaves out everything else.
 STATE = frozenset({"parameters", "gradients", "optimizer"})
-FACTORS = (0.25, 0.5, 2.0, 4.0)  # on a rate or memory size, at which the search is repeated
-BISECTIONS = 4  # of the interval of factors, down to 2^(1/16), 4.4%
+FACTORS = (0.25, 0.5, 2.0, 4.0)  # factors of a rate or memory size for which the search is repeated
+BISECTIONS = 4  # bisections of the interval of factors, down to 2^(1/16), 4.4 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LosingPlan:
-    """A plan that lost: the reason in a line, its terms compared with the best plan, and its flip points."""
+    """A plan that lost: the reason in one line, its terms compared with the best plan, and its flip points."""
 
     plan: Plan
     estimate: Estimate
@@ -53,7 +53,7 @@ class LosingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFlip:
-    """Once `quantity`, which is `now`, passes `at`, the best plan has other degrees: it `becomes` that one."""
+    """When `quantity`, at present `now`, passes `at`, the best plan has other degrees: `becomes`."""
 
     quantity: str
     now: float
@@ -65,13 +65,15 @@ class AnswerFlip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryAccount:
-    """Bytes by stage and category, the worst stage, and what an estimate of model state leaves out there."""
+    """Bytes by stage and category, the fullest stage, and the bytes there that an estimate of model state
+    leaves out.
+    """
 
     rows: tuple[MemoryRow, ...]
     worst_stage: int
     worst_rank: int
-    state_bytes: float  # parameters, gradients and optimizer of the worst stage
-    omitted: tuple[tuple[str, float], ...]  # all other categories there, largest first
+    state_bytes: float  # parameters, gradients and optimizer of the fullest stage
+    omitted: tuple[tuple[str, float], ...]  # all other categories of that stage, largest first
     allocated_bytes: float
     reserved_bytes: float
     capacity_bytes: float
@@ -82,7 +84,7 @@ class MemoryAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of one plan. `behind_s` is by how many seconds it is slower than the best plan."""
+    """The explanation of one plan. `behind_s` is how many seconds it is slower than the best plan."""
 
     plan: Plan
     estimate: Estimate
@@ -93,9 +95,9 @@ class Explanation:
     flips: tuple[AnswerFlip, ...]
     rejected: dict[str, int]
     pruned: dict[str, int]
-    overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
-    traffic: Traffic | None = None  # None where the plan is not legal, or the time limit ended before
-    fixes: tuple[Fix, ...] = ()  # where it may not fit: what makes it, cheapest first
+    overlap: tuple[SiteOverlap, ...] = ()  # what the overlap mode of each tensor-parallel communication hides
+    traffic: Traffic | None = None  # None if the plan is not legal, or the time limit ended before
+    fixes: tuple[Fix, ...] = ()  # for a plan that may not fit: changes that make it fit, cheapest first
 
 
 def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
@@ -152,7 +154,7 @@ def explain(
     own_question = replace(question, gpus=first.plan.gpus)
     overlap: tuple[SiteOverlap, ...] = ()
     traffic: Traffic | None = None
-    with suppress(Unproved):  # where the time is over, the explanation has neither
+    with suppress(Unproved):  # after the deadline, the explanation has neither
         if not result.cut_short:
             overlap = overlap_by_site(plan, question.estimate)
             traffic = traffic_of(replace(question, gpus=plan.gpus), plan, estimate)
@@ -192,8 +194,8 @@ def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
 
 
 def flip_is_confirmed(question: Question, now: Plan, becomes: Plan) -> bool:
-    """Return whether `becomes` is listed before `now` when both are predicted for `question`; those that do not run are
-    not.
+    """Return whether `becomes` is listed before `now` when both are predicted for `question`; a plan that does not run
+    is not listed.
     """
     try:
         found = [
@@ -218,7 +220,7 @@ def answer_flips(
 ) -> Iterator[AnswerFlip]:
     """Yield the link rates, memory sizes, micro batches and GPU counts past which the best plan has other degrees.
 
-    Tried are rates and memory within a factor of four, half and twice the micro batch, and half and twice the GPUs with
+    Rates and memory are tried within a factor of four, half and twice the micro batch, and half and twice the GPUs with
     the same global batch.
     """
     now = best_plan(question)
@@ -233,13 +235,13 @@ def answer_flips(
         return
     for size in (now.micro_batch_size // 2, now.micro_batch_size * 2):
         other = best_plan(question, Bounds(stated={"micro_batch_size": exactly(size)})) if size else None
-        if other is not None and degrees(other) != degrees(now):  # another question: nothing to compare with
+        if other is not None and degrees(other) != degrees(now):  # another question, so there is nothing to compare
             yield _flip("micro batch", now.micro_batch_size, size, "sequences", other)
     for count in (question.count // 2, question.count * 2):
         try:
             cluster = grow(count) if grow else with_gpus(question.cluster, count)
         except (UserError, ValueError, ZeroDivisionError):
-            continue  # the cluster does not come in this size
+            continue  # the cluster does not exist in this size
         other = best_plan(replace(question, cluster=cluster, gpus=count))
         if other is not None and degrees(replace(other, dp_shard=1, dp_replicate=1)) != degrees(
             replace(now, dp_shard=1, dp_replicate=1)

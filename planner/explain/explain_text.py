@@ -89,7 +89,7 @@ def overlap_text(found: SiteOverlap, last_s: float) -> str:
 def print_waterfall(found: Waterfall, last_s: float) -> None:
     """Print the waterfall from the GPU's peak to the achieved step, a bar for each term.
 
-    `last_s` is the last digit that is known of the step; terms below it are one.
+    `last_s` is the last known digit of the step; terms below it are combined.
     """
     table = grid(("from peak to achieved", "time", "of the step", ""), text=("from peak to achieved", ""), gap=2)
 

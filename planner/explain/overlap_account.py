@@ -1,4 +1,6 @@
-"""What the overlap mode of each tensor-parallel communication saves: the step with it against the step without."""
+"""What the overlap mode of each tensor-parallel communication saves: the step with the mode compared with the step
+without.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ OUTSIDE_LAYERS = "embedding and head"
 class SiteOverlap:
     """One communication: seconds of a step that its mode hides, and seconds by which the step is shorter.
 
-    The latter is less where the overlapped matrix products take longer, or the host issues more kernels. `site` is one
-    of `simulator.config.overlap_sites.SITES`, or ENDS for the communications outside layers.
+    The latter is smaller if the overlapped matrix products take longer, or if the host issues more kernels. `site` is
+    one of `simulator.config.overlap_sites.SITES`, or ENDS for the communications outside layers.
     """
 
     site: str
@@ -27,7 +29,7 @@ class SiteOverlap:
 
 
 def overlap_by_site(plan: Plan, cost: Callable[[Sequence[Plan]], EstimateTable]) -> tuple[SiteOverlap, ...]:
-    """Return what each site's mode saves by itself, in the order of a layer; empty where nothing overlaps."""
+    """Return the saving of each site's mode alone, in the order of a layer; empty if nothing overlaps."""
     modes = modes_by_site(plan.tp_overlap)
     if plan.tp == 1 or set(modes) == {NONE}:
         return ()

@@ -1,7 +1,7 @@
-"""One plan, answered: what the rules say of it, what it takes where it is legal, and what would give it more headroom
-in memory.
+"""The answer about one plan: its problems under the rules, its estimate if it is legal, and changes that would free
+memory.
 
-`planner estimate`, `planner trace` and the explorer's what-if ask here.
+`planner estimate`, `planner trace` and the explorer's what-if use this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIXES_LEFT_OUT = "half of the time limit was over before all changes were tried 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """`estimate` and `method` are None where the plan is not legal. `fixes` make it fit where it may not."""
+    """`estimate` and `method` are None if the plan is not legal. `fixes` make a plan fit that may not."""
 
     case: Case
     problems: tuple[Problem, ...]
@@ -46,11 +46,11 @@ def answer_plan(
     deadline: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanAnswer:
-    """Return the problems and the estimate of a case's plan, with the fixes that were tried in the first half of what
-    is left until `deadline`.
+    """Return the problems and the estimate of a case's plan, with the fixes found in the first half of the time until
+    `deadline`.
 
-    `progress` gets the estimate in words before the fixes are looked for, which takes several times as long. Raises
-    BadCluster where the GPU's rates are not known.
+    `progress` is called with the estimate as text before fixes are searched, which takes several times as long. Raises
+    BadCluster if the GPU's rates are unknown.
     """
     question, plan = case.question, case.plan
     problems = question.problems(plan)
@@ -73,7 +73,7 @@ def answer_plan(
 
 
 def plan_document(found: PlanAnswer) -> JsonObject:
-    """Return the JSON document of one case: legality, assumptions, the estimate, and what makes it fit."""
+    """Return the JSON document of one case: legality, assumptions, estimate, and changes that make it fit."""
     case = found.case
     return {
         "schema_version": SCHEMA_VERSION,

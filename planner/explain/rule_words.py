@@ -1,6 +1,6 @@
-"""Why candidates are left out, in words: the names of the rules (`simulator.legality`) for people.
+"""Reasons why candidates are rejected, as text: display names of the rules (`simulator.legality`).
 
-What a rule says of one plan is its message; these words stand for all the candidates that it rejected.
+A rule's message is about one plan; these names are for all candidates that it rejected.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ RULE_WORDS = {
 
 
 def rejected_words(rejected: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of rejected candidates by reason in words."""
+    """Return the numbers of rejected candidates by reason, as text."""
     return {RULE_WORDS.get(rule, rule.replace("-", " ")): count for rule, count in rejected.items()}

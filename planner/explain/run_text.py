@@ -1,4 +1,4 @@
-"""A whole training run as text: what it takes, and a table over the numbers of GPUs that were tried."""
+"""A whole training run as text: time and cost, and a table over the numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MWH_J = 3.6e9
 
 
 def print_run(found: RunAnswer) -> None:
-    """Print what the run takes on the chosen number of GPUs, and the curve over all numbers tried."""
+    """Print the run on the chosen number of GPUs, and the curve over all numbers tried."""
     screen = console()
     print_lines(screen, ["", f"run       {run_text(found.run, found.goal)}"])
     print_lines(screen, [f"          {line}" for line in found.run.assumed])
@@ -66,7 +66,7 @@ def _cells(run: WholeRun) -> tuple[str, ...]:
 
 
 def _meaning(found: RunAnswer) -> str:
-    """Return what the starred number of GPUs is, where the goal sought one."""
+    """Return what the starred number of GPUs is, if the goal determined one."""
     goal, run = found.goal, found.run
     limits = [] if goal.deadline_s is None else [f"{_three_digits(goal.deadline_s / DAY_S)} days"]
     limits += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
@@ -93,7 +93,7 @@ def _time(seconds: float) -> str:
 
 
 def _range(interval: Interval | None, unit: str = "") -> str:
-    """Return a value with its unit and 80 % range, or a dash."""
+    """Return a value with its unit and 80 % range; a dash for None."""
     if interval is None:
         return "-"
     return f"{_three_digits(interval.value)}{unit} ({_three_digits(interval.low)}-{_three_digits(interval.high)})"
@@ -104,12 +104,12 @@ def _value(interval: Interval | None) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with three significant digits: a whole run is not known better."""
+    """Return a number with three significant digits: a whole run is not known more precisely."""
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def tokens_name(tokens: float) -> str:
-    """Return a number of tokens as people say it: `2T`, `300B`."""
+    """Return a number of tokens in short form: `2T`, `300B`."""
     for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if tokens >= size:
             return f"{tokens / size:g}{name}"

@@ -1,4 +1,4 @@
-"""Plans, questions and estimates in lines of text for people."""
+"""Plans, questions and estimates as lines of text."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def share_text(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if part > 0 else "-"
 
 
-LEAST_SHARE = 0.005  # of a step, below which a source is not named
+LEAST_SHARE = 0.005  # share of the step below which a source is not named
 
 
 def parts_line(estimate: Estimate) -> str:
-    """Return the parts of the step, largest first; those below its last digit are left out."""
+    """Return the parts of the step, largest first, without those below its last known digit."""
     last_s = last_digit_s(estimate.step_s)
     parts = sorted(estimate.breakdown_s.items(), key=lambda item: -item[1])
     named = (f"{name.replace('_', ' ')} {seconds_text(part, last_s)}" for name, part in parts if part >= last_s / 2)
@@ -52,7 +52,7 @@ def _against_published(estimate: Estimate, question: Question, gpus: int) -> str
 
 
 def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: int) -> list[str]:
-    """Return what the figures mean and what they are based on."""
+    """Return the meaning of the figures and their sources."""
     step, memory = estimate.step_s, estimate.memory
     low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
     if step.source in {"datasheet", "assumed"}:
@@ -75,12 +75,12 @@ def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: in
 
 
 def changed_lines(changed: Sequence[str]) -> list[str]:
-    """Return one line for everything that flags changed of a file."""
+    """Return one line with all changes of a file by flags."""
     return [f"changed: {'; '.join(changed)}"] if changed else []
 
 
 def memory_line(estimate: Estimate) -> str:
-    """Return what the memory of the worst rank holds, largest first."""
+    """Return the memory of the fullest rank by category, largest first."""
     memory = estimate.memory
     parts = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(f"{name.replace('_', ' ')} {gib_text(size)}" for name, size in parts if size >= 0.05 * GIB)
@@ -92,7 +92,7 @@ def memory_line(estimate: Estimate) -> str:
 
 
 def elsewhere_text(memory: MemoryEstimate) -> str:
-    """Return what of a rank's state is not in torch's memory, after a semicolon; nothing where all is."""
+    """Return the part of a rank's state outside torch's memory, after a semicolon; empty if there is none."""
     parts = [paged_text(memory)] if memory.paged_bytes >= 0.05 * GIB else []
     if memory.host_bytes:
         has = "" if memory.host_capacity_bytes is None else f", which has {gib_text(memory.host_capacity_bytes)}"
@@ -101,7 +101,7 @@ def elsewhere_text(memory: MemoryEstimate) -> str:
 
 
 def paged_text(memory: MemoryEstimate) -> str:
-    """Return where the states of a paged optimizer are, and what that costs."""
+    """Return where the states of a paged optimizer are, and their cost."""
     left, states = gib_text(max(0.0, memory.headroom_bytes)), f"paged states {gib_text(memory.paged_bytes)} GiB"
     if not memory.paging_s:
         return f"{states}, on the GPU, which has {left} left for them"
@@ -112,8 +112,8 @@ def paged_text(memory: MemoryEstimate) -> str:
 
 
 def direct_links(cluster: Cluster) -> tuple[float, int, int] | None:
-    """Return bytes per second of the links from the GPU with least to other GPUs, how many it reaches, and how many
-    others there are; None where GPUs are joined by a switch or not at all, or a rate is not known.
+    """Return, for the GPU with the slowest links to other GPUs: their bytes per second, the number of GPUs it reaches,
+    and the number of other GPUs. None if GPUs are connected by a switch or not at all, or if a rate is unknown.
     """
     node = cluster.groups[0].node
     links = [link for link in node.links if link.kind is LinkKind.NVLINK]
@@ -185,7 +185,8 @@ def search_line(result: SearchResult) -> str:
     search = result.search
     parts = [
         f"{search.legal:,} legal of {search.candidates:,} candidates, {search.legal - search.fitting:,} do not fit",
-        # What other stages could gain is the search's experience, not a bound (`plan_space.branch_and_bound`).
+        # The possible gain of other stages is from the search's experience, not a bound
+        # (`plan_space.branch_and_bound`).
         f"{search.status} (gap {search.gap:.1%}{'' if search.proved else ', an estimate'})",
         f"{search.seconds:.1f} s",
     ]
@@ -198,7 +199,7 @@ def search_line(result: SearchResult) -> str:
 
 
 def flip_text(flip: FlipPoint) -> str:
-    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`; rounded to the side where it
+    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`; rounded to the side on which it
     wins.
     """
     scale, unit = (GIB, "GiB") if flip.unit == "bytes" else (1e9, "GB/s")
@@ -209,7 +210,7 @@ def flip_text(flip: FlipPoint) -> str:
 
 
 def print_lines(screen: Console, lines: Sequence[str], *, hanging: str = "  ") -> None:
-    """Print lines; long ones are wrapped and indented to their text, past the label, or by `hanging` without one."""
+    """Print lines; long ones are wrapped and indented to the text after the label, or by `hanging` without a label."""
     for line in lines:
         labelled = bool(hanging) and len(line) > LABEL and line[LABEL - 1] == " " and line[LABEL] != " "
         indent = " " * LABEL if labelled else hanging

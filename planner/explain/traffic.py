@@ -1,9 +1,9 @@
-"""What GPUs send in a step, by axis of the mesh and by kind of link: NVLink, PCIe, or the network between nodes.
+"""Bytes that GPUs send in a step, by axis of the mesh and by kind of link: NVLink, PCIe, or the network between nodes.
 
-Counted on the Program that the simulation runs: every collective and message of every rank. A collective moves what a
-ring moves, whose neighbours lie on one node wherever they can, so that each node sends once into the network;
-reductions for which trees or the switch are chosen enter the network once a node. All-to-all sends each peer its part
-directly. Overlap changes when bytes move and not how many, so the plan is counted without it.
+Counted on the Program that the simulation runs: every collective and message of every rank. A collective moves the
+bytes of a ring with neighbours on the same node where possible, so that each node sends into the network once;
+reductions by tree or switch also enter the network once per node. All-to-all sends each peer its part directly. Overlap
+changes when bytes move, not how many, so the plan is counted without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST = "host"
 NVLINK, PCIE, NETWORK = "nvlink", "pcie", "network"
 LINKS = (NVLINK, PCIE, NETWORK)
 HOST_COPIES = ("h2d", "d2h")
-# A step is counted with so many micro batches and with one more: every further one adds the same bytes.
+# A step is counted with this many micro batches and with one more: each further one adds the same bytes.
 FEW = 2
 
 Sent = dict[tuple[str, str], float]  # (axis, link) -> bytes
@@ -38,11 +38,11 @@ Sent = dict[tuple[str, str], float]  # (axis, link) -> bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisTraffic:
-    """What the groups along one axis send in a step: bytes a GPU, on average over all GPUs of the plan.
+    """Bytes that the groups along one axis send in a step, per GPU, averaged over all GPUs of the plan.
 
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `fsdp` (shards of parameters), `replicate` (replicas of shards),
-    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts; `host` is what
-    moves to and from host memory where state is kept there.
+    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts; `host` is traffic
+    to and from host memory where state is kept there.
     """
 
     axis: str
@@ -59,11 +59,11 @@ class AxisTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTraffic:
-    """What crosses one kind of link in a step.
+    """Bytes that cross one kind of link in a step.
 
-    `mean_bytes` and `busiest_bytes` are those of a GPU, on average and at most; `bytes_per_s` is the rate of a GPU's
-    share of such links by the datasheet, in one direction, and `busy_share` the part of the step that `busiest_bytes`
-    take at that rate.
+    `mean_bytes` and `busiest_bytes` are per GPU, on average and at most; `bytes_per_s` is the rate of a GPU's share of
+    such links by the datasheet, in one direction, and `busy_share` the part of the step that `busiest_bytes` take at
+    that rate.
     """
 
     link: str
@@ -90,7 +90,7 @@ class Traffic:
 
 
 def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | None:
-    """Return what the GPUs of `plan` send in the step of `estimate`; None where the plan is not legal.
+    """Return the bytes that the GPUs of `plan` send in the step of `estimate`; None if the plan is not legal.
 
     Raises BadPlan as `lower_training` does.
     """
@@ -116,7 +116,7 @@ def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | 
 
 
 def _schedule(plan: Plan, count: int) -> str | None:
-    """Return a schedule with the same stages on the same ranks, which runs with few micro batches too."""
+    """Return a schedule with the same stages on the same ranks that also runs with few micro batches."""
     if plan.pp == 1 or count <= FEW + 1 or not (kind := schedule_kind(plan.schedule_name)).every_stage:
         return plan.schedule
     return next(
@@ -127,7 +127,7 @@ def _schedule(plan: Plan, count: int) -> str | None:
 
 
 def _further(one: Sent, two: Sent, times: int) -> Sent:
-    """Return the bytes after `times` more micro batches than in `one`; `two` has one more."""
+    """Return the bytes with `times` more micro batches than in `one`; `two` has one more than `one`."""
     return {key: one.get(key, 0.0) + times * (two[key] - one.get(key, 0.0)) for key in two}
 
 
@@ -141,8 +141,8 @@ def _by_link(sent: Sent) -> dict[str, float]:
 def _sent(
     question: Question, plan: Plan, count: int
 ) -> tuple[list[tuple[tuple[int, ...], Sent]], Mapping[str, GroupShape]]:
-    """Return for each pipeline rank its GPUs' ranks and what each of them sends with `count` micro batches, and how
-    the groups of each axis lie.
+    """Return for each pipeline rank the ranks on its GPUs and the bytes that each sends with `count` micro batches, and
+    the placement of each axis's groups.
     """
     batch = plan.data_parallel * plan.micro_batch_size * count
     scenario = replace(question, workload=replace(question.workload, global_batch_size=batch))
@@ -189,7 +189,7 @@ class _Counter:
         return self._known[key]
 
     def _split(self, op: str, nbytes: float, shape: GroupShape) -> tuple[float, float]:
-        """Return the bytes that a rank sends inside its node and out of it, on average over the group."""
+        """Return the bytes that a rank sends inside its node and out of it, averaged over the group."""
         ranks, nodes, here = shape.ranks, shape.nodes, shape.ranks_per_node
         if op == "all_to_all":
             return nbytes * (here - 1) / ranks, nbytes * (ranks - here) / ranks

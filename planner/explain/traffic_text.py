@@ -1,4 +1,4 @@
-"""What GPUs send in a step as text: a table by axis and link, and how long the busiest NIC is busy."""
+"""Bytes that GPUs send in a step, as text: a table by axis and link, and for how long the busiest NIC is busy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from planner.explain.traffic import LINKS, NETWORK, LinkTraffic, Traffic
 from planner.io.grids import console, grid
 
 TITLES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
-SHOWN = 1e-4  # of all bytes; an axis with fewer has only sums of single numbers to send
+SHOWN = 1e-4  # share of all bytes; an axis with fewer only sums single numbers
 
 
 def print_traffic(found: Traffic) -> None:
@@ -27,7 +27,7 @@ def print_traffic(found: Traffic) -> None:
 
 
 def link_text(link: LinkTraffic) -> str:
-    """Return a sentence on what crosses one kind of link."""
+    """Return a sentence on the bytes that cross one kind of link."""
     crossing = f", {_gigabytes(link.total_bytes)} GB cross between nodes in all" if link.link == NETWORK else ""
     port = "its share of the NICs" if link.link == NETWORK else "its port"
     if not link.bytes_per_s:
@@ -39,7 +39,7 @@ def link_text(link: LinkTraffic) -> str:
 
 
 def traffic_rows(first: Traffic, second: Traffic) -> list[tuple[str, ...]]:
-    """Return rows of a comparison: bytes of a GPU by link, and what of the step they take."""
+    """Return rows of a comparison: bytes per GPU by link, and the share of the step that they take."""
     rows: list[tuple[str, ...]] = []
     for name in LINKS:
         one, other = ({link.link: link for link in found.links}.get(name) for found in (first, second))

@@ -30,7 +30,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """A step as the model's FLOP at the dense peak rate of the GPU (`peak_s`) plus everything that is lost.
+    """A step as the time of the model's FLOPs at the GPU's dense peak rate (`peak_s`) plus all losses.
 
     `peak_s` and the terms add up to `step_s`; `peak_s / step_s` is the MFU. `peak_flops` is the denominator: the dense
     datasheet rate of the compute type, per GPU.
@@ -49,7 +49,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Bytes of one category on each rank of one pipeline stage, at the moment of its memory peak."""
+    """Bytes of one category on each rank of one pipeline stage, at its memory peak."""
 
     stage: int
     category: str
@@ -58,7 +58,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One term of two estimates. `delta` is the second less the first, in `unit` (s or bytes)."""
+    """One term of two estimates. `delta` is the second minus the first, in `unit` (s or bytes)."""
 
     name: str
     first: float

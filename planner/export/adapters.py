@@ -1,4 +1,4 @@
-"""What an export says of adapters and frozen weights: no target's file has keys for them, its program builds them."""
+"""Notes of exports on adapters and frozen weights: no target's file has keys for them; the program must build them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import Runtime
 from simulator.runtimes.library import spec_for
 
-# Matrices as Megatron-Bridge's CanonicalLoRA calls them, which adapts each by itself (peft/canonical_lora.py).
+# Matrices by the names of Megatron-Bridge's CanonicalLoRA, which adapts each separately (peft/canonical_lora.py).
 _CANONICAL = {
     "q": "linear_q",
     "k": "linear_k",
@@ -22,7 +22,7 @@ _CANONICAL = {
 
 
 def adapter_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
-    """Return what the program of a target must build for what the runtime trains; nothing where that is everything."""
+    """Return what the program of a target must build for the trained parameters; empty if all are trained."""
     adapter = runtime.adapter
     if adapter is None:
         return ()
@@ -35,13 +35,13 @@ def adapter_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
         return (
             f"a LoRAConverter of rank {adapter.rank} on {where} among the model's converters (torchtitan PR #3264)",
         )
-    narrow = runtime.param_dtype != "float32" and not spec_for(runtime).wide_adapters  # peft has them in float32
+    narrow = runtime.param_dtype != "float32" and not spec_for(runtime).wide_adapters  # peft keeps them in float32
     kept = ", autocast_adapter_dtype=False" if narrow else ""
     return (f"peft: get_peft_model(model, {_peft(adapter)}{kept})", *_loaded(adapter, runtime))
 
 
 def optimizer_needs(runtime: Runtime) -> tuple[str, ...]:
-    """Return which optimizers a program builds where hidden matrices have one of their own."""
+    """Return the optimizers that a program must build if hidden matrices have one of their own."""
     if OPTIMIZERS[runtime.optimizer].matrices is None:
         return ()
     return (

@@ -16,7 +16,7 @@ from topology.errors import Infeasible
 
 
 def to_fsdp_degrees(plan: Plan, title: str) -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan with its sharding as FSDP2 degrees, and notes on what that changes.
+    """Return the plan with its sharding as FSDP2 degrees, and notes on differences.
 
     Ranks keep their coordinates, as the two data-parallel axes are adjacent in the mesh. Raises Infeasible for ZeRO-1,
     which FSDP2 does not have.
@@ -40,9 +40,9 @@ def to_fsdp_degrees(plan: Plan, title: str) -> tuple[Plan, tuple[str, ...]]:
 
 
 def masters_alone(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...]]:
-    """Return the job with float32 parameters where its runtime keeps float32 copies of 16-bit ones, and notes.
+    """Return the job with float32 parameters if its runtime keeps float32 copies of 16-bit ones, and notes.
 
-    FSDP2 stores one copy and casts what it gathers, so that its float32 parameters are the master weights.
+    FSDP2 stores one copy and casts parameters when it gathers them, so its float32 parameters are the master weights.
     """
     runtime = job.question.runtime
     if runtime.param_dtype not in {"bfloat16", "float16"} or not spec_for(runtime).state.master_weights:

@@ -15,10 +15,10 @@ class Draft:
     """The content of an exported file before its header is added.
 
     `body` is text, or a document for a format without comments. `settings` are the values that the target's own parser
-    must read back, by its keys. `not_expressed` says what of the plan the target cannot express, `needed` what the user
-    has to provide in addition, and `run` is the command that starts the file. `files` lie in the working directory when
-    it starts: they are written next to the file, or by it where it is a script. `environment` is what is set besides
-    what every plan assumes.
+    must read back, by its keys. `not_expressed` lists parts of the plan that the target cannot express, `needed` what
+    the user must provide, and `run` is the command that starts the file. `files` must be in the working directory when
+    it starts: they are written next to the file, or by it if it is a script. `environment` has variables besides those
+    that every plan assumes.
     """
 
     body: str | Settings
@@ -33,7 +33,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One version of a tool that plans are exported to. `write` raises Infeasible for a plan that it cannot run."""
+    """One version of a tool that is a target of exports. `write` raises Infeasible for a plan that it cannot run."""
 
     name: str
     version: str
@@ -41,15 +41,15 @@ class Target:
     file_name: str
     write: Callable[[ExportJob], Draft]
     first_line: str = ""
-    run: str = ""  # the command that starts the file, where it is the same for every plan
-    table: Table = ()  # by which the file is read back
+    run: str = ""  # the command that starts the file, if it is the same for every plan
+    table: Table = ()  # reads the file back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """An exported file, and `files` that belong next to it. The header of `text` contains the other fields.
 
-    `environment` is that of every rank, and `run` the one command that starts the file from its folder.
+    `environment` is set for every rank, and `run` is the command that starts the file from its folder.
     """
 
     target: str

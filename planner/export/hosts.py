@@ -1,7 +1,7 @@
 """Hosts in the order of their ranks, and the GPUs of each host in the order of its local ranks.
 
-A launcher numbers ranks host by host. A placement can be kept if the ranks of every host are consecutive and equal in
-number: then it is determined by the order of hosts and by `CUDA_VISIBLE_DEVICES` on each.
+A launcher numbers ranks host by host. A placement can be expressed if the ranks of every host are consecutive and equal
+in number: by the order of hosts, and by `CUDA_VISIBLE_DEVICES` on each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Hosts:
 
     @property
     def gpus_to_request(self) -> int:
-        """GPUs to request from a scheduler: the whole host if ranks use particular GPUs of it."""
+        """GPUs to request from a scheduler: those of the whole host if ranks use particular GPUs."""
         return self.installed if self.devices_matter else self.ranks_per_host
 
     @property

@@ -1,4 +1,4 @@
-"""What is exported: a plan, the question it answers, a name, and a hash that identifies it."""
+"""An export job: a plan, its question, a name, and an identifying hash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from topology.errors import Infeasible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """A plan to be written for a target. `name` is whatever the user calls the run, in any characters."""
+    """A plan to be written for a target. `name` is the user's name of the run, in any characters."""
 
     name: str
     plan: Plan
@@ -26,7 +26,7 @@ class ExportJob:
 
     @property
     def plan_hash(self) -> str:
-        """The fingerprint of everything that decides what is run."""
+        """The fingerprint of everything that decides what runs."""
         q = self.question
         return codec.fingerprint([self.plan, q.model, q.cluster, q.workload, q.runtime, q.framework.name])
 
@@ -36,11 +36,11 @@ class ExportJob:
         return self.plan.micro_batches(self.question.workload.global_batch_size)
 
     def with_plan(self, plan: Plan) -> ExportJob:
-        """Return the job with another plan, as a target will write it."""
+        """Return the job with another plan."""
         return replace(self, plan=plan)
 
     def facts(self) -> Facts:
-        """Return what the tables of frameworks write."""
+        """Return the facts that the tables of frameworks write."""
         q = self.question
         return facts_of(self.plan, q.workload, q.runtime, q.model.layers)
 
@@ -54,7 +54,7 @@ class ExportJob:
 
 
 def export_job(case: Case, name: str | None = None) -> ExportJob:
-    """Return the plan of a case as a job; unnamed ones are called as their model is."""
+    """Return the plan of a case as a job; the default name is the model's."""
     question = case.question
     return ExportJob(name=name if name is not None else question.model.name, plan=case.plan, question=question)
 

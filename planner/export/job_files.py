@@ -21,7 +21,7 @@ FIRST_NODE = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\
 
 
 def slurm_options(name: str, *, nodes: int, gpus_per_node: int) -> JsonObject:
-    """Return the sbatch options for one task on each of `nodes`, of which each may need no GPU."""
+    """Return the sbatch options for one task on each of `nodes`; a node may need no GPU."""
     asked = {"gpus-per-node": gpus_per_node} if gpus_per_node else {}
     return {"job-name": name, "nodes": nodes, "ntasks-per-node": 1, **asked}
 
@@ -66,7 +66,7 @@ def train_job(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """One pod on each of `nodes`, which all mount the claim at `mount`. `limit_s` ends them."""
+    """One pod on each of `nodes`, which all mount the claim at `mount`. `limit_s` is their time limit."""
 
     name: str
     nodes: int
@@ -78,7 +78,7 @@ class Pods:
     limit_s: int
 
     def job_spec(self, subdomain: str) -> JsonObject:
-        """Return the specification of an Indexed Job. Nothing is started again: a run would be measured twice."""
+        """Return the specification of an Indexed Job. Nothing is restarted, since a run would be measured twice."""
         limits = {"resources": {"limits": {"nvidia.com/gpu": self.gpus_per_node}}} if self.gpus_per_node else {}
         container: JsonObject = {
             "name": "node",

@@ -1,8 +1,8 @@
 """One mapping between a plan and the keys of a framework's configuration, read in both directions.
 
-A table is a tuple of entries. An entry says how some facts (fields of `Plan`, `Workload` and `Runtime`) are written
-under the framework's own keys, and how they are read back. The exports write with a table and `planner check` reads
-with it, so the two cannot disagree.
+A table is a tuple of entries. An entry converts some facts (fields of `Plan`, `Workload` and `Runtime`) to the
+framework's own keys and back. The exports write with a table and `planner check` reads with it, so the two cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from simulator.config.workload import Workload
 from topology import codec
 from topology.errors import BadInput
 
-# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is given.
+# Facts are fields of a Plan, Workload and Runtime by name, with the reader's inputs `gpus` and `layers`.
 Facts = dict[str, Any]
 Settings = dict[str, Any]  # values by the keys of a tool
 
@@ -40,12 +40,12 @@ RUNTIME_FACTS = frozenset(
 
 
 class NotStated(BadInput):
-    """A setting is left open: a question to whoever has the file, and no fault of it."""
+    """A setting is left open: a question to the user, not an error of the file."""
 
 
 class NotModelled(NotStated):
-    """A setting asks for something that its tool has and no cost here knows: a limit of ours, and no fault of the
-    file.
+    """A setting asks for something that its tool has and that is not modelled here: a limit of ours, not an error of
+    the file.
     """
 
 
@@ -53,9 +53,10 @@ class NotModelled(NotStated):
 class Entry:
     """Facts and the keys that hold them.
 
-    `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent
-    ones at the framework's defaults, and the facts that entries before this one read; it returns facts. Of `exclusive`
-    keys a file has those that were written: they say the same in other ways, and the framework refuses two.
+    `write` takes all facts of a plan and returns settings for some of `keys`. `read` takes the settings of a file, with
+    the framework's defaults for absent ones, and the facts read by earlier entries; it returns facts. `exclusive` keys
+    are different ways to state the same, of which the framework accepts one, so a file only has those that were
+    written.
     """
 
     keys: tuple[str, ...]
@@ -67,12 +68,12 @@ class Entry:
 Table = tuple[Entry, ...]
 
 
-# What stands for a value that is elsewhere: a shell's variable, a template's field, a missing value of OmegaConf's.
+# Placeholders for a value from elsewhere: a shell's variable, a template's field, OmegaConf's missing value.
 _ELSEWHERE = re.compile(r"\$[\w{(]|\{\{|^\?\?\?$|^<.*>$|`")
 
 
 def require_said(key: str, value: Any) -> Any:
-    """Return a value. Raises NotStated where it stands for one that is elsewhere."""
+    """Return a value. Raises NotStated for a placeholder."""
     if not isinstance(value, str) or not _ELSEWHERE.search(value):
         return value
     name = re.search(r"\$\{?(\w+)", value)
@@ -83,7 +84,7 @@ def require_said(key: str, value: Any) -> Any:
 
 
 def layers_of(facts: Facts, key: str) -> int:
-    """Return the model's number of layers. Raises NotStated where it is not known, and `key` depends on it."""
+    """Return the model's number of layers. Raises NotStated, naming `key`, which depends on it, if it is unknown."""
     layers = facts.get("layers")
     if layers is None:
         raise NotStated(f"{key} depends on the model's number of layers", remedy="--model")
@@ -91,7 +92,9 @@ def layers_of(facts: Facts, key: str) -> int:
 
 
 def whole(settings: Mapping[str, Any], key: str, default: int = 1, *, least: int = 1) -> int:
-    """Return an integer setting. Raises BadInput when it is none, or below `least`, NotStated where it is left open."""
+    """Return an integer setting. Raises BadInput when it is no integer, or below `least`, NotStated when it is left
+    open.
+    """
     value = require_said(key, settings.get(key))
     if value is None:
         return default
@@ -103,7 +106,7 @@ def whole(settings: Mapping[str, Any], key: str, default: int = 1, *, least: int
 
 
 def truth(settings: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """Return a boolean setting. Raises BadInput when it is none, NotStated where it is left open."""
+    """Return a boolean setting. Raises BadInput when it is no boolean, NotStated when it is left open."""
     value = require_said(key, settings.get(key, default))
     if isinstance(value, str) and value.lower() in {"true", "false"}:
         return value.lower() == "true"
@@ -113,8 +116,8 @@ def truth(settings: Mapping[str, Any], key: str, *, default: bool = False) -> bo
 
 
 def one_of(settings: Mapping[str, Any], key: str, known: Mapping[Any, str], default: str) -> Any:
-    """Return what of `known` (ours: theirs) a setting says. Raises BadInput for a word that is not among them,
-    NotStated where it is left open.
+    """Return the key of `known` (our word: theirs) for a setting. Raises BadInput for an unknown word, NotStated when
+    it is left open.
     """
     value = require_said(key, settings.get(key, default))
     for ours, theirs in known.items():
@@ -125,7 +128,7 @@ def one_of(settings: Mapping[str, Any], key: str, known: Mapping[Any, str], defa
 
 
 def number(key: str, fact: str, default: int = 1) -> Entry:
-    """A whole number of the same meaning on both sides."""
+    """A whole number with the same meaning on both sides."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: facts[fact]},
@@ -134,7 +137,7 @@ def number(key: str, fact: str, default: int = 1) -> Entry:
 
 
 def switch(key: str, fact: str) -> Entry:
-    """A boolean of the same meaning on both sides."""
+    """A boolean with the same meaning on both sides."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: bool(facts[fact])},
@@ -143,7 +146,7 @@ def switch(key: str, fact: str) -> Entry:
 
 
 def words(key: str, fact: str, known: Mapping[Any, str], default: str) -> Entry:
-    """A word for each value: `known` is ours to theirs. A value without a word is not written."""
+    """A word for each value: `known` maps ours to theirs. A value without a word is not written."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: known[facts[fact]]} if facts[fact] in known else {},
@@ -171,7 +174,7 @@ def write(table: Table, facts: Facts) -> Settings:
 
 
 def read(table: Table, settings: Settings, given: Facts) -> Facts:
-    """Return the facts that `settings` say; `given` are those that they do not hold. Raises BadInput."""
+    """Return the facts in `settings`; `given` are facts that they do not contain. Raises BadInput."""
     facts = dict(given)
     for entry in table:
         facts |= entry.read(settings, facts)
@@ -184,7 +187,7 @@ def keys_of(table: Iterable[Entry]) -> frozenset[str]:
 
 
 def data_parallel_rest(settings: Settings, facts: Facts, key: str, product: int) -> int:
-    """Return the degree under `key`, where -1 and an absent key mean: what `product` leaves of the GPUs.
+    """Return the degree under `key`; -1 or an absent key means the GPUs divided by `product`.
 
     Raises BadInput where the GPUs are not a multiple of it.
     """

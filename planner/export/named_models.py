@@ -1,6 +1,6 @@
 """Models by the names that configurations have for them: on the Hub, a folder of theirs, a flavor of torchtitan's.
 
-Nothing is opened: a path that a file names is no file of ours.
+No path that a file names is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from topology.errors import BadModel
 
 
 def model_said(name: object) -> tuple[Model | None, str]:
-    """Return the model of a name on the Hub or of a folder called as one there, or None and why it is not known."""
+    """Return the model for a name on the Hub, or for a folder with such a name; else None and why it is unknown."""
     said = str(name or "").strip()
     if not said:
         return None, ""
@@ -31,8 +31,8 @@ def model_said(name: object) -> tuple[Model | None, str]:
 
 
 def model_spelt(word: str) -> Model | None:
-    """Return the model whose name, here or on the Hub, has the letters and digits of a word, such as `llama3_1_8b`;
-    None where no name or several have them.
+    """Return the model whose name, here or on the Hub, has the same letters and digits as a word, such as
+    `llama3_1_8b`; None if no name has them, or several.
     """
     return _by_letters().get(_letters(word))
 
@@ -53,7 +53,7 @@ def _by_letters() -> dict[str, Model]:
 
 @cache
 def model_of_flavor(version: str, module: str, flavor: str) -> Model | None:
-    """Return the model whose shapes torchtitan's flavor has; None where nothing here has them."""
+    """Return the model with the shapes of torchtitan's flavor; None if there is none."""
     module = "llama3" if module == "llama3_ft" else module
     entries = [
         entry
@@ -69,13 +69,13 @@ def model_of_flavor(version: str, module: str, flavor: str) -> Model | None:
 
 
 def models_of_shape(layers: int, hidden: int, heads: int) -> tuple[Model, ...]:
-    """Return the models with these sizes, those that are shipped first."""
+    """Return the models with these sizes, shipped ones first."""
     return tuple(_by_shape().get((layers, hidden, heads), ()))
 
 
 @cache
 def _by_shape() -> dict[tuple[int, int, int], list[Model]]:
-    """Return all models whose shapes are known, by layers, width and heads; those that are shipped first."""
+    """Return all models with known shapes, by layers, width and heads; shipped ones first."""
     found: dict[tuple[int, int, int], list[Model]] = {}
     for name in (*shipped_models(), *(row.ids[0] for row in hub_table().rows)):
         if (model := named_model(name)) is not None:

@@ -1,5 +1,5 @@
-"""What of a plan a file has no key for, as one line of its header that reads back: the model, and facts that are the
-program's or the launcher's to say.
+"""Settings of a plan for which a file has no key, as one line of its header that can be read back: the model, and facts
+that the program or the launcher states.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _S
     "savers": (),
     "reentrant": None,
 }
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # that every framework's own words for a model give
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # facts that every framework's keys for a model contain
 
 
 def _experts(model: Model) -> tuple[int, int] | None:
@@ -44,13 +44,13 @@ def _experts(model: Model) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a file's header says of the plan for which it was written."""
+    """The plan for which a file was written, as stated in its header."""
 
     model: Model | None = None
     facts: Facts = field(default_factory=dict)
 
     def model_of(self, said: Model | None) -> Model | None:
-        """Return the header's model, or the one that the file itself says where that is another by now."""
+        """Return the header's model, or the file's own if it has changed since."""
         if said is None or self.model is None:
             return said or self.model
         same = all(getattr(said, size) == getattr(self.model, size) for size in _SIZES)
@@ -58,7 +58,7 @@ class Planned:
 
 
 def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[str, Any]:
-    """Return the model, and the facts that a reader of `settings` takes from what it is given."""
+    """Return the model, and the facts that a reader of `settings` takes from its inputs."""
     model = job.question.model
     known, _ = model_said(model.name)
     named = known is not None and replace(known, assumed=()) == replace(model, assumed=())
@@ -82,12 +82,12 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
 def _read(table: Table, settings: Settings, given: Facts) -> Facts:
     try:
         return read(table, settings, given)
-    except BadInput:  # a part that it has no key for, such as stages, would make the others fit
+    except BadInput:  # a part without a key, such as stages, would make the others fit
         return {}
 
 
 def planned_in(text: str) -> Planned:
-    """Return what the header of an export says; nothing for any other text. Raises BadInput for a damaged header."""
+    """Return what the header of an export says; None for any other text. Raises BadInput for a damaged header."""
     if text.lstrip().startswith("{") and f'"{SECTION}"' in text[:MOST_OF_A_HEADER]:
         whole = codec.parse_json(text, where="the configuration")
         section = whole.get(SECTION) if isinstance(whole, dict) else None
@@ -99,7 +99,7 @@ def planned_in(text: str) -> Planned:
 
 
 def planned_of(document: object) -> Planned:
-    """Return what a header says. Raises BadInput for what no header says."""
+    """Return the content of a header. Raises BadInput for impossible content."""
     if not isinstance(document, dict):
         return Planned()
     said = document.get("model")
@@ -116,7 +116,7 @@ def planned_of(document: object) -> Planned:
 
 
 def _typed(name: str, value: object) -> Any:
-    """Return a fact as the field of that name has it; an adapter stays a document. Raises BadInput for another type."""
+    """Return a fact with the type of its field; an adapter stays a document. Raises BadInput for another type."""
     read = codec.convert(value, _types().get(name, int), where=f"{LABEL}: {name}")
     return value if name == "adapter" else read
 

@@ -1,4 +1,4 @@
-"""What an export says of memory savers that its file has no key for: the program is given them."""
+"""Notes of exports on memory savers without a key in the file; the program must be given them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TRAINER = {
     LINEAR_LOSS: "TrainingArguments(use_liger_kernel=True)",
     ACTIVATION_OFFLOAD: 'TrainingArguments(gradient_checkpointing_kwargs={"offload": True})',
 }
-# By the first name of a description; others take what the plain program builds.
+# By the first name of a description; others are built by the plain program.
 _BY_RUNTIME = {
     "transformers": _TRAINER,
     "deepspeed": _TRAINER,
@@ -26,7 +26,7 @@ _PLAIN = {
     ACTIVATION_OFFLOAD: "forward passes under torchtune.training.OffloadActivations()",
     OPTIMIZER_IN_BACKWARD: "an optimizer for each parameter, stepped by register_post_accumulate_grad_hook",
 }
-# What a target's own file or program does by itself.
+# Savers that a target's own file or program already has.
 _OWN = {
     "torchtitan": frozenset({OPTIMIZER_IN_BACKWARD, CHUNKED_LOSS}),
     "torchrun": frozenset({CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD, ACTIVATION_OFFLOAD}),
@@ -34,7 +34,7 @@ _OWN = {
 
 
 def saver_needs(target: str, runtime: Runtime) -> tuple[str, ...]:
-    """Return what the program of a target must be given for the memory savers of a runtime."""
+    """Return what must be added to the program of a target for the runtime's memory savers."""
     own = _OWN.get(target, frozenset()) if runtime.name in {"meshwright", "torchtitan"} else frozenset()
     words = {**_PLAIN, **_BY_RUNTIME.get(runtime.name, {})}
     asked = {*runtime.savers, *({LINEAR_LOSS} if "linear_loss" in runtime.fused else ())}

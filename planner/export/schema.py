@@ -26,7 +26,7 @@ def schema(name: str, version: str) -> JsonObject:
 def shipped_model(name: str, version: str, model: Model) -> JsonObject:
     """Return the target's own configuration of `model`, with the same shapes and number of parameters.
 
-    Raises Infeasible if it has none: a target that builds models by name would train another one.
+    Raises Infeasible if it has none: a target that builds models by name would otherwise train a different one.
     """
     weights = {model.parameters}
     if model.moe and model.moe.router_bias:  # a buffer in its DeepSeek, not a parameter

@@ -1,6 +1,6 @@
 """Compose shell scripts from words: user input is quoted by shlex, and only our own words may be shell expressions.
 
-User input never reaches a shell unquoted, and nothing is formatted into a command line.
+No command line is made by string formatting.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def export_lines(variables: Iterable[Variable]) -> str:
     return text
 
 
-FILE_END = "END_OF_FILE"  # no line of a file that we write
+FILE_END = "END_OF_FILE"  # a line that no file of ours contains
 
 
 def file_lines(files: dict[str, str]) -> str:
@@ -100,7 +100,7 @@ def started_script(job: ExportJob, words: Sequence[str], draft: Draft) -> Draft:
 
 
 def torchrun_words(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:
-    """Return the torchrun command for `hosts`, with fixed node ranks, so that ranks start where they are planned.
+    """Return the torchrun command for `hosts`, with fixed node ranks, so that ranks start on the planned hosts.
 
     `node_rank` and `address` are words, which may be shell expressions; on one host torchrun finds a free port itself.
     """
@@ -159,7 +159,7 @@ def _listed(devices: Sequence[int]) -> str:
 
 
 def host_order_notes(hosts: Hosts) -> tuple[str, ...]:
-    """Return a note on which host has which node rank, if that is not the given order."""
+    """Return a note on the node rank of each host, if it is not the given order."""
     if not hosts.order_matters:
         return ()
     listed = ", ".join(f"node rank {rank} is host {host}" for rank, host in enumerate(hosts.order[:64]))

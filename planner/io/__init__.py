@@ -1,4 +1,4 @@
-"""How files and answers enter and leave: profiles, clusters and plan files, text and JSON, child processes.
+"""Input and output: profiles, clusters and plan files, text and JSON, child processes.
 
 May import `topology` and `simulator`.
 """

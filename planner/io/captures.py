@@ -1,4 +1,4 @@
-"""Clusters of captures (`nvidia-smi topo -m`, NCCL's XML) and of this machine."""
+"""Read clusters from captures (`nvidia-smi topo -m`, NCCL's XML) and from this machine."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The child gets an argument list and no shell, and a session of its own, so that Ctrl-C reaches this process only, which
 then ends the child in order. It runs under `executor.launch.guard`, so that the kernel signals it when this process is
-killed. It keeps to its time budget itself; one that somebody stopped is continued in time to do so. If it overruns, it
-is terminated and then killed.
+killed. It keeps to its time budget itself; if someone stopped it (SIGSTOP), it is continued in time for that. If it
+overruns, it is terminated and then killed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import psutil
 from topology.processes import end_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERRUN_S = 20.0  # allowed beyond the budget: ending ranks takes time when a driver is stuck
-ENDING_S, ENDING_SHARE = 10.0, 0.3  # what a child keeps of its budget for ending: so much, or this part if less
+OVERRUN_S = 20.0  # seconds allowed beyond the budget: ending ranks takes time when a driver is stuck
+ENDING_S, ENDING_SHARE = 10.0, 0.3  # what a child keeps of its budget for ending: seconds, or a share if less
 GRACE_S = 15.0
 POLL_S = 0.2
 INTERRUPTED = 130
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the argument list that runs a module, as a user could type it."""
+    """Return the argument list that runs a module, as a user would type it."""
     return [sys.executable, "-m", module, *arguments]
 
 
@@ -60,7 +60,7 @@ def run_module(
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), inherited] if inherited else [str(ROOT)]),
-            "PYTHONSAFEPATH": "1",  # a torch.py in the current folder is not torch
+            "PYTHONSAFEPATH": "1",  # a torch.py in the current folder must not be imported
         },
         start_new_session=True,
     )
@@ -85,7 +85,7 @@ def run_module(
 
 
 def _stopped(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether somebody stopped the process (SIGSTOP), so that it does not notice that its time is over."""
+    """Return whether the process was stopped (SIGSTOP), so that it cannot notice the end of its time."""
     try:
         return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
@@ -93,7 +93,7 @@ def _stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 def exit_text(code: int | None) -> str:
-    """Return in words how a process ended, from the `code` that `run` returned."""
+    """Return as text how a process ended, from the `code` that `run` returned."""
     return "overran its budget and was ended" if code is None else f"ended with code {code}"
 
 

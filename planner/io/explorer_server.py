@@ -15,7 +15,7 @@ from topology.processes import end_tree
 
 ADDRESS = "127.0.0.1"
 NEEDS = ("streamlit", "altair")
-GRACE_S = 5.0  # between terminating and killing the server
+GRACE_S = 5.0  # seconds between terminating and killing the server
 
 
 def require_installed() -> None:
@@ -47,8 +47,8 @@ def folder() -> Path:
 
 
 def start(port: int, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Start the server, with `more` in its environment. It ends when its standard input does, so that it never outlives
-    this process.
+    """Start the server, with the variables `more`. It ends when its standard input is closed, so it never outlives this
+    process.
     """
     return subprocess.Popen(command(port), env={**environment(), **(more or {})}, stdin=subprocess.PIPE)
 

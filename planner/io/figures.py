@@ -1,7 +1,6 @@
-"""Figures as text, with no more digits than are known: the range that a value is expected in decides them.
+"""Figures as text, with no more digits than are known, which a value's range decides.
 
-Times of one answer share a unit, the last digit of its step, so that the terms of a sum and their total can be
-compared.
+All times of an answer have the unit and the last digit of its step, so that terms and their sum can be compared.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from topology.units import GIB, two_digits
 
 
 def last_digit_s(value: Interval) -> float:
-    """Return the place of the last digit that is shown of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98).
+    """Return the value of the last shown digit of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98).
 
-    However wide the range, it is the second one of the time at the latest, or rounding would hide a third of it.
+    At least two digits are shown for any range, since rounding to one would hide up to a third of the time.
     """
     half = (value.high - value.low) / 2 or abs(value.value) * 1e-3
     if half <= 0:
@@ -25,7 +24,7 @@ def last_digit_s(value: Interval) -> float:
 
 
 def seconds_text(value_s: float, last_s: float, *, signed: bool = False) -> str:
-    """Return a time with its unit, `last_s` being the place of its last digit: `7.3 s`, `46 s`, `58 ms`."""
+    """Return a time with its unit; `last_s` is the value of its last digit: `7.3 s`, `46 s`, `58 ms`."""
     scale, unit = _scale(last_s)
     return f"{_digits(value_s * scale, last_s * scale, signed=signed)} {unit}"
 
@@ -49,17 +48,17 @@ def _digits(value: float, last: float, *, signed: bool = False) -> str:
 
 
 def rate_text(estimate: Estimate) -> str:
-    """Return tokens a second and GPU to two digits, as steps are known to 10 % at best."""
+    """Return tokens per second and GPU with two digits, since steps are known to 10 % at best."""
     return two_digits(estimate.tokens_per_s_per_gpu)
 
 
 def gpus_text(count: int) -> str:
-    """Return a number of GPUs in words."""
+    """Return a number of GPUs as text."""
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def gib_text(nbytes: float) -> str:
-    """Return bytes in GiB: whole ones from ten on, as predictions of memory are off by several per cent."""
+    """Return bytes in GiB, whole from ten on, since predictions of memory are off by several per cent."""
     gib = nbytes / GIB
     return f"{gib:,.0f}" if abs(gib) >= 10 else f"{gib:.1f}"
 

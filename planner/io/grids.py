@@ -1,4 +1,4 @@
-"""The terminal, and tables of answers on it: no lines, text to the left and folded, numbers to the right and whole."""
+"""The terminal and its tables: without lines, text aligned left and folded, numbers aligned right and never folded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from planner.io.printable import printable
 def grid(
     headings: Sequence[str], rows: Iterable[Sequence[str]] = (), *, text: Collection[str] | None = None, gap: int = 1
 ) -> Table:
-    """Return a table of `rows`; `text` are the headings of columns that hold words, by default the first. `gap` is
+    """Return a table of `rows`; `text` are the headings of text columns, by default the first. `gap` is the space
     between columns.
 
-    Cells are made safe for a terminal, as `printable` does.
+    Cells are made safe for a terminal by `printable`.
     """
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
     words = set(headings[:1]) if text is None else text

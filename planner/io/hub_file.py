@@ -1,6 +1,4 @@
-"""A model's config.json from the Hugging Face Hub, fetched only where `--online` asks for it: that file alone, no
-code.
-"""
+"""Fetch a model's config.json from the Hugging Face Hub, only with `--online`: that file alone, no code."""
 
 from __future__ import annotations
 
@@ -12,14 +10,15 @@ from typing import Any
 
 from topology.errors import UserError
 
-MOST_BYTES = 1 << 20  # of a config.json; the largest ones are a few hundred KB, for lists of layers
+MOST_BYTES = 1 << 20  # largest config.json; the largest real ones have a few hundred KB, because of lists of layers
 _NAME = re.compile(r"(?P<repository>[\w.-]{1,60}/[\w.-]{1,96})(?:@(?P<revision>[\w.-]{1,64}))?", re.ASCII)
 
 
 def with_fetched_model(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of flags without `online`: if that was set, `model` is the path of a fetched config.json.
+    """Return the flags without `online`; if it was set, `model` becomes the path of a fetched config.json, unless the
+    model is known without a network.
 
-    A model that is known without a network is not fetched. Raises UserError where it cannot be fetched.
+    Raises UserError where it cannot be fetched.
     """
     values = {name: value for name, value in flags.items() if name != "online"}
     if not flags.get("online"):
@@ -58,9 +57,7 @@ def fetch_config(name: str) -> Path:
 def _ask(name: str, call: Callable[..., Any], *about: Any, **more: Any) -> Any:
     try:
         return call(*about, **more)
-    except (
-        Exception
-    ) as error:  # what its HTTP library raises, which differs by release: no such model, gated, no network
+    except Exception as error:  # errors of its HTTP library, which differ by release: no such model, gated, no network
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"the Hub does not give the config.json of {name[:100]}",

@@ -24,7 +24,7 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
     the text does not), or `local` for this machine. A node with irregular links is not cut, since the placement decides
     which GPUs to use. Raises BadCluster when the cluster does not come in that size.
     """
-    # What reads captures takes longer to load than a search among plans of a known machine.
+    # The reader of captures takes longer to import than a search for a known machine takes.
     written = name.lstrip().startswith(("{", "["))  # JSON as the argument itself
     captured = not written and (name == "local" or codec.is_file(name))
     found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
@@ -38,7 +38,7 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
 
 
 def refuse_empty(**said: str | None) -> None:
-    """Raise UserError for words that are said and empty."""
+    """Raise UserError for flags that are stated and empty."""
     for name, word in said.items():
         if word is not None and not word.strip():
             raise UserError(f"--{name} is empty", remedy=f"--{name} with a name, or without the flag for the default")
@@ -64,9 +64,9 @@ def parse_bytes(text: str) -> float:
 
 
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
-    """Return the calibrations that a profile file gives; none without a path.
+    """Return the calibrations of a profile file; empty ones without a path.
 
-    With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
+    With `strict`, a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file
     is malformed or its values are impossible.
     """
     if path is None:

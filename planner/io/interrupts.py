@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported: Python cannot raise it everywhere there, so it ends the process by itself."""
+"""Ctrl-C during imports: Python cannot raise KeyboardInterrupt everywhere there, so the process exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXIT_CODE = 130
 
 
 def end_at_once() -> None:
-    """Let an interrupt end the process with exit code 130, unless it is ignored or somebody else's already."""
+    """Let an interrupt exit the process with code 130, unless it is ignored or already handled elsewhere."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

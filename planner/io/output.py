@@ -34,7 +34,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def redacted(on: bool) -> Iterator[None]:
-    """Take what identifies the machine out of all that is printed meanwhile, if `on`; see `topology.redact`."""
+    """Remove everything that identifies the machine from what is printed inside, if `on`; see `topology.redact`."""
     if not on:
         yield
         return
@@ -50,7 +50,7 @@ def redacted(on: bool) -> Iterator[None]:
 
 
 def require_room(folder: Path, least_bytes: int, what: str) -> None:
-    """Make a folder that results go to, and see that its disk has room for `what` before anything is measured.
+    """Make a folder for results, and check before anything is measured that its disk has room for `what`.
 
     Raises BadInput where it cannot be made or written, PlannerError where less than `least_bytes` are free.
     """
@@ -70,7 +70,7 @@ def require_room(folder: Path, least_bytes: int, what: str) -> None:
 
 
 def attempt(write: Callable[[], object]) -> PlannerError | None:
-    """Call `write`, and return its error to be raised later: an answer is shown although its file cannot be written."""
+    """Call `write` and return its error, to be raised later: an answer is shown even if its file cannot be written."""
     try:
         write()
     except PlannerError as error:
@@ -80,7 +80,7 @@ def attempt(write: Callable[[], object]) -> PlannerError | None:
 
 @contextmanager
 def progress_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Hand progress lines to `listener` meanwhile, for a process that has no terminal."""
+    """Pass progress lines inside to `listener`, for a process without a terminal."""
     global _listener  # noqa: PLW0603 - like standard error, there is one for the process
     before, _listener = _listener, listener
     try:
@@ -90,7 +90,7 @@ def progress_to(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def progress(text: str) -> None:
-    """Show a progress line on standard error, if that is a terminal, or hand it to who listens."""
+    """Show a progress line on standard error if it is a terminal, or pass it to the listener."""
     if _listener is not None:
         _listener(printable(text))
     elif sys.stderr.isatty():
@@ -98,7 +98,7 @@ def progress(text: str) -> None:
 
 
 def early_answer(text: str) -> None:
-    """Show on standard error, if that is a terminal, what is known before the answer; it stays above it."""
+    """Show preliminary results on standard error if it is a terminal; they stay above the answer."""
     if _listener is None and sys.stderr.isatty():
         end_progress()
         print(printable(text), file=sys.stderr, flush=True)

@@ -1,6 +1,4 @@
-"""A plan in words: its degrees, what it sets besides them, its name in links, and what changes from one plan to
-another.
-"""
+"""A plan as text: its degrees, its other settings, its name in links, and the changes from one plan to another."""
 
 from __future__ import annotations
 
@@ -12,10 +10,10 @@ from simulator.config.overlap_sites import NONE, tp_overlap_label, tp_overlap_sl
 from simulator.config.plan import PLAIN_SCHEDULE, PLAN_FIELDS, Plan
 from topology import codec
 
-# The order in which degrees are named.
+# The order of degrees in texts.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-BESIDE_PRODUCT = {"ep"}  # which lies inside the others
-# Fields whose words are made below; every other is named by its own name.
+BESIDE_PRODUCT = {"ep"}  # a degree inside the others
+# Fields with texts of their own below; all others use their names.
 WORDED = {
     *DEGREES, "zero_stage", "virtual_stages", "schedule", "micro_batch_size", "recompute", "recompute_per_stage",
     "sequence_parallel", "tp_overlap", "cp_method", "layers_per_stage", "reshard_after_forward", "placement",
@@ -50,7 +48,7 @@ def plan_chips(plan: Plan) -> str:
 
 
 def approach_text(plan: Plan) -> str:
-    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512
+    """Return a plan as a short phrase: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512
     GPUs`.
     """
     away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
@@ -58,7 +56,7 @@ def approach_text(plan: Plan) -> str:
 
 
 def _degrees(plan: Plan) -> list[tuple[str, str, int]]:
-    """Return (field, its sign, its value) of all degrees."""
+    """Return (field, symbol, value) of all degrees."""
     return [(name, PLAN_FIELDS[name].short, getattr(plan, name)) for name in DEGREES]
 
 
@@ -91,14 +89,12 @@ def _degrees_in_words(plan: Plan) -> str:
 
 
 def policy_text(plan: Plan) -> str:
-    """Return everything but the degrees of the product: experts, micro batch, recompute, schedule, overlap, ..."""
+    """Return all settings except the degrees of the product: experts, micro batch, recompute, schedule, overlap, ..."""
     return ", ".join([*([f"ep {plan.ep}"] if plan.ep > 1 else []), *_settings(plan)])
 
 
 def special_text(plan: Plan) -> str:
-    """Return what a plan sets besides its degrees, its micro batch and its recomputation, where that is not the plain
-    choice.
-    """
+    """Return a plan's settings besides degrees, micro batch and recomputation, except default ones."""
     plain = {"micro_batch_size", "recompute", "recompute_per_stage", "sequence_parallel"}
     plain |= {"schedule"} if plan.schedule_name == PLAIN_SCHEDULE and plan.virtual_stages == 1 else set()
     plain |= {"reshard_after_forward"} if plan.reshard_after_forward else set()
@@ -106,13 +102,13 @@ def special_text(plan: Plan) -> str:
 
 
 def plan_settings(plan: Plan) -> str:
-    """Return everything but the degrees, for people who see no legend."""
+    """Return all settings except the degrees, for readers without a legend."""
     return ", ".join(_settings(plan, spelt_out=True))
 
 
 def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = ()) -> str:
-    """Return a plan, or a plan of a document, without what says nothing: `fsdp 4 x pp 2, micro batch 2, 1F1B`;
-    `without` some of its settings.
+    """Return a plan, or a plan of a document, without settings that have no effect: `fsdp 4 x pp 2, micro batch 2,
+    1F1B`; `without` some settings.
     """
     if not isinstance(plan, Plan):
         plan = Plan(**{name: value for name, value in plan.items() if name in PLAN_FIELDS})
@@ -121,13 +117,15 @@ def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = 
 
 
 def _settings(plan: Plan, *, without: Collection[str] = (), spelt_out: bool = False) -> list[str]:
-    """Return what is set, field by field, in the order in which it is named; `without` some fields."""
+    """Return the texts of settings, field by field in their order; `without` some fields."""
     found = _setting_texts(plan, spelt_out=spelt_out)
     return [text for name, text in found.items() if text and name not in without]
 
 
 def _setting_texts(plan: Plan, *, spelt_out: bool) -> dict[str, str]:
-    """Return the words for what is set by field; empty for what a plan has not, or need not name."""
+    """Return the text of each setting by field; empty for a field that the plan does not have or that need not be
+    named.
+    """
     stages = f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""
     context = (plan.cp_method or "").replace("_", "-") if plan.cp > 1 else ""
     sharded = plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1
@@ -155,7 +153,7 @@ def _setting_texts(plan: Plan, *, spelt_out: bool) -> dict[str, str]:
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
-    """Return what a plan sets of all that has no words of its own here, where it is not the default."""
+    """Return the settings without a text of their own that are not at their defaults."""
     known = {name: getattr(plan, name) for name in PLAN_FIELDS if name not in WORDED}
     return {name: value for name, value in known.items() if value != PLAN_FIELDS[name].default}
 
@@ -195,8 +193,8 @@ def plan_name(plan: Plan) -> str:
 
 
 def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
-    """Return the fields in which two plans differ: what it is, before, after, all in words. A field that says nothing
-    in the second plan, such as the schedule of no pipeline, is left out.
+    """Return the fields in which two plans differ, as (field, before, after) texts. A field without a meaning in the
+    second plan, such as the schedule without a pipeline, is left out.
     """
     return [
         (known.words, value_words(old), value_words(new))
@@ -207,8 +205,8 @@ def changed_fields(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
 
 
 def differences_text(before: Plan, after: Plan) -> str:
-    """Return all in which the second of two plans differs, in its own words: `micro batch 2, no reshard after
-    forward`; empty where only fields that one follows from another differ.
+    """Return all settings in which the second of two plans differs, as text: `micro batch 2, no reshard after forward`;
+    empty if only fields that follow from others differ.
     """
     mine, theirs = (_setting_texts(plan, spelt_out=True) for plan in (before, after))
     changed = [name for name in PLAN_FIELDS if getattr(before, name) != getattr(after, name)]
@@ -232,7 +230,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def value_words(value: object) -> str:
-    """Return the value of a plan's field in words: yes and no for what is on or off."""
+    """Return the value of a plan's field as text; yes or no for switches."""
     if value is None or value == ():
         return "framework default"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Text that is safe for a terminal. Apart from `output.py`, whose libraries take longer to load than `planner
+"""Make text safe for a terminal. Separate from `output.py`, whose libraries take longer to import than `planner
 --help`.
 """
 

@@ -1,1 +1,1 @@
-"""Work in processes of its own: few at a time, bounded in time and memory, ended at once."""
+"""Work in separate processes: few at a time, bounded in time and memory, ended at once."""

@@ -1,9 +1,10 @@
-"""Worker processes, forked from one that has imported what they need: another costs milliseconds, and shares memory.
+"""Worker processes, forked from a server process that has imported what they need: a fork takes milliseconds and shares
+memory.
 
-That process is `python -P -m planner.jobs.fork_server MODULE`; MODULE.WORK are the functions of its workers. Whoever
-starts it asks over a socket, which is its standard input: to fork, with the worker's end of a pipe, or how a worker
-ended. `multiprocessing` has such a server, too, but runs the main module again in each of its processes, which is a
-page where Streamlit runs one.
+The server is `python -P -m planner.jobs.fork_server MODULE`; MODULE.WORK has the functions of its workers. Its parent
+sends requests over a socket, the server's standard input: to fork, with the worker's end of a pipe, or to report how a
+worker ended. `multiprocessing` has such a server too, but it runs the main module again in every process, and under
+Streamlit that is a page.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from topology.processes import alive
 # Numerical libraries start a thread per core otherwise, in every process.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-_FORK = -1  # asks for a worker; any other number asks how that process ended
+_FORK = -1  # requests a worker; any other number asks how that process ended
 _RUNS = 1 << 30  # instead of an exit code
 _NUMBER = struct.Struct("<i")
 _TICK_S = 0.005
@@ -43,10 +44,10 @@ class Worker:
     def __init__(self, server: ForkServer, pid: int, pipe: Connection) -> None:
         self._server, self.pid, self.pipe = server, pid, pipe
         self._exit_code: int | None = None
-        self._asking = threading.Lock()  # the server says an exit code once, and threads stop and wait alike
+        self._asking = threading.Lock()  # the server reports an exit code once, and several threads may ask
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal where one ended it; None while it runs."""
+        """Return the exit code, or minus the signal that ended it; None while it runs."""
         with self._asking:
             if self._exit_code is None:
                 self._exit_code = self._server.exit_code(self.pid)
@@ -72,7 +73,7 @@ class Worker:
 
 
 class ForkServer:
-    """The process that forks workers, as who asks sees it. Raises OSError or EOFError where it has ended."""
+    """The server process that forks workers, as seen by its parent. Raises OSError or EOFError if it has ended."""
 
     def __init__(self, module: str) -> None:
         self._socket, theirs = socket.socketpair()
@@ -83,7 +84,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=2,
                 env={**environment(), **ONE_THREAD},
-                start_new_session=True,  # Ctrl-C is for the server, which ends its processes
+                start_new_session=True,  # Ctrl-C is handled by the server, which ends its processes
             )
 
     def fork(self) -> Worker:
@@ -98,7 +99,7 @@ class ForkServer:
     def exit_code(self, pid: int) -> int | None:
         try:
             code = self._ask(pid)
-        except (OSError, EOFError):  # nobody is left to ask
+        except (OSError, EOFError):  # the parent has ended
             code = _RUNS if _runs(pid) else -signal.SIGKILL
         return None if code == _RUNS else code
 
@@ -131,9 +132,9 @@ def _received(said: bytes) -> int:
 
 
 def main(module: str) -> None:
-    """Fork workers until whoever asks has ended."""
+    """Fork workers until the parent has ended."""
     work = import_module(module).WORK
-    gc.freeze()  # what is imported stays, and is shared as long as nobody writes to it
+    gc.freeze()  # imports stay and are shared as long as they are not written to
     asked = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no worker holds the other end
     with suppress(EOFError, ConnectionError):
@@ -146,7 +147,7 @@ def main(module: str) -> None:
             pid = os.fork()
             if pid == 0:
                 asked.close()
-                os.setsid()  # a lower priority is then its own
+                os.setsid()  # a lower priority then applies to its session only
                 serve(work, Connection(files[0]))
                 os._exit(0)
             os.close(files[0])

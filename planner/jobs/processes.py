@@ -1,8 +1,8 @@
 """Jobs in worker processes (`planner.jobs.fork_server`): few, bounded in time and memory, ended at once.
 
-A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that
-it started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets
-a lower priority, and others may start alongside it, so that a short question never waits for a long one to end.
+A job waits for its turn, then has a process of its own until it is done. The process and everything it started is
+killed when the job is stopped, when its time limit is over, or when nobody asks for it any longer. A long job steps
+aside: it gets a lower priority and others may start, so that a short question never waits for a long one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from planner.jobs.fork_server import ForkServer, Worker
 from topology.errors import PlannerError
 from topology.processes import descendants, kill
 
-SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
+SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, not counting long ones
 LONG_S = 3.0
 TICK_S = 0.1
-END_S = 10.0  # from the end of a process's messages to its own, on a machine that does much else
+END_S = 10.0  # seconds from a process's last message to its end, on a busy machine
 # Linux gives a process of this priority a quarter of a core that it shares with one of normal priority: a short
-# question alongside it takes a third longer at most, and the long one still ends.
+# question next to it takes a third longer at most, and the long one still ends.
 NICE = 5
 
 
 class Stopped(PlannerError):
-    """The user pressed stop, or left."""
+    """The user stopped the job, or left."""
 
 
 class ProcessEnded(PlannerError):
-    """The worker process died before it answered. `killed` says that somebody else ended it: it neither crashed nor
-    did the system end it for want of memory.
+    """The worker process died before it answered. `killed`: someone else ended it; it neither crashed nor ran out of
+    memory.
     """
 
     killed = False
@@ -46,9 +46,9 @@ class ProcessEnded(PlannerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a job may use. `forgotten_s` is for how long it runs without anybody asking for it.
+    """What a job may use. `forgotten_s` is how long it runs without being asked for.
 
-    `aside` says whether it may be slowed down for others, which a measurement may not.
+    `aside`: it may be slowed down for others, which a measurement may not.
     """
 
     limit_s: float = 600.0
@@ -58,7 +58,7 @@ class Bounds:
 
 
 class Workers:
-    """The processes, and whose turn it is. `module` has the functions that they call, as WORK."""
+    """The processes, and the order of jobs. `module` has the functions that they call, as WORK."""
 
     def __init__(self, module: str, slots: int | None = None) -> None:
         self._module = module
@@ -69,14 +69,14 @@ class Workers:
         self._running: list[Job] = []
 
     def warm(self) -> ForkServer:
-        """Begin to import what processes need, so that the first questions need not wait for it."""
+        """Start the imports of the processes, so that the first questions need not wait for them."""
         with self._changed:
             if self._server is None or self._server.ended():
                 self._server = ForkServer(self._module)
             return self._server
 
     def free(self) -> int:
-        """Return how many jobs would start at once."""
+        """Return how many further jobs would start at once."""
         with self._changed:
             return max(0, self._free())
 
@@ -95,8 +95,8 @@ class Workers:
                 self._server.close()
 
     def enter(self, job: Job) -> Worker | None:
-        """Wait for the turn of a job and return its process; None where it was stopped before. Raises OSError or
-        EOFError where there is none to be had.
+        """Wait for the turn of a job and return its process; None if the job was stopped before. Raises OSError or
+        EOFError if no process can be started.
         """
         with self._changed:
             while not (job.ended or job.reserved or self._free() > 0):
@@ -112,7 +112,7 @@ class Workers:
         return self._fork()
 
     def _fork(self) -> Worker:
-        """Return a new process; of another server where somebody has ended the one that there was."""
+        """Return a new process, of a new server if the old one has been ended."""
         server = self.warm()
         try:
             return server.fork()
@@ -121,19 +121,19 @@ class Workers:
             return self.warm().fork()
 
     def leave(self, job: Job, process: Worker | None, *, again: bool) -> None:
-        """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
+        """End the turn of a job. With `again` its process is kept for others, else it is killed."""
         with self._changed:
             self._running = [one for one in self._running if one is not job]
             if process is not None and again and len(self._idle) < self._slots and not job.slowed:
-                self._idle.append(process)  # one of low priority would stay so
+                self._idle.append(process)  # a low priority cannot be raised again
             elif process is not None:
                 process.end()
             self._changed.notify_all()
 
 
 class Job:
-    """One request: `result` or `error` is set once `done` is, `early` where the work has given an answer before. `ask`
-    keeps it wanted; `on_progress` is called at each change; a `reserved` one begins at once, in none of the slots.
+    """One request: `result` or `error` is set when `done` is, `early` when the work has a preliminary answer. `ask`
+    keeps the job wanted; `on_progress` is called at each change; a `reserved` job begins at once, outside the slots.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Job:
 
     @property
     def runs_s(self) -> float:
-        """Return for how many seconds the job has had its process."""
+        """Return for how many seconds the job has had a process."""
         return 0.0 if self.began is None else time.monotonic() - self.began
 
     def ask(self, patience_s: float) -> bool:
@@ -179,7 +179,7 @@ class Job:
         return self.done.wait(patience_s)
 
     def stop(self, reason: PlannerError | None = None) -> None:
-        """Kill the process and all that it started. Whoever waits gets the reason as the error."""
+        """Kill the process and everything that it started. Callers that wait get the reason as the error."""
         self._stopped = self._stopped or reason or Stopped("stopped")
         if (process := self._process) is not None and not self.done.is_set():
             started = descendants(process.pid)
@@ -213,7 +213,7 @@ class Job:
         self._on_progress()
 
     def _converse(self, process: Worker) -> bool:
-        """Send the request and follow the answer; return whether the process takes another."""
+        """Send the request and follow the answer; return whether the process accepts another request."""
         process.pipe.send(self._request)
         while True:
             kind, value = process.pipe.recv()
@@ -225,7 +225,7 @@ class Job:
             return bool(process.pipe.recv())
 
     def _watch(self) -> None:
-        """Step aside when it takes long; stop at the time limit, and when nobody asks any more."""
+        """Step aside when the job takes long; stop at the time limit, and when nobody asks any more."""
         while not self.done.wait(TICK_S):
             if self.runs_s > self._bounds.limit_s:
                 self.stop(
@@ -244,13 +244,13 @@ class Job:
         return self._bounds.aside and not self.slowed and self.runs_s > LONG_S
 
     def _slow(self, process: Worker) -> None:
-        """Lower the priority of a process that has worked for long; one that waits for the processor has not."""
+        """Lower the priority of a process that has worked for long; waiting for the processor does not count."""
         if _worked_s(process) - self._worked_before_s > LONG_S:
             self.slowed = True
             with suppress(psutil.Error):
                 psutil.Process(process.pid).nice(NICE)
-            # Where Linux schedules sessions as groups, priorities count inside a session only, and the session has its
-            # own.
+            # Where Linux schedules sessions as groups, a process's priority counts only inside its session, and the
+            # session has one too.
             with suppress(OSError):
                 Path(f"/proc/{process.pid}/autogroup").write_text(str(NICE), encoding="ascii")
 

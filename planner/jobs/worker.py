@@ -2,7 +2,7 @@
 
 Requests and messages go over one pipe, as `multiprocessing` sends objects: both ends are this program. A request is
 (kind, arguments, bytes of memory or None). A message is ("progress", line), ("early", value), ("result", value) or
-("error", PlannerError); after a result or an error follows whether the process takes another request.
+("error", PlannerError); after a result or an error it sends whether it accepts another request.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from topology.units import GIB, in_gib
 
 Work = Mapping[str, Callable[..., Any]]  # each takes a Progress and the arguments of a request
 
-KEPT_BYTES = GIB  # a process that has grown beyond this ends, since Python seldom gives memory back
-REPORT_S = 0.1  # between two lines of progress
+KEPT_BYTES = GIB  # a larger process ends, since Python seldom returns memory
+REPORT_S = 0.1  # seconds between two lines of progress
 
 
 class Progress:
-    """What a piece of work tells while it runs: lines of progress, and what it can answer early."""
+    """What a piece of work reports while it runs: lines of progress, and preliminary answers."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -42,7 +42,7 @@ class Progress:
             self._pipe.send(("progress", line))
 
     def early(self, value: object) -> None:
-        """Send an answer that a better one will follow."""
+        """Send a preliminary answer."""
         self._pipe.send(("early", value))
 
 
@@ -61,9 +61,7 @@ def serve(work: Work, pipe: Connection) -> None:
 
 
 def _read(pipe: Connection, waiting: queue.SimpleQueue[Any]) -> None:
-    """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its
-    work.
-    """
+    """Pass requests on; at the end of the input, when the server has ended, exit even in the middle of work."""
     with suppress(EOFError, OSError):
         while True:
             waiting.put(pipe.recv())

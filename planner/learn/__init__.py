@@ -1,1 +1,1 @@
-"""What runs with measured time and memory teach of the runtime that made them, and which runs would teach most."""
+"""Fit the costs of a runtime to runs with measured time and memory, and find the runs that would teach most."""

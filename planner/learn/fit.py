@@ -1,13 +1,13 @@
-"""A runtime's own costs from whole runs: how far kernels, collectives, memory and the host are from the description it
-is like.
+"""A runtime's own costs from whole runs: factors of kernels, collectives, memory and host costs relative to a similar
+description.
 
-Few runs say little of many costs, so a fit is least squares of logarithms around the description, each cost as far from
-it as runtimes are from each other, and each run as far as a description can be from a run: the further, the less of it
-is kernels. Published grids have runs that stood still or shared their machine: a loss that hardly grows beyond a few
-spreads leaves such rows out of the decision.
+A few runs say little about many costs, so the fit is least squares of logarithms around the description. The prior
+spread of a cost is that between runtimes; the spread of a run is the error of a right description, larger for runs with
+less kernel time.
 
-Memory is fitted before steps: what a rank keeps and what its passes save have a factor each. A run whose GPU was full
-waits for its allocator in every micro batch, which shows what that takes and next to nothing else.
+Published grids contain runs that stalled or shared their machine; a loss that hardly grows beyond a few spreads gives
+such rows no weight. Memory is fitted before steps, with a factor for state and one for saved tensors. A run with a full
+GPU waits for its allocator in every micro batch, so it shows the cost of that and almost nothing else.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Answer = dict[str, float]
 
-# Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between
+# Spreads of logarithms: of a run around a right description; of the factors of kernels and collectives between
 # runtimes; of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The
 # others are assumed.
-RUN_SPREAD, REST_SPREAD = 0.05, 0.1  # of a run of kernels alone, and what the share that is none adds
+RUN_SPREAD, REST_SPREAD = 0.05, 0.1  # of a run that is all kernels, and what the share of other time adds
 MEMORY_SPREAD = 0.1
-FULL_SPREAD = 0.4  # of a full GPU's flushes: how many there are follows from sizes that no description has
+FULL_SPREAD = 0.4  # of flushes on a full GPU: their number depends on sizes that no description has
 FACTOR_SPREAD = {
     "kernel_factor": 0.25,
     "collective_factor": 0.35,
     "network_factor": 0.7,
     "memory_factor": 0.3,
     "activation_factor": 0.3,
-    FLUSH: 2.0,  # one in a micro batch, or tens
+    FLUSH: 2.0,  # one per micro batch, or tens
 }
 HOST_SPREAD = 1.5
-# Of a cost that is described as nothing; 1 ms for others. A flush is one that gives back 80 GB.
+# Value of a cost that is described as zero; 1 ms for others. A flush returns 80 GB.
 LEAST_S = {"launch_s": 5e-6, CROSSING: 50e-6, FLUSH: FLUSH_S_PER_BYTE * 80e9}
 USUAL_LEAST_S = 1e-3
 HOST_COSTS = (
@@ -66,21 +66,21 @@ HOST_COSTS = (
     "ep_layer_s",
     "rest_s",
 )
-LEAST_BEHIND = 0.2  # share of the runs that a fit takes kernels from before it has taken anything from any
-# Of the memory that a rank can use, above which its allocator gives blocks back and asks again: what a step then takes
-# says nothing of the costs here. Communicators and fragments have the rest. Source: assumed.
+LEAST_BEHIND = 0.2  # least share of kernels in the runs that the fit of kernels starts from
+# Share of a rank's usable memory above which its allocator flushes and retries; the step then says nothing of other
+# costs. The rest is communicators and fragments. Source: assumed.
 FULL = 0.9
-FEWEST = 3  # runs with a time or a memory, below which nothing is learned
+FEWEST = 3  # least runs with a time or a memory for a fit
 
 
 def unnamed(model: Model) -> Model:
-    """Return a network without its name, which cases give it after themselves."""
+    """Return a model without its name; cases then get their own names."""
     return replace(model, name="", assumed=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A run: its case, its step and its memory; None where the source does not say."""
+    """A run: its case, step and memory; None where the source does not state it."""
 
     case: Case
     step_s: float | None
@@ -88,13 +88,13 @@ class Measured:
 
     @property
     def fills(self) -> bool:
-        """Whether the run had as much of its GPU's memory as makes the allocator give blocks back and ask again."""
+        """Whether the run used so much of its GPU's memory that the allocator flushes."""
         usable = self.case.question.cluster.gpu_memory_bytes - CONTEXT_BYTES
         return self.memory_bytes is not None and self.memory_bytes > FULL * usable
 
     @property
     def group(self) -> str:
-        """What runs have in common that left out together make an unseen question: the model."""
+        """The key of runs that are left out together for cross-validation: the model."""
         return codec.fingerprint(unnamed(self.case.question.model))
 
 
@@ -112,7 +112,7 @@ class Fit:
         return dict(zip(self.names, (self.usual * np.exp(self.logs)).tolist(), strict=True))
 
     def with_costs_of(self, cases: Sequence[Case], like: str) -> Fit:
-        """Return the fit with costs that only `cases` have, each as usual and as unsure as before any run."""
+        """Return the fit with costs that only `cases` have, at their prior values and spreads."""
         usual = usual_values(like)
         names = tuple(name for name in _occurring(usual, cases) if name not in self.names)
         covariance = np.diag(np.concatenate([np.zeros(len(self.names)), priors(names) ** 2]))
@@ -134,7 +134,7 @@ class Fit:
         return self.covariance[first:, first:]
 
     def fitted(self) -> dict[str, Fitted]:
-        """Return every cost with the range that holds it in four of five fits."""
+        """Return every cost with its 80 % range."""
         width = NORMAL_80 * np.sqrt(np.diag(self.covariance))
         return {
             name: Fitted(value=value, low=value * float(np.exp(-w)), high=value * float(np.exp(w)))
@@ -151,7 +151,7 @@ def measured_of(case: Case) -> Measured:
 
 
 def usual_values(like: str) -> Answer:
-    """Return the described value of everything that is fitted."""
+    """Return the described values of everything that is fitted."""
     host = runtime_spec(like).host
     costs = {name: max(getattr(host, name), LEAST_S.get(name, USUAL_LEAST_S)) for name in HOST_COSTS}
     return (
@@ -163,7 +163,7 @@ def usual_values(like: str) -> Answer:
 
 
 class PredictedCases:
-    """Cases whose plans are predicted again and again: those that ask the same question, at once."""
+    """Cases whose plans are predicted repeatedly; cases with the same question are predicted together."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self.cases = cases
@@ -176,7 +176,7 @@ class PredictedCases:
         self.groups = list(together.values())
 
     def predicted(self, values: Mapping[str, float], *, compiled: bool, replayed: bool = False) -> list[Estimate]:
-        """Return the estimates of all plans under costs of their runtime, with what the allocator holds where
+        """Return the estimates of all plans with given costs of their runtime; with the allocator's replay if
         `replayed`.
         """
         found: dict[int, Estimate] = {}
@@ -193,7 +193,7 @@ class PredictedCases:
         return [found[place] for place in range(len(self.cases))]
 
     def steps_s(self, answers: Sequence[Mapping[str, float]], *, compiled: bool) -> Floats:
-        """Return the steps of all plans under each of several answers, (answers, plans)."""
+        """Return the steps of all plans for each of several sets of costs, shape (sets, plans)."""
         found = np.zeros((len(answers), len(self.cases)))
         for places in self.groups:
             question = self.cases[places[0]].question
@@ -208,7 +208,7 @@ class PredictedCases:
 
 
 class Runs:
-    """Runs with what they measured, predicted again and again."""
+    """Runs with their measurements, predicted repeatedly."""
 
     def __init__(self, runs: Sequence[Measured]) -> None:
         self.runs = runs
@@ -218,7 +218,7 @@ class Runs:
         )
 
     def logs(self, values: Mapping[str, float], *, compiled: bool) -> Floats:
-        """Return log(predicted / measured) of step and memory, shape (runs, 2); 0 for what was not measured."""
+        """Return log(predicted / measured) of step and memory, shape (runs, 2); 0 where not measured."""
         rows = []
         predicted = self.asked.predicted(values, compiled=compiled, replayed=True)
         for run, found in zip(self.runs, predicted, strict=True):
@@ -232,8 +232,8 @@ class Runs:
         return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
     def steps(self, answers: Sequence[Mapping[str, float]], full: Flags, *, compiled: bool) -> Floats:
-        """Return log(predicted / measured) of steps under each of several answers, (answers, runs), those in `full` on
-        GPUs whose allocator flushes; 0 where not measured.
+        """Return log(predicted / measured) of steps for several sets of costs, shape (sets, runs); runs in `full` are
+        on GPUs whose allocator flushes; 0 where not measured.
         """
         found = self.asked.steps_s([{**values, FLUSH: 0.0} for values in answers], compiled=compiled)
         flushes = np.array([[values.get(FLUSH, 0.0)] for values in answers])
@@ -242,7 +242,7 @@ class Runs:
         return np.asarray(np.where(np.isnan(measured), 0.0, np.log(predicted / measured)))
 
     def described_memory(self, *, compiled: bool) -> tuple[Floats, Floats]:
-        """Return the predicted bytes of state and of everything, to compare with what each run measured."""
+        """Return the predicted bytes of state and in total, for the measured quantity of each run."""
         state, whole = [], []
         for run, found in zip(self.runs, self.asked.predicted({}, compiled=compiled, replayed=True), strict=True):
             rank = run.case.measured.get("memory_rank")
@@ -273,7 +273,7 @@ OCCURS: dict[str, Callable[[Case], bool]] = {
 
 
 def _occurring(usual: Answer, cases: Sequence[Case]) -> tuple[str, ...]:
-    """Return the costs that the step of one of `cases` can show."""
+    """Return the costs that the steps of `cases` depend on."""
     return tuple(
         name
         for name, value in usual.items()
@@ -284,8 +284,8 @@ def _occurring(usual: Answer, cases: Sequence[Case]) -> tuple[str, ...]:
 
 
 def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: Answer | None = None) -> Fit:
-    """Return the costs that meet `runs` best around the description `like`; without runs, the description and what it
-    leaves open.
+    """Return the costs that fit `runs` best around the description `like`; without runs, those of the description with
+    its spreads.
     """
     usual, known = usual_values(like), Runs(runs)
     of_memory = _fit_memory(known, compiled=compiled)
@@ -303,7 +303,7 @@ def fit(runs: Sequence[Measured], like: str, *, compiled: bool = False, start: A
 
 
 def _fit_memory(known: Runs, *, compiled: bool) -> Fit:
-    """Return the factors of what ranks hold and, once more, of what of it is no state."""
+    """Return the factor of memory, and the further factor of memory that is no state."""
     measured = np.array([run.memory_bytes is not None for run in known.runs], dtype=bool)
     seen = np.log([run.memory_bytes for run in known.runs if run.memory_bytes is not None])
     state, whole = (column[measured] for column in known.described_memory(compiled=compiled))
@@ -328,7 +328,7 @@ def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start
     def missed(logs: Floats) -> Floats:
         return known.steps([answer(one) for one in logs], full, compiled=compiled)[:, timed]
 
-    # Hosts and collectives only add to kernels, so the runs that are least behind the description show these best.
+    # Hosts and collectives only add to kernels, so the runs with the smallest ratio show kernels best.
     begin = dict.fromkeys(names, 0.0)
     free = timed & ~full
     if free.any():
@@ -344,17 +344,17 @@ def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start
 
 
 def spread_of_runs(of_kernels: Floats) -> Floats:
-    """Return how far runs lie from a right description, by the share of their steps that kernels are."""
+    """Return the spread of runs around a right description, by the share of kernels in their steps."""
     return np.asarray(np.hypot(RUN_SPREAD, REST_SPREAD * (1 - np.clip(of_kernels, 0.0, 1.0))))
 
 
 def priors(names: Sequence[str]) -> Floats:
-    """Return how far the logarithms of costs are from what is described, as a spread."""
+    """Return the prior spreads of the logarithms of costs around the description."""
     return np.array([FACTOR_SPREAD.get(name, HOST_SPREAD) for name in names])
 
 
 def _fitted(names: tuple[str, ...], usual: Floats, found: Solution) -> Fit:
-    # Scatter of the rows around the fit widens what they say of costs.
+    # The residual spread of the rows widens the costs' uncertainty.
     jacobian = found.jacobian / max(_spread(found.residuals), 1.0)
     return Fit(
         names=names,
@@ -365,7 +365,7 @@ def _fitted(names: tuple[str, ...], usual: Floats, found: Solution) -> Fit:
 
 
 def _spread(values: Floats) -> float:
-    """Return the spread of a normal distribution with this median distance from 0, which outliers do not widen."""
+    """Return the spread of a normal distribution with this median distance from 0, which is robust to outliers."""
     return float(np.median(np.abs(values))) / 0.6745 if len(values) else 0.0
 
 
@@ -380,7 +380,7 @@ def errors(runs: Sequence[Measured], found: Fit, *, compiled: bool) -> tuple[lis
 
 def left_out_errors(runs: Sequence[Measured], whole: Fit, like: str, *, compiled: bool) -> dict[str, float | None]:
     """Return mean absolute errors of runs whose group was left out of the fit: by model, else by number of GPUs, else
-    by run.
+    single runs.
     """
     keys = [run.group for run in runs]
     if len(set(keys)) < 2:

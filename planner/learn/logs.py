@@ -1,10 +1,9 @@
-"""What a training log measured: the lines that torchtitan, Megatron-LM and DeepSpeed write about their steps, and
-nothing else.
+"""Read the measurements in a training log: the lines that torchtitan, Megatron-LM and DeepSpeed write about steps.
 
-A log says how long steps took and what memory was held; which plan ran is said by the case that names it
-(`measured.log`). torchtitan's line is written by components/metrics.py (`tps` tokens a second and GPU, `memory` what
-its allocator reserved at most), Megatron-LM's by megatron/training/training.py (`training_log`, `report_memory`: MB are
-MiB), DeepSpeed's by utils/timer.py (`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
+A log has step times and memory; the case that names it (`measured.log`) has the plan. torchtitan's line is written by
+components/metrics.py (`tps` tokens a second and GPU, `memory` what its allocator reserved at most), Megatron-LM's by
+megatron/training/training.py (`training_log`, `report_memory`: MB are MiB), DeepSpeed's by utils/timer.py
+(`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput
 
-MOST_LINE = 4096  # characters of a line that are looked at
+MOST_LINE = 4096  # characters of a line that are read
 MOST_GIB = 1 << 20
-SKIPPED = 2  # steps that compile, allocate and choose algorithms, where more follow
+SKIPPED = 2  # first steps (which compile, allocate and choose algorithms) that are left out if more follow
 MIB, GIB = 1 / 1024, 1.0  # in GiB
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
@@ -30,10 +29,10 @@ NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 
 @dataclass(slots=True)
 class _Read:
-    """What lines said so far: by step or report, so that the lines of several ranks about one count once."""
+    """Values read so far, by step or report, so that lines of several ranks about one step count once."""
 
     by_step: dict[int, list[float]] = field(default_factory=dict)
-    memory: dict[int, float] = field(default_factory=dict)  # rank, -1 where it is not said -> GiB
+    memory: dict[int, float] = field(default_factory=dict)  # rank (-1 if not stated) -> GiB
 
     def said(self, step: str, value: str) -> None:
         self.by_step.setdefault(int(step), []).append(_number(value))
@@ -43,13 +42,13 @@ class _Read:
         self.memory[which] = max(self.memory.get(which, 0.0), _number(value) * unit)
 
     def steady(self) -> float:
-        """Return the median over steps, those that a run begins with left out where there are more."""
+        """Return the median over steps, without the first ones if there are more."""
         values = [statistics.median(said) for _, said in sorted(self.by_step.items())]
         return statistics.median(values[SKIPPED:] if len(values) > SKIPPED else values)
 
 
 Line = Callable[[str, _Read], None]
-# What is between two words of a line holds no word that begins a match, so that a line is walked once.
+# The text between two words of a line contains no word that begins a match, so a line is scanned once.
 _STEP = r"(?:(?!step:|memory:).)*?"
 TITAN = re.compile(rf"step:\s*(\d+)\s{_STEP}memory:\s*{NUMBER}GiB{_STEP}tps:\s*{NUMBER}")
 MEGATRON = re.compile(
@@ -92,10 +91,10 @@ RESERVED, ALLOCATED = "torch max reserved", "torch max allocated"
 
 
 def measured_in(text: str, *, where: str, global_batch: float | None) -> JsonObject:
-    """Return the `measured` of a case: what the log of its run says.
+    """Return the `measured` section of a case from the log of its run.
 
-    `global_batch` is the case's, which turns DeepSpeed's samples a second into steps. Raises BadInput for a text
-    without a step of any of the three, or with steps of more than one.
+    `global_batch` of the case converts DeepSpeed's samples per second to steps. Raises BadInput for a text without a
+    step of any of the three, or with steps of more than one.
     """
     reads = {kind: _Read() for kind in KINDS}
     for line in text.splitlines():
@@ -103,7 +102,7 @@ def measured_in(text: str, *, where: str, global_batch: float | None) -> JsonObj
         for kind, of_line in KINDS.items():
             of_line(plain, reads[kind])
     kinds = [kind for kind, read in reads.items() if read.by_step]
-    # DeepSpeed under Megatron's trainer writes both; the iteration is what the trainer timed.
+    # DeepSpeed under Megatron's trainer writes both kinds of lines; the iteration is the trainer's measurement.
     if kinds == ["megatron-lm", "deepspeed"]:
         kinds = ["megatron-lm"]
     if len(kinds) != 1:
@@ -143,9 +142,10 @@ def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: floa
 
 
 def with_log(case: JsonObject, folder: Path, where: str) -> JsonObject:
-    """Return a case whose `measured.log` names a file with what that file measured; others as they are.
+    """Return a case with the measurements of the file that its `measured.log` names; other cases unchanged.
 
-    The file lies in `folder` or below it. Raises BadInput for others, and where the case says itself what was measured.
+    The file must be in `folder` or below. Raises BadInput for another place, and if the case also states measurements
+    itself.
     """
     measured = case.get("measured")
     if not isinstance(measured, dict) or measured.get("log") is None:

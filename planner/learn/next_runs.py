@@ -1,11 +1,11 @@
-"""Which runs would teach most: those that leave every candidate alike to a run that was made.
+"""The runs that would teach most: those after which every candidate is similar to a run that was made.
 
-Two steps are as far apart as their ratio is open before any run: by how much the spreads of a runtime's costs around
-its description move one against the other (their gradients say by how much each cost moves a step). The next run is the
-one after which the distances of all candidates to the nearest run add up to least, and so on (greedy k-medoids:
-Cornuejols, Fisher, Nemhauser, Management Science 23, 1977). Runs that make costs surest would be the extremes of a
-grid, which a description meets worst: where what is missing is the model's form rather than its numbers, runs that are
-spread as the candidates are say more (Box, Draper, J. Am. Statist. Assoc. 54, 1959).
+The distance of two steps is the uncertainty of their ratio before any run, from the spreads of a runtime's costs around
+its description and the gradients of both steps. The next run is the one that minimises the sum of all candidates'
+distances to the nearest run, and so on (greedy k-medoids: Cornuejols, Fisher, Nemhauser, Management Science 23, 1977).
+Runs that minimise the uncertainty of costs would be the extremes of a grid, where a description is worst. If the form
+of the model is wrong rather than its numbers, runs spread like the candidates are better (Box, Draper, J. Am. Statist.
+Assoc. 54, 1959).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError
 
-ENOUGH = 20  # runs, which learning does with
-LEAST = 5  # asked for, however many there are
+ENOUGH = 20  # number of runs that learning aims for
+LEAST = 5  # runs suggested, for any number of candidates
 MOST_CANDIDATES = 60
 STEP = 1e-2
-FARTHEST = 100.0  # of a candidate while nothing was run: beyond all distances
+FARTHEST = 100.0  # distance of a candidate while there are no runs: beyond all distances
 
 
 def ask_next(
     runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, like: str, *, compiled: bool
 ) -> list[JsonObject]:
-    """Return the plans whose runs would narrow the fit most, best first, each with how unsure its step is.
+    """Return the plans whose runs would narrow the fit most, best first, each with the uncertainty of its step; as many
+    as `ENOUGH` requires.
 
-    As many as are missing to `ENOUGH`. Candidates are cases without a measurement where there are any, else neighbours
-    of those that were run.
+    Candidates are cases without a measurement if there are any, else neighbours of cases that were run.
     """
     ran = [run.case for run in runs]
     candidates = _few([*(unmeasured or _neighbours(ran))])
@@ -63,7 +63,7 @@ def _distances(places: Floats) -> Floats:
 
 
 def _few(cases: list[Case]) -> list[Case]:
-    """Return some of many candidates, spread over what they are: files list them by model and degree."""
+    """Return some of many candidates, evenly over their list, since files are sorted by model and degree."""
     return sorted(cases, key=lambda case: codec.fingerprint(case.id))[:MOST_CANDIDATES]
 
 
@@ -81,7 +81,7 @@ def _described(case: Case, unsure: float) -> JsonObject:
 
 
 def _that_teach(cases: Sequence[Case], found: Fit, *, compiled: bool) -> list[Case]:
-    """Return the cases whose plans are predicted at all, and may run."""
+    """Return the cases whose plans can be predicted and may run."""
     try:
         predicted = PredictedCases(cases).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
     except PlannerError:
@@ -96,7 +96,7 @@ def _that_teach(cases: Sequence[Case], found: Fit, *, compiled: bool) -> list[Ca
 
 
 def _gradients(cases: Sequence[Case], names: Sequence[str], like: str, *, compiled: bool) -> Floats:
-    """Return d log(step) / d log(cost) where the runtime is as described, shape (cases, costs)."""
+    """Return d log(step) / d log(cost) at the described costs, shape (cases, costs)."""
     at = usual_values(like)
     moved = [at | {name: at[name] * (1 + STEP)} for name in names]
     base, *logs = np.log(PredictedCases(cases).steps_s([at, *moved], compiled=compiled))

@@ -1,8 +1,7 @@
-"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a
-case.
+"""Runs in files: a list of cases (JSON), one case per line (JSON Lines), or a table (CSV) whose columns are paths into
+a case.
 
-What was measured may stand in the log of a run, which `measured.log` names, relative to the file
-(`planner.learn.logs`).
+Measurements may be in the log of a run, which `measured.log` names relative to the file (`planner.learn.logs`).
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ MOST_ROWS = 100_000
 
 
 def read_runs(path: str | Path) -> list[JsonObject]:
-    """Return the cases of a file. Raises BadInput, naming the line, where one is no case.
+    """Return the cases of a file. Raises BadInput, naming the line, for an invalid case.
 
-    A column of a table is called as the field it fills, `plan.tp` or `measured.log`, or by its word on the command
-    line; an empty cell was not stated.
+    A column of a table has the name of its field, `plan.tp` or `measured.log`, or that of the command-line option; an
+    empty cell means not stated.
     """
     folder = Path(path).parent
     found = [sectioned(row) for row in _read(str(path))]

@@ -1,8 +1,8 @@
-"""Robust least squares around a prior, for few parameters and predictions that are dear.
+"""Robust least squares around a prior, for few parameters and expensive predictions.
 
-What a plan's step takes is a maximum of what several resources take, so a cost may show in few of the runs, or in none
-before it has grown. Damped Gauss-Newton steps with differences as wide as a few percent see past such kinks, and need
-fewer predictions than a trust region, which starts as narrow as the first guess is close to the prior.
+A step is the maximum over several resources, so a cost may have an effect in few runs, or in none before it has grown.
+Damped Gauss-Newton steps with finite differences of a few percent are not misled by such kinks, and need fewer
+predictions than a trust region, whose first steps are short near the prior.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Loss = Literal["soft_l1", "cauchy"]
 ROUNDS = 15
 HALVINGS = 3
 WIDTH = 0.05  # of differences
-FURTHEST = 0.7  # that a parameter moves in a round
-ENOUGH = 1e-3  # relative gain of a round below which the next would gain next to nothing
-FOLLOWED = 3e-2  # the same of derivatives that were not found at this point
+FURTHEST = 0.7  # largest change of a parameter in a round
+ENOUGH = 1e-3  # least relative gain of a round for another one
+FOLLOWED = 3e-2  # the same for derivatives that were updated rather than computed here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """Parameters, the residuals there and their derivatives, shape (residuals, parameters)."""
+    """Parameters, with residuals and derivatives there; the latter of shape (residuals, parameters)."""
 
     found: Floats
     residuals: Floats
@@ -35,13 +35,13 @@ class Solution:
 
 
 def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *, loss: Loss = "soft_l1") -> Solution:
-    """Return the parameters that make `missed` least, each held near 0 by its prior spread.
+    """Return the parameters that minimise `missed`, each with a prior around 0 of its spread.
 
-    `missed` is asked for several answers at once: it takes (answers, parameters) and returns (answers, residuals).
-    A residual counts as its square near 0, and far beyond 1 linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or next to
-    nothing with `cauchy`, log(1 + r^2). Only the first has no minima where it ignores what it should meet: begin with
-    it. Between rounds derivatives follow from what a step did (Broyden, Math. Comp. 19, 1965); they are found again
-    where that gains little.
+    `missed` takes several sets of parameters, shape (sets, parameters), and returns residuals, shape (sets, residuals).
+    A residual counts as its square near 0; far beyond 1 it counts linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or
+    almost nothing with `cauchy`, log(1 + r^2). Cauchy has local minima that ignore good data, so begin with soft L1.
+    Between rounds derivatives are updated from each step (Broyden, Math. Comp. 19, 1965); they are computed again when
+    a round gains little.
     """
     held = np.diag(spreads**-2.0)
     at, (here, jacobian) = start, _at(missed, start)

@@ -16,8 +16,8 @@ MOST_ROWS = 32
 
 
 def stage_parts(estimate: MemoryEstimate) -> list[dict[str, float]]:
-    """Return bytes by category for each pipeline rank, in the palette's order, with what the allocator holds on top as
-    `reserved`: the rows of any chart of memory.
+    """Return bytes by category for each pipeline rank, in the palette's order, with the allocator's unused memory on
+    top as `reserved`: the rows of every chart of memory.
     """
     stages = estimate.by_stage or (estimate.by_category,)
     totals = estimate.reserved_by_stage or (estimate.reserved_bytes,)
@@ -30,12 +30,12 @@ def stage_parts(estimate: MemoryEstimate) -> list[dict[str, float]]:
 
 
 def memory(estimate: MemoryEstimate, *, title: str) -> str:
-    """Return the SVG of a memory estimate, in GiB. Of many stages only the largest are drawn."""
+    """Return the SVG of a memory estimate, in GiB. With many stages only the largest are drawn."""
     return memory_picture(estimate, title).text()
 
 
 def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
-    """Return the same as a `Picture`, which can be stacked with others."""
+    """Return the same picture as a `Picture`, which can be stacked with others."""
     stages = list(enumerate(stage_parts(estimate)))
     left_out = max(0, len(stages) - MOST_ROWS)
     if left_out:

@@ -14,7 +14,7 @@ from typing import Any
 from topology.cluster import Cluster, LinkState
 from topology.rates.graph import Graph, graph, pair_bytes_per_s
 
-# What a link is made of, in words (`topology.cluster.LinkKind`).
+# The technology of a link as text (`topology.cluster.LinkKind`).
 LINK_WORDS = {
     "nvswitch": "NVLink to the switch",
     "nvlink": "NVLink between GPUs",
@@ -60,7 +60,7 @@ class Cable:
 
     @property
     def share(self) -> float | None:
-        """Return measured over nominal."""
+        """Return the measured rate over the nominal one."""
         return self.measured / self.nominal if self.measured and self.nominal else None
 
 
@@ -83,7 +83,7 @@ class NodeView:
 def node_view(cluster: Cluster, most: int | None = None) -> NodeView:
     """Lay out the first node of `cluster`: a position for every vertex, and a line for every link.
 
-    Of more than `most` GPUs only the first are included, and those that are unhealthy or have a link that is not up,
+    With more than `most` GPUs only the first are included, and those that are unhealthy or have a link that is down,
     with the parts they are attached to.
     """
     g = graph(cluster, nodes=1)

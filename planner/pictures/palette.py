@@ -77,7 +77,7 @@ SOURCES = {
     "assumed": GREY,
 }
 SEVERITIES = {"info": SKY, "warning": ORANGE, "error": VERMILION}
-BAD = VERMILION  # degraded, absent, over the limit
+BAD = VERMILION  # degraded, absent, or over the limit
 GOOD = BLUE
 
 FAMILIES = {

@@ -1,4 +1,6 @@
-"""Draw what users of a server get against what a GPU gives: a line an engine through deployments that none beats."""
+"""Draw speed per user against throughput per GPU of serving: one line per engine through its Pareto-optimal
+deployments.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from simulator.serving.engine import engine_of
 WIDTH, HEIGHT = 960.0, 420.0
 LEFT, TOP, BOTTOM = 96.0, 96.0, 56.0
 TICKS = 5
-STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # between ticks, times a power of ten
+STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # values between ticks, times a power of ten
 COLOURS = (BLUE, VERMILION, GREEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dot:
-    """A point of the picture; `first` marks those that none of its group beats. `about` is shown on it."""
+    """A point of the picture; `first` marks Pareto-optimal points of its group. `about` is its tooltip."""
 
     group: str
     x: float
@@ -31,7 +33,7 @@ class Dot:
 
 
 def pareto_picture(found: Pareto) -> str:
-    """Return the SVG: tokens of a GPU, their price and their energy, each against tokens of a user."""
+    """Return the SVG: tokens per GPU, their price and their energy, each against tokens per user."""
     groups = [(name, engine_of(name).title) for name in dict.fromkeys(point.engine for point in found.points)]
     known = [name for name in (GPU, PRICE, ENERGY) if all(name in values_of(point) for point in found.points)]
     parts = [scatter(list(_dots(found, name)), title=title(found), x=USER, y=name, groups=groups) for name in known]
@@ -50,7 +52,9 @@ def colours(groups: Sequence[str]) -> dict[str, str]:
 
 
 def scatter(dots: Sequence[Dot], *, title: str, x: str, y: str, groups: Sequence[tuple[str, str]]) -> Picture:
-    """Return a picture of dots, x from 0, y in proportion where it spans decades; `groups` are (name, label)."""
+    """Return a picture of dots, with x from 0, and a logarithmic y axis for values over decades; `groups` are (name,
+    label).
+    """
     picture = Picture(WIDTH, HEIGHT, title, f"{y} against {x}")
     shades = colours([name for name, _ in groups])
     legend(picture, MARGIN, MARGIN + 32, [(label, shades[name]) for name, label in groups])
@@ -72,7 +76,7 @@ def _around(point: tuple[float, float], half: float) -> tuple[float, float, floa
 
 
 def _reach(values: Sequence[float]) -> float:
-    """Return where an axis from 0 ends: past all `values`, at a round number of steps of one size."""
+    """Return the end of an axis from 0: beyond all `values`, after a round number of equal steps."""
     least = max(1.01 * max(values, default=1.0), 1e-9) / TICKS
     power = 10.0 ** floor(log10(least))
     return TICKS * power * next(step for step in STEPS if step * power >= least * (1 - 1e-9))
@@ -81,7 +85,7 @@ def _reach(values: Sequence[float]) -> float:
 def _axes(
     picture: Picture, wide: float, ys: Sequence[float], x: str, y: str
 ) -> Callable[[float, float], tuple[float, float]]:
-    """Draw both axes with their ticks; return where a point lies."""
+    """Draw both axes with their ticks; return the function that places a point."""
     right, bottom = WIDTH - MARGIN, HEIGHT - BOTTOM
     least, most = min(ys, default=1.0), _reach(ys)
     decades = log(most / least) if y in {PRICE, ENERGY} and least > 0 else 0.0

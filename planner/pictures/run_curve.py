@@ -1,4 +1,4 @@
-"""Draw what a whole run costs against the days that it takes, one point for each number of GPUs."""
+"""Draw the cost of a whole run against its days, one point for each number of GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topology.units import two_digits
 
 WIDTH, HEIGHT = 760.0, 480.0
 LEFT, TOP, BOTTOM = 96.0, 64.0, 56.0
-PAD = 24.0  # between the points and the edges
+PAD = 24.0  # pixels between the points and the edges
 TICKS = 4
 
 
@@ -26,7 +26,7 @@ def round_ticks(most: float) -> list[float]:
 
 def run_curve(runs: Sequence[WholeRun], chosen: int, *, title: str, unit: str) -> str:
     """Return the SVG of `runs` that have a plan: days to the right, money (or GPU-hours) upwards, with 80 % ranges; the
-    number of GPUs that was `chosen` stands out. `unit` is what money is in.
+    `chosen` number of GPUs is highlighted. `unit` is the currency.
     """
     points = [(run, run.days, run.cost or run.gpu_hours) for run in runs if run.days and (run.cost or run.gpu_hours)]
     known = [(run, days, cost) for run, days, cost in points if days is not None and cost is not None]

@@ -1,4 +1,4 @@
-"""A sharding plan as a picture: operators from top to bottom, the placements of their results, collectives between
+"""Draw a sharding plan: operators from top to bottom, the placements of their results, and the collectives between
 them.
 """
 
@@ -27,7 +27,7 @@ from topology.errors import Infeasible
 ROW = 26.0
 WIDTH = 980.0
 MAX_STEPS = 400
-_LANES = 12  # columns alongside the operators in which lines run from results to where they are used
+_LANES = 12  # columns next to the operators for lines from results to their uses
 _LANE = 9.0
 _COLOURS = {
     ALL_GATHER: SKY,
@@ -41,7 +41,7 @@ _COLOURS = {
 
 
 def sharding_picture(problem: ShardingProblem, plan: ShardingPlan, *, title: str) -> Picture:
-    """Return the picture of `plan`. Raises Infeasible where it would be too long to look at."""
+    """Return the picture of `plan`. Raises Infeasible if it would be too long to be useful."""
     rows = _rows(problem, plan)
     if len(rows) > MAX_STEPS:
         raise Infeasible(
@@ -77,7 +77,7 @@ def sharding_picture(problem: ShardingProblem, plan: ShardingPlan, *, title: str
 
 
 class _Row:
-    """A row: an operator and the placement of its result, or the collectives of one move."""
+    """A row: an operator with its result's placement, or the collectives of one redistribution."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Draw the predicted and the measured step on one time axis, with one lane per category of one rank."""
+"""Draw the predicted and the measured step on one time axis, with one lane per category of a rank."""
 
 from __future__ import annotations
 

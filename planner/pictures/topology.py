@@ -87,7 +87,7 @@ def _bad(cable: Cable) -> bool:
 
 
 def _rate_words(cable: Cable) -> str:
-    """Return the class of a link in words: bonded links, rate and its source, measured rate, state."""
+    """Return the class of a link as text: bonded links, rate and its source, measured rate, state."""
     words = f"{cable.count} links, " if cable.count > 1 else ""
     words += f"{cable.planned / 1e9:.1f} GB/s ({cable.source})" if cable.planned else "no rate"
     if cable.measured is not None:

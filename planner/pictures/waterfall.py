@@ -62,8 +62,8 @@ def estimate_picture(estimate: Estimate, *, title: str) -> str:
 def waterfall(terms: Sequence[Term], *, title: str, low_s: float, high_s: float, source: str) -> str:
     """Return the SVG of a step made of `terms`, in their order.
 
-    A negative term goes back to the left. `low_s` to `high_s` is the 80% range of the step, drawn as a whisker;
-    `source` is the source of the numbers.
+    A negative term is drawn to the left. `low_s` to `high_s` is the 80% range of the step, drawn as a whisker; `source`
+    is the source of the numbers.
     """
     return _picture(terms, title, low_s, high_s, source).text()
 

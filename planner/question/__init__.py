@@ -1,4 +1,4 @@
-"""What is asked: cases and flags as what the simulator takes, with a list of all that was left unsaid.
+"""Questions: cases and flags converted to the simulator's types, with a list of all assumptions.
 
 May import `io`, and every package of `simulator`.
 """

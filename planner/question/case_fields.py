@@ -1,4 +1,4 @@
-"""One field of a case at a time, read strictly: the right type, in range, or an error that names the place."""
+"""Read single fields of a case strictly: the right type and range, or an error that names the place."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def kind_of(value: Any) -> str:
 
 
 def schedule_named(word: str) -> str:
-    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
+    """Return our name for a schedule, whatever its capitals and hyphens; unknown words unchanged."""
     return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
 
 
-# The one spelling of words that sources spell in several ways.
+# Our spelling of words that sources spell in several ways.
 SPELLED: dict[str, Callable[[str], str]] = {
     "schedule": schedule_named,
     "recompute": lambda word: RECOMPUTE_SYNONYMS.get(word.lower(), word),
@@ -108,9 +108,9 @@ SPELLED: dict[str, Callable[[str], str]] = {
 
 
 def with_modules(stated: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], list[str]]:
-    """Return a plan's fields with the modules of `recompute_modules` as its recompute mode, and what was assumed.
+    """Return a plan's fields with the modules of `recompute_modules` as its recompute mode, and the assumptions.
 
-    Modules are what `selective` recomputes; with `full` they change nothing, and with `none` they contradict it.
+    `selective` recomputes these modules; `full` ignores them, and `none` contradicts them.
     """
     given = stated_value(stated, "recompute_modules")
     rest = {name: value for name, value in stated.items() if name != "recompute_modules"}
@@ -126,7 +126,7 @@ def with_modules(stated: Mapping[str, Any], where: str) -> tuple[Mapping[str, An
 
 
 def plan_value(known: PlanField, value: Any, where: str) -> Any:
-    """Return what a case says of a field of its plan. Raises BadPlan where that is of another kind or out of range."""
+    """Return a plan's field as a case states it. Raises BadPlan for another type or a value out of range."""
     match known.kind:
         case Kind.COUNT:
             return whole_number(value, where, least=known.least, most=known.most)
@@ -134,7 +134,7 @@ def plan_value(known: PlanField, value: Any, where: str) -> Any:
             return positive(value, where)
         case Kind.SWITCH:
             return flag(value, where)
-        case Kind.COUNTS if isinstance(value, str):  # of a flag: 10,14,14,10
+        case Kind.COUNTS if isinstance(value, str):  # from a flag: 10,14,14,10
             words = [word.strip() for word in value.split(",")]
             return whole_numbers([int(w) if w.isascii() and w.isdecimal() and len(w) < 10 else w for w in words], where)
         case Kind.COUNTS:
@@ -153,20 +153,22 @@ def _product(stated: Mapping[str, Any]) -> int:
     product = 1
     for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
         degree = stated.get(axis)
-        product *= degree if isinstance(degree, int) and degree > 0 else 1  # other values are refused where it is read
+        product *= degree if isinstance(degree, int) and degree > 0 else 1  # others are refused when they are read
     return product
 
 
 def gpus_of(stated: Mapping[str, Any], available: int) -> int:
-    """Return the GPUs that degrees ask for: their product where data parallelism is stated or it exceeds a cluster."""
+    """Return the number of GPUs that the degrees require: their product, if data parallelism is stated or the product
+    exceeds the cluster.
+    """
     product = _product(stated)
     return product if {"dp_replicate", "dp_shard"} & set(stated) or product > available else available
 
 
 def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
-    """Let the data-parallel degree that is left open fill `gpus`, and return what was assumed.
+    """Set an open data-parallel degree so that `gpus` are used, and return the assumption.
 
-    Nothing is filled where no whole degree does: the world-size rule complains.
+    If no whole degree does it, nothing is set, and the world-size rule reports that.
     """
     by_stage = bool(framework.zero_stages) and not unsaid(stated.get("zero_stage"))
     filled = "dp_replicate" if by_stage else framework.fills

@@ -1,4 +1,4 @@
-"""The runtime of a case: what a source says of it, what that implies, and what is left at the runtime's defaults."""
+"""The runtime of a case: what a source states, what that implies, and the runtime's defaults for the rest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
-_NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
+_NO_GRAPHS = ("no", "off", "false", "impl none")  # words of sources for no CUDA graphs
 
 
-# What a stated recipe computes in where the source does not name the type.
+# The compute type of a stated recipe if the source does not name the type.
 _RECIPES = {
     **dict.fromkeys(
         ("delayed", "current", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"), "float8"
@@ -35,13 +35,13 @@ _RECIPES = {
 
 
 def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
-    """Return the runtime that `stated` describes, the rest at its defaults, and what was assumed. Raises BadPlan."""
+    """Return the runtime that `stated` describes, completed by defaults, and the assumptions. Raises BadPlan."""
     runtime, assumed = resolve({k: (None if unsaid(v) else v) for k, v in stated.items()})
     return runtime, list(assumed)
 
 
 def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
-    """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
+    """Return the runtime of a case, checked; assumptions are added to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, RUNTIME_KEYS, f"case {name}: runtime")
     note = str(data.get("note") or "")
@@ -90,9 +90,8 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
 
 
 def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
-    """Return a runtime as the software that its release names, where that is described as another kind of the same: a
-    loop of PyTorch may run its own layers or those of transformers, and layers of Megatron-Core under recipes of
-    others.
+    """Return the runtime for the software that its release names, if that has a description of its own: a PyTorch loop
+    may run its own layers or those of transformers, and other tools have recipes with Megatron-Core's layers.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
     pairs = [f"{first}-{second}" for first, second in pairwise(words)]
@@ -103,7 +102,7 @@ def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
     return {**stated, "name": kinds[0]}
 
 
-# Tools that train with the loop or the fork of a runtime that is described.
+# Tools that train with the loop, or a fork, of a described runtime.
 _RUN_BY = {
     **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "ms-swift", "swift", "unsloth"), "transformers"),
     **dict.fromkeys(("fms-hf-tuning", "fms-acceleration", "open-r1"), "trl"),
@@ -112,8 +111,8 @@ _RUN_BY = {
 
 
 def described_runtime(stated: Mapping[str, Any], plan: Mapping[str, Any], assumed: list[str]) -> JsonObject:
-    """Return the name, and the version after `@`, of the described runtime that a name means, which may be the nearest;
-    then that goes to `assumed`.
+    """Return the name, and the version after `@`, of the described runtime that a name means. It may be the nearest
+    one, which is then added to `assumed`.
     """
     name, version = called(stated["name"])
     if name != ANY.name and not is_described(name) and framework_of_runtime(name) is ANY:
@@ -124,7 +123,7 @@ def described_runtime(stated: Mapping[str, Any], plan: Mapping[str, Any], assume
 
 
 def _nearest(name: str, plan: Mapping[str, Any]) -> str:
-    """Return the described runtime that is called much like `name`, else what a plan of its kind usually runs in."""
+    """Return the described runtime with a name similar to `name`, else the usual runtime for such a plan."""
     near = get_close_matches(name, (*runtime_names(), *CALLED), n=1, cutoff=0.75)
     if near:
         return called(near[0])[0]
@@ -134,7 +133,7 @@ def _nearest(name: str, plan: Mapping[str, Any]) -> str:
 
 
 def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
-    """Return what kernels of others fuse, as far as that is described; what is not goes to `assumed`."""
+    """Return the fused operators of third-party kernels, as far as described; others are added to `assumed`."""
     if unsaid(said) or word_of(said, where).lower() == "none":
         return {}
     parts = tuple(
@@ -148,7 +147,7 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
 
 
 def _adapter_section(stated: Any, where: str) -> JsonObject:
-    """Return what a case says of adapters, without what it leaves open. Raises BadPlan."""
+    """Return the adapters of a case, without what it leaves open. Raises BadPlan."""
     if unsaid(stated):
         return {}
     if not isinstance(stated, dict):
@@ -158,9 +157,7 @@ def _adapter_section(stated: Any, where: str) -> JsonObject:
 
 
 def _graphs(said: Any, where: str) -> JsonObject:
-    """Return what a source says of CUDA graphs: whether there are any, and of which parts of a layer where it lists
-    them.
-    """
+    """Return a source's CUDA graphs: whether there are any, and for which parts of a layer if it lists them."""
     if isinstance(said, (list, tuple)):
         scopes = tuple(word.replace(" ", "_").lower() for word in words_of(said, where))
         return {"cuda_graph": bool(scopes), "graph_scopes": () if {*scopes} & WHOLE_GRAPHS else scopes}
@@ -170,7 +167,7 @@ def _graphs(said: Any, where: str) -> JsonObject:
 
 
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:
-    """Fill in what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
+    """Set what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
     overlap = plan.get("tp_overlap")
     overlaps = not unsaid(overlap) and overlap != "none"
     if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):

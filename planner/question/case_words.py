@@ -1,7 +1,7 @@
-"""A run in the words of the command line, all on one level, as a case: what a person writes down of a run of their own.
+"""Convert a run with names of the command line, all on one level, to a case: how people write down their own runs.
 
-`{"model": "llama3-8b", "cluster": "8xH100", "micro-batch": 2, "step_s": 3.1}` says what the sections of a case say.
-All that nothing reads is named at once, each with the word that it may stand for.
+`{"model": "llama3-8b", "cluster": "8xH100", "micro-batch": 2, "step_s": 3.1}` states the same as the sections of a
+case. All unknown names are reported together, each with the name that it may stand for.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadPlan, PlannerError
 
-# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements
-# mean.
+# Origin and history of a case: kept with it, and not used for predictions. `note` explains measurements.
 ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *ABOUT_KEYS)
 WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size", "routing", "expert_imbalance", "expert_counts")
@@ -53,17 +52,18 @@ MEASURED_KEYS = (
     "memory_rank",
     "log",
 )
-# `recompute_modules` is what `recompute` names besides a mode (`planner.question.case_fields.with_modules`).
+# `recompute_modules` are modules that `recompute` may name instead of a mode
+# (`planner.question.case_fields.with_modules`).
 PLAN_KEYS = (*PLAN_FIELDS, "recompute_modules")
 SECTIONS = {"workload": WORKLOAD_KEYS, "plan": PLAN_KEYS, "runtime": RUNTIME_KEYS}
-_NAMES = frozenset({"name", "version", "task", "log"})  # that say too little without their section
+_NAMES = frozenset({"name", "version", "task", "log"})  # ambiguous without their section
 
 
-ALIKE = 4  # letters at the beginning by which a word is taken for another
+ALIKE = 4  # leading letters that are enough to suggest a name
 
 
 def _words() -> dict[str, tuple[str, str]]:
-    """Return the section and the key there of every word of a row."""
+    """Return the section, and the key in it, of every name in a row."""
     found = {
         key: (section, key)
         for section, keys in (*SECTIONS.items(), ("measured", MEASURED_KEYS))
@@ -87,7 +87,7 @@ WORDS: Mapping[str, tuple[str, str]] = _words()
 def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
     """Return a row as a case: words of the command line in their sections, with `gpus` of its cluster.
 
-    Raises BadPlan that names all that nothing reads, in the row and in its sections.
+    Raises BadPlan with all unknown names in the row and its sections.
     """
     case: JsonObject = {}
     unknown: list[str] = []
@@ -122,7 +122,7 @@ def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
 
 
 def sectioned(row: JsonObject) -> JsonObject:
-    """Return a row as a case; one with what nothing reads as it is, for `load_case` to refuse."""
+    """Return a row as a case; one with unknown names unchanged, so that `load_case` refuses it."""
     name = row.get("id")
     try:
         return in_sections(row, name if isinstance(name, str) and name else "case")
@@ -131,7 +131,9 @@ def sectioned(row: JsonObject) -> JsonObject:
 
 
 def did_you_mean(key: str, known: Any) -> str:
-    """Return an unknown key with the known ones that it may stand for: it is a word of them, or most like one."""
+    """Return an unknown key with the known ones that it may stand for: those that contain it, or the most
+    similar one.
+    """
     word = key.lstrip("-").replace("-", "_")
     near = sorted((one for one in known if word in one.split("_")), key=len)[:2]
     near = near or get_close_matches(word, known, n=1, cutoff=0.7)
@@ -149,7 +151,7 @@ def _put(case: JsonObject, section: str, key: str, value: Any, name: str) -> Non
 
 
 def _of_gpus(cluster: Any, gpus: Any, name: str) -> Any:
-    """Return a cluster by name with so many GPUs, as a cluster file has it."""
+    """Return a cluster by name with this number of GPUs, in the form of a cluster file."""
     if isinstance(gpus, bool) or not isinstance(gpus, int):
         raise BadPlan(f"case {name}: gpus is {show(gpus)}", why="it must be a whole number")
     if not isinstance(cluster, str):

@@ -1,7 +1,7 @@
-"""A case as a source tells it, read as what the simulator takes, with a list of everything it left unsaid.
+"""Read a case into the simulator's types, with a list of assumptions for everything that the source leaves open.
 
 A field that is absent, `null` or `"unknown"` was not stated: it becomes the runtime's default and a line in `assumed`.
-Nothing is guessed in silence, and a key nobody knows is an error, because it would otherwise be a setting ignored.
+Every assumption is listed, and an unknown key is an error, because otherwise a setting would be ignored.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
-# Where flags give none; a sequence in tokens.
+# Sequence length in tokens if flags give none.
 DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One question of the form "what does this plan cost here?", and what was measured if the source says.
+    """One question of the form "what does this plan cost here?", and the measurement if the source has one.
 
     `saved` is the plan file it came from, `changed` what flags changed of a file: `tp 4 -> 2`.
     """
@@ -98,7 +98,7 @@ def read_cases(path: str | Path) -> tuple[list[JsonObject], bool]:
 
 
 def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> Case:
-    """Return a Case from its dictionary, or from a row in words of the command line.
+    """Return a Case from its dictionary, or from a row with names of the command line.
 
     Raises BadModel, BadCluster or BadPlan, naming the field.
     """
@@ -152,11 +152,10 @@ def build_case(
     seen: Mapping[str, Any] | None = None,
     outcome: str | None = None,
 ) -> Case:
-    """Return the case of a plan and a runtime as they are stated: what is left open is at the framework's defaults, and
-    listed.
+    """Return the case of a stated plan and runtime; what is left open has the framework's defaults and is listed.
 
-    `assumed` is what was assumed before, `seen` what was measured. Raises BadPlan for what cannot be; `where` begins
-    the message.
+    `assumed` has earlier assumptions, `seen` the measurements. Raises BadPlan for impossible values; `where` begins the
+    message.
     """
     runtime, plan, from_recipes = recipe_settings(runtime, plan, model, cluster, workload)
     stated, implied = implied_runtime(dict(runtime), plan, framework)
@@ -173,7 +172,7 @@ def build_case(
 
 
 def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
-    """Return what was measured; FLOP/s count what ran (`flops_are`) where only the note says so."""
+    """Return the measurements; FLOP/s include recomputation (`flops_are`) if only the note states it."""
     seen = data.get("measured") or {}
     if not isinstance(seen, dict):
         raise BadInput(f"case {name}: measured is {kind_of(seen)}, not an object")
@@ -200,8 +199,8 @@ def named_case(path: str | Path, name: str | None, measured: Calibrations = UNME
 
 
 def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
-    """Return the question that a saved plan answers. Raises what `load_plan` raises, Stale for another profile than
-    then.
+    """Return the question that a saved plan answers. Raises the errors of `load_plan`, and Stale for a profile other
+    than the one used then.
     """
     content = load_plan(path)
     if measured.profile is not None and "profile" in content.fingerprints:
@@ -225,8 +224,8 @@ def case_of_file(path: str, name: str | None = None, measured: Calibrations = UN
 def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     """Return the case that flags describe.
 
-    The data-parallel degree left unsaid fills the GPUs; a GPU count left unsaid follows from the degrees, where they
-    say more than the cluster's own count.
+    An open data-parallel degree fills the GPUs; an open number of GPUs follows from the degrees if these require more
+    than the cluster has.
     """
     assumed: list[str] = []
     model, cluster = flags.model or DEFAULT_MODEL, flags.cluster or DEFAULT_CLUSTER
@@ -248,7 +247,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
     assumed += fill_gpus(stated_plan, framework, count)
-    named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is no runtime
+    named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is not a runtime
     case = build_case(
         "flags",
         model=network,
@@ -267,7 +266,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
 
 
 def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
-    """Return the workload of flags, and whose batch it is where they leave it open."""
+    """Return the workload of flags, and the source of its batch if they leave it open."""
     seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
     batch = flags.global_batch or recommended
@@ -277,7 +276,7 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
 
 
 def require_pipeline(flags: Flags, plan: Plan) -> None:
-    """Raise UserError where a schedule is said of a plan that has no pipeline."""
+    """Raise UserError if a schedule is stated for a plan without a pipeline."""
     if flags.plan.get("schedule") and plan.pp == 1:
         raise UserError(
             f"--schedule {flags.plan['schedule']} orders the stages of a pipeline, and the plan has none (pp 1)",
@@ -288,8 +287,8 @@ def require_pipeline(flags: Flags, plan: Plan) -> None:
 def all_assumed(
     assumed: Sequence[str], plans: Sequence[Plan], question: Question, measured: Calibrations
 ) -> tuple[str, ...]:
-    """Return once each what was assumed: before, of the machine, of the profile, and of what `plans` do that nobody
-    measured.
+    """Return all assumptions, each once: earlier ones, and those of the machine, the profile, and features of `plans`
+    that were not measured.
     """
     lines = (
         *assumed,
@@ -313,10 +312,10 @@ def case_id(data: Mapping[str, Any]) -> str:
 def complete_plan(
     stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str, experts: bool = False
 ) -> tuple[Plan, list[str]]:
-    """Return the Plan that `stated` describes, unstated fields at the framework's defaults, and what was assumed.
+    """Return the Plan that `stated` describes, with the framework's defaults for unstated fields, and the assumptions.
 
-    An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
-    data-parallel rank, which is what a run without gradient accumulation does. `experts`: the model has some.
+    An unstated micro batch is one sequence in a pipeline (torchtitan's default), else the whole share of a
+    data-parallel rank, as without gradient accumulation. `experts`: the model has some.
     """
     refuse_unknown(stated, PLAN_KEYS, f"{where}: plan")
     stated, assumed = with_modules(stated, f"{where}: plan")
@@ -365,8 +364,8 @@ def complete_plan(
 
 
 def _expert_split(values: Mapping[str, Any], tp: int) -> tuple[int, str]:
-    """Return how many ranks split each expert where a source does not say, and why: all of tensor parallelism, unless
-    the ranks of a stage are too few for that.
+    """Return the default number of ranks that split each expert, and why: all of tensor parallelism, unless a stage has
+    too few ranks.
     """
     ranks = tp
     for axis in ("dp_replicate", "dp_shard", "cp"):
@@ -394,7 +393,7 @@ def _model(value: Any, name: str) -> Model:
 def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     if isinstance(value, str):
         return load_cluster(value), []
-    if isinstance(value, dict) and not set(value) <= set(CASE_KEYS):  # a cluster file's content
+    if isinstance(value, dict) and not set(value) <= set(CASE_KEYS):  # the content of a cluster file
         found = parse_cluster({k: v for k, v in value.items() if not unsaid(v)}, where=f"case {name}: cluster")
         texts = (finding.what for finding in found.findings if finding.what.startswith(ASSUMED))
         return found, [text.removeprefix(ASSUMED) for text in texts]
@@ -409,7 +408,7 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
 
 
 def _of_power(value: Any, watts: int | None, assumed: list[str]) -> Any:
-    """Return the cluster of a case with the card of a power that the note names, where the catalogue has one."""
+    """Return the cluster of a case with the card of the power that the note names, if the catalogue has one."""
     if watts is None or not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
         return value
     variant = of_power(value["gpu"], watts)
@@ -439,7 +438,7 @@ def _workload(value: Any, name: str) -> Workload:
 
 
 def _routing(value: Mapping[str, Any], where: str) -> JsonObject:
-    """Return what a source says of how tokens spread over experts."""
+    """Return the distribution of tokens over experts that a source states."""
     said: JsonObject = {}
     if (word := stated_value(value, "routing")) is not None:
         said["routing"] = word_of(word, f"{where}.routing")

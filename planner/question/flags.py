@@ -1,4 +1,4 @@
-"""What the command line or the explorer states of a question, before anything is looked up."""
+"""Flags: what the command line or the explorer states of a question, before names are looked up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from topology.errors import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """None is what nobody stated. `model` and `cluster` are names or paths, `gpu` a GPU model for captured texts.
+    """None means not stated. `model` and `cluster` are names or paths, `gpu` a GPU model for captured texts.
 
-    `gpus` holds the numbers of GPUs to choose from: None for the whole cluster, none at all for the fewest that fit.
+    `gpus` holds the numbers of GPUs to choose from: None for the whole cluster, empty for the fewest that fit.
     `runtime` has keys of a case's runtime, `plan` those of a case's plan.
     """
 
@@ -32,12 +32,12 @@ class Flags:
     routing: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise UserError for a model or cluster that is said and empty: a shell's unset variable."""
+        """Raise UserError for a model or cluster that is stated and empty: an unset shell variable."""
         refuse_empty(model=self.model, cluster=self.cluster)
 
 
 class StatesQuestion(Protocol):
-    """What requests have that state a question."""
+    """The fields of requests that state a question."""
 
     @property
     def model(self) -> str | None: ...
@@ -54,7 +54,7 @@ class StatesQuestion(Protocol):
 
 
 def adapter_stated(trained: Trained) -> JsonObject | None:
-    """Return what flags say of adapters and frozen weights, as a case has it. Raises UserError."""
+    """Return the adapters and frozen weights of flags, in the form of a case. Raises UserError."""
     said = {name: value for name in ("lora", "qlora", "freeze") if (value := getattr(trained, name)) is not None}
     if len(said) > 1:
         raise UserError(
@@ -80,7 +80,7 @@ def flags_of_question(
     plan: Mapping[str, Any] | None = None,
     **runtime: Any,
 ) -> Flags:
-    """Return what a request states of its question; `runtime` goes before its own fields."""
+    """Return the flags of a request's question; `runtime` overrides its own fields."""
     return Flags(
         model=asked.model,
         cluster=cluster,
@@ -105,14 +105,14 @@ def flags_of_question(
 
 
 def flags_of_search(asked: Suggest) -> Flags:
-    """Return what a search is asked of its question. Raises UserError for what is no number of GPUs."""
+    """Return the flags of a search. Raises UserError for an invalid number of GPUs."""
     return flags_of_question(asked, cluster=asked.cluster, gpu=asked.gpu, gpus=gpu_counts(asked.gpus))
 
 
 def flags_of_plan(asked: OnePlan) -> Flags:
-    """Return what a request states of one plan and its question."""
+    """Return the flags of a request about one plan."""
     name, mark, version = (asked.runtime or "").partition("@")
-    # A learned runtime is a file, and so has no version.
+    # A learned runtime is a file, so it has no version.
     versioned = bool(mark and version) and not is_learned(asked.runtime)
     runtime = {"name": name, "version": version} if versioned else {"name": asked.runtime}
     gpus = None if asked.gpus is None else (asked.gpus,)
@@ -120,7 +120,7 @@ def flags_of_plan(asked: OnePlan) -> Flags:
 
 
 def gpu_counts(text: str | None) -> tuple[int, ...] | None:
-    """Return the numbers of GPUs asked for: None for the whole cluster, none at all for the fewest that fit."""
+    """Return the numbers of GPUs asked for: None for the whole cluster, empty for the fewest that fit."""
     if text is None:
         return None
     if text.strip().lower() == "min":

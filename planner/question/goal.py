@@ -1,4 +1,4 @@
-"""What a whole training run shall be: how many tokens, at what price, in what time, for how much money."""
+"""The goal of a whole training run: its tokens, price, time and budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 class WholeRunFlags(Protocol):
-    """What a request states of a whole run."""
+    """The fields of requests that state a whole run."""
 
     @property
     def tokens(self) -> str | None: ...
@@ -47,11 +47,11 @@ class WholeRunFlags(Protocol):
 class Goal:
     """A training run of `tokens`. `budget` is in the currency of the price of a GPU for an hour.
 
-    `mtbf_hours` are between failures of one GPU, or of one node where `mtbf_of` says so; checkpoints go to storage at
-    `checkpoint_bytes_per_s`, alongside steps where they are asynchronous; `restart_s` are from a failure to the next
-    step. Nodes that are rented on the spot are taken back every `spot_hours` of one of them. A node that failed or was
-    taken back is there again after `repair_hours`; `spare_nodes` are paid for, and take its place. What is None is as
-    published runs have it (`simulator.failures.goodput`).
+    `mtbf_hours` is the mean time between failures of one GPU, or of one node if `mtbf_of` states so; checkpoints are
+    written at `checkpoint_bytes_per_s`, during steps if they are asynchronous; `restart_s` is the time from a failure
+    to the next step. A spot node is taken back after `spot_hours` on average. A node that failed or was taken back
+    returns after `repair_hours`; `spare_nodes` are paid for and take its place. None: the value of published runs
+    (`simulator.failures.goodput`).
     """
 
     tokens: float
@@ -68,25 +68,25 @@ class Goal:
     spare_nodes: int = 0
 
     def gpu_hours(self, gpus_per_node: int) -> float | None:
-        """Return the hours of a GPU in which one failure is expected; None where nobody said."""
+        """Return the GPU hours per failure; None if not stated."""
         if self.mtbf_hours is None:
             return None
         return self.mtbf_hours * (gpus_per_node if self.mtbf_of == "node" else 1)
 
     def interrupted_gpu_hours(self, failing: float, gpus_per_node: int) -> float:
-        """Return the hours of a GPU between interruptions of either kind, of which failures come every `failing`."""
+        """Return the GPU hours per interruption of either kind, with a failure every `failing` hours."""
         if self.spot_hours is None:
             return failing
         return 1 / (1 / failing + 1 / (self.spot_hours * gpus_per_node))
 
     @property
     def seeks_count(self) -> bool:
-        """Whether the number of GPUs is to be found."""
+        """Whether the number of GPUs is to be chosen."""
         return self.deadline_s is not None or self.budget is not None
 
 
 def goal_of(asked: WholeRunFlags) -> Goal | None:
-    """Return the goal that flags state; None without tokens. Raises UserError where one flag needs another."""
+    """Return the goal that flags state; None without tokens. Raises UserError for a flag that needs another one."""
     tokens, gpu_price, deadline, budget = asked.tokens, asked.gpu_price, asked.deadline, asked.budget
     if tokens is None:
         about = {name: getattr(asked, name) for name in ABOUT_RUNS}
@@ -129,7 +129,7 @@ def _mtbf(text: str | None) -> dict[str, Any]:
 
 
 def _rate(text: str | None) -> float | None:
-    """Return bytes per second: a number of them, or one with a unit."""
+    """Return bytes per second from a number, or a number with a unit."""
     match = re.fullmatch(
         r"([0-9]{1,17}(?:\.[0-9]{1,6})?(?:e\+?[0-9]{1,2})?)\s*(?:([kmgt]?)(i?)b(?:/s|ps)?)?",
         "" if text is None else text[:100].strip(),

@@ -1,8 +1,7 @@
-"""A runtime that was learned from runs: the description it is like, and what its runs changed in it.
+"""A runtime learned from runs: a similar description, and the costs that its runs changed.
 
-`planner learn` writes the file; `--runtime FILE` puts it in the place of the runtime that a case or a question names.
-What was learned is a `RuntimeCosts`, as a calibration has them of a runtime whose layers were run, so everything that
-costs plans takes it.
+`planner learn` writes the file; `--runtime FILE` replaces the runtime of a case or a question. The learned costs are a
+`RuntimeCosts`, as in a calibration with runs of layers, so all costs of plans use them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A factor or seconds found in runs, with the range that holds it in four of five fits."""
+    """A factor or seconds fitted to runs, with the 80 % range."""
 
     value: float
     low: float
@@ -36,11 +35,11 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedRuntime:
-    """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
+    """`name` is the name of its runs, `like` the description around which they were fitted, `rows` their number.
 
-    `fitted` has factors of what is described (`FACTORS`; `activation_factor` multiplies once more what of memory is no
-    state), fields of HostSpec, `crossing_s`, what a collective takes more for each crossing between nodes, and
-    `flush_s`, what a micro batch takes more on a GPU that is full.
+    `fitted` has factors of described costs (`FACTORS`; `activation_factor` is a further factor of memory that is no
+    state), fields of HostSpec, `crossing_s`, added to a collective for each crossing between nodes, and `flush_s`,
+    added to a micro batch on a full GPU.
     """
 
     name: str
@@ -52,13 +51,13 @@ class LearnedRuntime:
     schema_version: int = SCHEMA_VERSION
 
     def costs(self) -> RuntimeCosts:
-        """Return the learned costs in the form that a calibration has."""
+        """Return the learned costs in the form of a calibration."""
         values = {name: one.value for name, one in self.fitted.items()}
         return costs_of(values, rows=self.rows)
 
 
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors", "norm_to_host"}
-LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
+LEAST_FACTOR, MOST = 1e-6, 1e6  # ranges of factors and of seconds: wider than for any runtime
 MEMORY_FACTORS = ("memory_factor", "activation_factor")
 FACTORS = ("kernel_factor", "collective_factor", "network_factor", *MEMORY_FACTORS)
 CROSSING, FLUSH = "crossing_s", "flush_s"
@@ -66,7 +65,7 @@ OTHER_COSTS = (CROSSING, FLUSH)
 
 
 def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
-    """Return factors and host costs as a calibration holds them; a launch is one cost wherever it happens."""
+    """Return factors and host costs in the form of a calibration; all kinds of launch have one cost."""
     host = {name: value for name, value in values.items() if name not in (*FACTORS, *OTHER_COSTS)}
     if "launch_s" in host:
         host |= dict.fromkeys(("backward_launch_s", "dtensor_launch_s"), host["launch_s"])
@@ -115,19 +114,19 @@ def read_learned(path: str | Path) -> LearnedRuntime:
 
 
 def is_learned(word: str | None) -> bool:
-    """Return whether a runtime is named by a file rather than by a name."""
+    """Return whether a runtime is named by a file."""
     return bool(word) and codec.is_file(str(word))
 
 
 class LearnedCalibrations(Calibrations):
-    """Calibrations from a profile, if there is one, and from a learned runtime."""
+    """Calibrations from a profile, if given, and from a learned runtime."""
 
     def __init__(self, below: Calibrations, learned: LearnedRuntime) -> None:
         super().__init__(below.profile, below.strict)
         self.learned = learned
 
     def on(self, cluster: Cluster) -> Calibration | None:
-        """Return the calibration of `cluster`, with learned costs of the runtime in place of those measured by
+        """Return the calibration of `cluster`, in which learned costs of the runtime replace those from runs of
         layers.
         """
         found = super().on(cluster) or Calibration(gpu=cluster.slowest_kind)
@@ -136,7 +135,7 @@ class LearnedCalibrations(Calibrations):
 
 
 def in_place(data: Mapping[str, Any], learned: LearnedRuntime | None) -> JsonObject:
-    """Return a case with the learned runtime in the place of its own; what else it says of its runtime stays."""
+    """Return a case with the learned runtime in the place of its own; its other statements about the runtime stay."""
     if learned is None:
         return dict(data)
     stated = data.get("runtime")

@@ -1,4 +1,4 @@
-"""What a source says of a run in words besides its fields (`note`): read for general words, each listed as assumed."""
+"""Read a source's plain text about a run (`note`) for general words; each result is listed as assumed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
 
 
 def graph_scopes_noted(note: str) -> tuple[str, ...]:
-    """Return the parts of a layer of which a note says that CUDA graphs replay them."""
+    """Return the parts of a layer that CUDA graphs replay, according to a note."""
     found = _SCOPES.search(note)
     parts = re.split(r"[^a-z_ ]", found.group(1).lower()) if found else []
     return tuple(part.strip("_ ") for part in parts if part.strip("_ "))
 
 
 def bf16_moments_noted(note: str) -> bool:
-    """Return whether a note says that Adam keeps its moments in bfloat16."""
+    """Return whether a note states that Adam's moments are bfloat16."""
     return _BF16_MOMENTS.search(note.lower()) is not None
 
 
 def routing_noted(note: str) -> str:
-    """Return what a note says of how tokens visit experts, in the words of a workload, or nothing."""
+    """Return how tokens are distributed over experts according to a note, as a workload's word; empty if not stated."""
     if _NATURAL.search(note.lower()):
         return "natural"
     return "balanced" if _FORCED.search(note.lower()) else ""
 
 
 def watts_noted(note: str) -> int | None:
-    """Return the power of a GPU that a note speaks of, the first where it names several, or None."""
+    """Return the power of a GPU in a note, the first if there are several, or None."""
     found = _WATTS.search(note)
     return int(found.group(1)) if found else None

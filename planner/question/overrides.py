@@ -1,7 +1,7 @@
-"""Flags given with a saved plan or a case: what they say goes before what the file says, and every change is listed.
+"""Flags given with a saved plan or a case override the file, and every change is listed.
 
-Degrees keep filling the same GPUs: where another degree or another number of GPUs is said and data parallelism is not,
-the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and
+The degrees keep filling the same GPUs: if a degree or the number of GPUs changes and data parallelism is not stated,
+the data-parallel degree follows. Settings that only fit the original plan (layers by stage, placement) are removed, and
 listed.
 """
 
@@ -35,8 +35,8 @@ from topology.rates.orders import irregular
 def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     """Return the case of a file as `flags` change it, with `changed` naming every setting that differs.
 
-    Raises Stale where a saved plan is asked of another model or cluster than it was made for, UserError for what cannot
-    be changed: the framework, whose rules and defaults made the plan.
+    Raises Stale if a saved plan is combined with another model or cluster than it was made for, UserError for what
+    cannot be changed: the framework, whose rules and defaults made the plan.
     """
     question = case.question
     _same_framework(flags, question)
@@ -88,7 +88,7 @@ def _same_framework(flags: Flags, question: Question) -> None:
 
 
 def _machine(case: Case, flags: Flags) -> tuple[Cluster, int]:
-    """Return the cluster that the flags name, else the case's, and how many of its GPUs are used."""
+    """Return the cluster that the flags name, else the case's, and the number of its GPUs that are used."""
     count = _count(flags, case.plan.gpus)
     if flags.cluster is None:
         if flags.gpu is not None:
@@ -109,7 +109,7 @@ def _count(flags: Flags, now: int) -> int:
 
 
 def _resized(cluster: Cluster, gpus: int) -> Cluster:
-    """Return as much of `cluster` as `gpus` need, or more nodes of its one kind."""
+    """Return as much of `cluster` as `gpus` need, or more nodes of its single kind."""
     node = cluster.groups[0].node
     if gpus <= cluster.gpu_count:
         return cluster if gpus <= len(node.gpus) and irregular(cluster) else take_gpus(cluster, gpus)
@@ -128,7 +128,7 @@ def _runtime(now: Runtime, flags: Flags) -> Runtime:
 
 
 def _plan(now: Plan, said: JsonObject, gpus: int, workload: Workload, question: Question) -> Plan:
-    """Return `now` with the stated fields, and with those that must follow from them."""
+    """Return `now` with the stated fields and those that follow from them."""
     if not said and gpus == now.gpus:
         return now
     stated: JsonObject = {**codec.to_builtins(now), **said}
@@ -146,12 +146,12 @@ def _plan(now: Plan, said: JsonObject, gpus: int, workload: Workload, question: 
 
 
 def _dependents(now: Plan, stated: JsonObject) -> Sequence[str]:
-    """Return the settings that only made sense with degrees and modes that are different now."""
+    """Return the settings that only had a meaning with the previous degrees and modes."""
     changed = {name for name, value in stated.items() if value != getattr(now, name)}
     alone = {name for name in changed if stated[name] == 1}
     loose = [one.name for one in PLAN_FIELDS.values() if changed & set(one.follows) or one.needs in alone]
     if "tp" in changed and now.tp == 1:
-        loose.append("sequence_parallel")  # which was off for want of ranks
+        loose.append("sequence_parallel")  # which was off because there were too few ranks
     return loose
 
 

@@ -1,8 +1,8 @@
-"""Saved plans: what was asked, what was chosen, and fingerprints of what it was chosen for.
+"""Saved plans: the question, the chosen plan, and fingerprints of the question's parts.
 
 A plan file holds its model, cluster, workload and runtime whole, so that it can be explained and re-costed anywhere,
-and their fingerprints, so that it can be refused where the machine is another than the one it was made for. The same
-question writes the same bytes.
+and their fingerprints, so that it can be refused for another machine than the one it was made for. The same question
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FINGERPRINTED = ("model", "cluster", "workload", "framework", "runtime", "plan",
 class PlanFile:
     """The content of a plan file.
 
-    `fingerprints` has a key for every part that the answer rests on (`FINGERPRINTED`), and profile where one was used:
-    a profile is not kept in the file, so another one is noticed but not shown.
+    `fingerprints` has a key for every part that the answer depends on (`FINGERPRINTED`), and `profile` if one was used:
+    the file does not contain the profile, so a different one is noticed but its differences are not shown.
     """
 
     schema_version: int
@@ -95,18 +95,18 @@ def plan_file(question: Question, plan: Plan, estimate: Estimate) -> PlanFile:
 
 
 def fingerprints(content: PlanFile) -> dict[str, str]:
-    """Return the fingerprints of all parts that a plan file's answer rests on."""
+    """Return the fingerprints of all parts that a plan file's answer depends on."""
     return {name: fingerprint(getattr(content, name)) for name in FINGERPRINTED}
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a part of a question; findings about a machine are left out."""
+    """Return the fingerprint of a part of a question, without findings about a machine."""
     return codec.fingerprint(replace(value, findings=()) if isinstance(value, Cluster) else value)
 
 
 def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> None:
     """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given, and for a plan that
-    could not be read again: a value is out of all bounds.
+    could not be read again because a value is out of range.
     """
     refuse_overwrite(path, force=force)
     _verify(content, "the plan")
@@ -114,7 +114,8 @@ def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> No
 
 
 def refuse_overwrite(path: str | Path, *, force: bool) -> None:
-    """Raise BadInput when a file cannot be made at `path`, or is there already: before a long search, not after it.
+    """Raise BadInput when a file cannot be made at `path`, or exists already; called before a long search, not after
+    it.
 
     Devices and pipes (/dev/stdout) are written to, not replaced.
     """
@@ -166,7 +167,7 @@ def load_plan(path: str | Path) -> PlanFile:
         )
     content = codec.convert(data, PlanFile, where=str(path))
     _verify(content, str(path))
-    # Of what stands in the file: a release with more fields reads it all the same.
+    # Computed from the file's own text, so that a release with more fields can read it.
     made_for, now = {**content.fingerprints}, {name: codec.fingerprint(_part(data, name)) for name in FINGERPRINTED}
     profile = made_for.pop("profile", None)
     if made_for != now:

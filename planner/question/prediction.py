@@ -1,9 +1,8 @@
-"""What a plan takes by the best that the program knows: simulated where its program is short, else by the analytical
-model.
+"""The best prediction of a plan: simulated if its program is short, else by the analytical model.
 
-Both read one description of a pass (`simulator.passes`). Memory is the caching allocator's, replayed. Which of the two
-follows from the plan and its question alone. So a plan has one step and one memory wherever it is shown: in a list, by
-itself, compared with another, or explained.
+Both use the same description of passes (`simulator.passes`). Memory is replayed through the caching allocator. The
+choice of method depends on the plan and its question only, so a plan has the same step and memory wherever it is shown:
+in a list, alone, compared with another, or explained.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from simulator.lowering.simulation import program_length
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory
 
-# Instructions up to which a step is simulated, and about what one takes of a core.
+# Most instructions of a step that is simulated, and seconds of a core per instruction.
 MOST_INSTRUCTIONS = 16_000
 INSTRUCTION_S = 2.5e-5
 
@@ -33,7 +32,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The estimate of a plan, and how it was made."""
+    """The estimate of a plan, and the method used."""
 
     estimate: Estimate
     method: Method
@@ -47,8 +46,8 @@ def predict(
     counted: Estimate | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prediction:
-    """Return what a legal plan takes; `held` is its memory where that has been replayed, `counted` its estimate by the
-    analytical model where there is one. Raises as `Question.estimate` and `Question.simulate` do.
+    """Return the prediction of a legal plan. Pass `held`, its replayed memory, and `counted`, its estimate by the
+    analytical model, if they are known. Raises as `Question.estimate` and `Question.simulate` do.
     """
     if simulated_length(question, plan):
         estimate, method = question.simulate(plan, progress=progress).estimate, Method.SIMULATION
@@ -58,6 +57,6 @@ def predict(
 
 
 def simulated_length(question: Question, plan: Plan) -> float:
-    """Return roughly how many instructions simulating a step takes; 0 where it is not simulated."""
+    """Return the approximate number of instructions to simulate a step; 0 if it is not simulated."""
     length = program_length(question.model, question.workload, plan)
     return length if length <= MOST_INSTRUCTIONS else 0.0

@@ -1,7 +1,7 @@
-"""The question that every command, the explorer and the exports ask: which plans may run here, and what do they take?
+"""The question shared by all commands, the explorer and the exports: which plans are legal, and what do they cost?
 
-`planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from what `suggest` is
-given.
+`planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from the flags of
+`suggest`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from topology.rates.reach import reach
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question(Scenario):
-    """A scenario under the rules of a framework. `gpus` is how many a plan must fill; None: the whole cluster."""
+    """A scenario under the rules of a framework. `gpus` is the number that a plan must use; None: the whole cluster."""
 
     framework: Framework
     gpus: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known, and BadModel for a
-        network whose training is not modelled.
+        """Raise BadCluster if rates of the GPUs are unknown, so that nothing can be predicted, and BadModel for a model
+        whose training is not modelled.
         """
         require_plannable(self.cluster)
         latent = self.model.latent
@@ -58,20 +58,20 @@ class Question(Scenario):
 
     @property
     def software(self) -> str:
-        """What runs the plans, in words: the framework, or the runtime where only the rules that all share hold."""
+        """The name of what runs the plans: the framework, or the runtime if only the rules that all share apply."""
         return self.runtime.name if self.framework is ANY else self.framework.title
 
     @property
     def count(self) -> int:
-        """How many GPUs a plan must fill."""
+        """The number of GPUs that a plan must use."""
         return self.gpus if self.gpus is not None else self.cluster.gpu_count
 
     def facts(self) -> RuleFacts:
-        """Return what the rules need to know."""
+        """Return the facts that the rules need."""
         return rule_facts(self.model, self.cluster, self.workload, self.framework, self.runtime, self.count)
 
     def problems(self, plan: Plan) -> tuple[Problem, ...]:
-        """Return what every rule of the framework has to say about `plan`, worst first; empty when all is well."""
+        """Return the problems of `plan` under every rule of the framework, worst first; empty if there are none."""
         return problems(plan, self.facts())
 
     def legal(self, plan: Plan) -> bool:
@@ -83,8 +83,8 @@ class Question(Scenario):
     ) -> EstimateTable:
         """Return step time and memory of every plan by the analytical model.
 
-        Raises Infeasible for types and optimizers that are not modelled and where a plan needs GPUs between which there
-        is no path.
+        Raises Infeasible for types and optimizers that are not modelled, and if a plan needs GPUs that are not
+        connected.
 
         `each_on` and `each_with` name the cluster and the calibration of each plan, as `estimate_plans` takes them.
         """
@@ -119,7 +119,7 @@ class Question(Scenario):
 def rule_facts(
     model: Model, cluster: Cluster, workload: Workload, framework: Framework, runtime: Runtime, gpus: int
 ) -> RuleFacts:
-    """Return what the rules need to know of a question's parts."""
+    """Return the facts that the rules need of a question's parts."""
     nodes = [group.node for group in cluster.groups]
     joined = reach(cluster)
     return RuleFacts(
@@ -148,7 +148,7 @@ def question_of(
 ) -> Question:
     """Return a question of its parts; without a `runtime` the framework's plans run in its own, at its defaults.
 
-    Raises UserError for a framework that is not known, BadPlan where no runtime of that name is described.
+    Raises UserError for an unknown framework, BadPlan for a runtime without a description.
     """
     rules = framework_named(framework) if isinstance(framework, str) else framework
     return Question(

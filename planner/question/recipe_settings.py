@@ -1,4 +1,4 @@
-"""What the recipes of a runtime set where a run does not say: keys of its `runtime` and `plan`, listed as assumed."""
+"""Defaults from the recipes of a runtime: keys of `runtime` and `plan` that a run does not state, listed as assumed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from topology.codec import JsonObject
 def recipe_settings(
     runtime: Mapping[str, Any], plan: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload
 ) -> tuple[JsonObject, JsonObject, list[str]]:
-    """Return a runtime and a plan with what the runtime's recipes for such a run set, and what was assumed.
+    """Return a runtime and a plan with the settings of the runtime's recipes for such a run, and the assumptions.
 
-    The first recipe that sets a key does; what goes with it, such as parts that graphs replay, is set with it.
+    The first recipe with a key sets it, together with related settings such as the parts that graphs replay.
     """
     spec = runtime_spec(str(runtime["name"]))
     chosen, planned, assumed = dict(runtime), dict(plan), []
@@ -49,7 +49,7 @@ def _leaves_open(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> bool
 
 
 def _can_overlap(plan: Mapping[str, Any]) -> bool:
-    """Return whether a plan has two micro batches side by side, and exchanges tokens in both."""
+    """Return whether a plan runs passes of two micro batches at the same time and exchanges tokens in both."""
     staged = (plan.get("pp") or 1) == 1 or (plan.get("virtual_stages") or 1) > 1
     return staged and (plan.get("ep") or 1) > 1 and plan.get("recompute") != "full"
 

@@ -1,6 +1,4 @@
-"""The global batch that is assumed where none is stated: about as many tokens a step as a published recipe of that
-size.
-"""
+"""The default global batch: about as many tokens per step as in a published recipe for a model of that size."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from simulator.config.model import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a model of `parameters` was pretrained with: `tokens` a step, at the end where the batch grew."""
+    """The published pretraining of a model with `parameters`: `tokens` per step, the last value if the batch grew."""
 
     name: str
     parameters: float
@@ -37,10 +35,10 @@ RECIPES = (
 
 
 def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
-    """Return the sequences of a step, and whose recipe that is.
+    """Return the sequences of a step, and the name of the recipe.
 
-    It is a multiple of `gpus` and of powers of two, or a power of two where a step has fewer sequences than there are
-    GPUs: all can be divided by many numbers of data-parallel ranks and micro batch sizes.
+    The number is a multiple of `gpus` and of powers of two, or a power of two if a step has fewer sequences than GPUs,
+    so it can be divided by many numbers of data-parallel ranks and micro batch sizes.
     """
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len

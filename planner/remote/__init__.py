@@ -1,1 +1,1 @@
-"""A service (`planner service`) from outside: the settings it starts with, what it is asked, and its client."""
+"""A service (`planner service`) from outside: its settings, its requests, and its client."""

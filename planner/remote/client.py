@@ -23,18 +23,18 @@ from topology.codec import JsonObject
 from topology.errors import UserError
 
 TOKEN = "MESHWRIGHT_TOKEN"  # noqa: S105 - the name of the variable that holds it
-WAIT_S = 5.0  # a request that waits for a job: short, as it is lost where the server dies meanwhile
+WAIT_S = 5.0  # seconds of a request that waits for a job: short, since the wait is lost if the server dies
 TIMEOUT_S = 60.0
-PATIENCE_S = 120.0  # for a service that is away: it may be started again meanwhile
+PATIENCE_S = 120.0  # seconds for which an unreachable service is retried; it may be restarting
 RETRY_S = 0.5
 AWAY = frozenset({429, 502, 503, 504})
 
 
 class Client:
-    """Asks one service. `token` is by default what the environment says as MESHWRIGHT_TOKEN.
+    """Asks one service. `token` defaults to the variable MESHWRIGHT_TOKEN.
 
-    Requests that a service did not answer are sent again for `patience_s`; each job is accepted once all the same,
-    since it goes with an Idempotency-Key. Methods raise ServiceError when the service refuses or stays away.
+    Requests that a service did not answer are sent again for `patience_s`; each job is accepted only once, since it has
+    an Idempotency-Key. Methods raise ServiceError when the service refuses or stays away.
     """
 
     def __init__(self, url: str, *, token: str | None = None, patience_s: float = PATIENCE_S) -> None:
@@ -71,7 +71,7 @@ class Client:
         return document
 
     def result(self, job: str) -> Any:
-        """Return a job's result once it has ended. Raises UserError, Infeasible or PlannerError where it has failed."""
+        """Return a job's result once it has ended. Raises UserError, Infeasible or PlannerError if it failed."""
         document = self.wait(job)
         if document["state"] != "done":
             raise error_of(document)
@@ -102,11 +102,11 @@ class Client:
         return self._ask("GET", artifact["url"]).content
 
     def so_far(self, job: str) -> bytes:
-        """Return what a job that runs has written of its state; nothing where it has none."""
+        """Return the state that a running job has written; empty if none."""
         return self._ask("GET", f"/v1/jobs/{job}/state").content
 
     def download(self, artifact: JsonObject, path: Path) -> None:
-        """Write a file that a job wrote to `path`."""
+        """Write a job's file to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.content(artifact))
 
@@ -135,7 +135,7 @@ def _refusal(answer: httpx.Response) -> ServiceError:
     except ValueError:
         content = {}
     detail = content.get("detail") or content.get("error", {}).get("message") or answer.reason_phrase
-    if isinstance(detail, list):  # of a request that does not fit the command's flags
+    if isinstance(detail, list):  # for a request that does not fit the command's flags
         detail = "; ".join(f"{'.'.join(map(str, one['loc'][1:2]))}: {one['msg']}" for one in detail[:8])
     refused = ServiceError(f"the service refused ({answer.status_code})", why=str(detail))
     refused.status = answer.status_code

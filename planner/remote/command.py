@@ -21,11 +21,13 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
-MODEL_FILE = "config.json"  # of a model that is given as its directory
+MODEL_FILE = "config.json"  # the config of a model that is given as its directory
 
 
 def asks(server: str, name: str) -> Callable[[Request], None]:
-    """Return what answers a command's request by the service at `server`. Raises UserError where none answers it."""
+    """Return the function that answers a command's request by the service at `server`. Raises UserError for a command
+    that services do not answer.
+    """
     if name not in SERVED:
         raise UserError(
             f"planner {name} is not answered by a service",
@@ -37,13 +39,13 @@ def asks(server: str, name: str) -> Callable[[Request], None]:
 
 
 def _answer(server: str, name: str, asked: Request) -> None:
-    """Ask the service, print its answer, and fetch what the job wrote; raise Exit with its code."""
+    """Ask the service, print its answer, and fetch the job's files; raise Exit with its code."""
     if code := _run(server, name, flags_of(type(asked)), asked):
         raise Exit(code)
 
 
 def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> int:
-    """Ask the service, print its answer, fetch what the job wrote, and return the exit code."""
+    """Ask the service, print its answer, fetch the job's files, and return the exit code."""
     given = {flag.name: value_of(asked, flag) for flag in flags.values()}
     values = {flag.name: given[flag.name] for flag in flags.values() if given[flag.name] != flag.default}
     wanted = _wanted(name, flags, values)
@@ -79,7 +81,7 @@ def _run(server: str, name: str, flags: Mapping[str, Flag], asked: Request) -> i
 
 
 def _follow(service: Any, job: str) -> JsonObject:
-    """Return a job's document once it has ended, showing its progress meanwhile."""
+    """Return a job's document when it has ended, showing its progress until then."""
     document: JsonObject
     while (document := service.job(job, wait_s=0.5))["state"] in {"queued", "running"}:
         output.progress(document["progress"] or document["state"])
@@ -87,7 +89,7 @@ def _follow(service: Any, job: str) -> JsonObject:
 
 
 def _wanted(name: str, flags: Mapping[str, Flag], values: JsonObject) -> dict[str, Path]:
-    """Return the paths that the command is to write here, by flag."""
+    """Return the paths of the files that the command is to write here, by flag."""
     wanted = {key: Path(values[key]) for key, flag in flags.items() if flag.writes and values.get(key) is not None}
     if name in RUNS and CONTINUED not in values:
         flag, plain = ALWAYS_WRITTEN[name]

@@ -1,4 +1,4 @@
-"""A client of a service, where its packages are installed: the one place that loads httpx late."""
+"""Make a client of a service; the only module that imports httpx when needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_httpx() -> None:
-    """Raise UserError where the extra `service` is not installed."""
+    """Raise UserError if the extra `service` is not installed."""
     if find_spec("httpx") is None:
         raise UserError("--server needs httpx", remedy="pip install 'meshwright[service]'")
 

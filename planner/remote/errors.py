@@ -1,4 +1,4 @@
-"""How a job of a service ended, and what a service refuses. Needs no HTTP client."""
+"""Errors of a service and its jobs. Needs no HTTP client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ServiceError(PlannerError):
 
 
 def error_of(document: JsonObject) -> PlannerError:
-    """Return how a job ended that is not done, as the error that its command would have raised."""
+    """Return the error of a job that was not completed, as its command would have raised it."""
     error = document["error"] or {"message": f"the job was {document['state']}"}
     kinds: dict[int | None, type[PlannerError]] = {2: UserError, 3: Infeasible}
     kind = kinds.get(document["exit_code"], PlannerError)

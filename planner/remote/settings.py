@@ -1,4 +1,4 @@
-"""The settings of `planner service`, handed to the server process in its environment."""
+"""The settings of `planner service`, passed to the server process in its environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from topology import codec
 
 VARIABLE = "MESHWRIGHT_SERVICE"
-SERVER = "MESHWRIGHT_SERVER"  # the service that an explorer asks; none where it works by itself
+SERVER = "MESHWRIGHT_SERVER"  # the service that an explorer uses; unset if it works by itself
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -17,8 +17,9 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 class Settings:
     """`database` is a URL; None is SQLite in `folder`. `users` has the SHA-256 of each user's token, by user.
 
-    `programs` are those that a tuning's command may start: whoever may ask could otherwise run anything as the user of
-    the service. `rate_per_s` is how many jobs a user may submit a second, `limit_s` how long a question may take.
+    `programs` are those that a tuning's command may start; without this limit every user could run anything as the
+    service's user. `rate_per_s` is the number of jobs that a user may submit per second, `limit_s` the time limit of a
+    question.
     """
 
     folder: str
@@ -41,10 +42,10 @@ class Settings:
         return self.database or f"sqlite:///{Path(self.folder) / 'service.sqlite3'}"
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that says it. It holds no tokens, but what a database URL holds."""
+        """Return the variable with the settings. It has no tokens, but may contain a password in the database URL."""
         return {VARIABLE: codec.to_json(self, indent=None)}
 
 
 def settings_of_environment() -> Settings:
-    """Return the settings of this process, and take them out of its environment. Raises BadInput."""
+    """Return the settings of this process, and remove them from its environment. Raises BadInput."""
     return codec.convert(codec.parse_json(os.environ.pop(VARIABLE, ""), where=VARIABLE), Settings, where=VARIABLE)

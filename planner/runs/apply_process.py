@@ -15,8 +15,8 @@ from topology.errors import BadPlan, PlannerError, UserError
 from topology.units import MIB
 
 MODULE = "executor.run.apply"
-REPORT_S = 30.0  # to report what the ranks of an executor that was killed have recorded
-FULL_BYTES = MIB  # less than a report and its log need
+REPORT_S = 30.0  # seconds to report what the ranks of a killed executor have recorded
+FULL_BYTES = MIB  # bytes; less than a report and its log need
 
 
 def arguments(request: Path, out: Path, budget_s: float) -> list[str]:
@@ -44,7 +44,7 @@ def ranks_command(ranks: int, request: Path, out: Path) -> list[str]:
 
 
 def require_torch() -> None:
-    """Raise PlannerError (exit 1) where the executor cannot run."""
+    """Raise PlannerError (exit 1) if the executor cannot run."""
     if importlib.util.find_spec("torch") is None:
         raise PlannerError(
             "torch is not installed, so no plan can be run",
@@ -56,9 +56,9 @@ def require_torch() -> None:
 def run(request: JsonObject, out: Path, budget_s: float, progress: Callable[[str], None]) -> JsonObject:
     """Run the request into the directory `out` and return its report, `run.json`.
 
-    Of an executor that was killed the report has what its ranks recorded. Raises BadPlan when the executor cannot run
-    the plan, PlannerError when there is no report, and KeyboardInterrupt
-    when interrupted, after all ranks have ended; `out` then has a report of what was measured until then.
+    If the executor was killed, the report has what its ranks recorded. Raises BadPlan when the executor cannot run the
+    plan, PlannerError when there is no report, and KeyboardInterrupt when interrupted, after all ranks have ended;
+    `out` then has a report of what was measured until then.
     """
     path, report = out / "request.json", out / "run.json"
     codec.write_text(path, codec.to_json(request) + "\n")
@@ -82,7 +82,7 @@ def run(request: JsonObject, out: Path, budget_s: float, progress: Callable[[str
     document = codec.read_json(report)
     if not isinstance(document, dict):
         raise PlannerError(f"{report} is not a report")
-    if code is None:  # it was terminated, which it reports as an interrupt
+    if code is None:  # it was terminated, and reports that as an interrupt
         document |= {"status": "overrun", "complete": False, "exit_code": 1}
         document["failure"] = {"rank": None, "message": "the executor did not end within its budget and was ended"}
     return document

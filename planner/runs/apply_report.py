@@ -9,7 +9,7 @@ from typing import Any
 
 from topology.units import GIB, in_gib
 
-BUSY_HOST = 0.1  # of its cores: a host with less to do for others is as good as idle
+BUSY_HOST = 0.1  # share of its cores: a host that is less busy counts as idle
 NO_MORE_FILES = os.strerror(errno.EMFILE)
 
 
@@ -108,7 +108,7 @@ def _failure_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[str]:
-    """Return lines on the memory of each rank that ran out of it, and the predicted memory by category."""
+    """Return lines on the memory of each rank that ran out, and on the predicted memory by category."""
     text_lines = []
     for rank, reached in memory.items():
         peaks = [

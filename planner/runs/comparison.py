@@ -110,9 +110,9 @@ def _largest(ranks: Iterable[Mapping[str, Any]], key: str) -> float | None:
 
 
 def compare(document: Mapping[str, Any], tolerance_percent: float | None) -> JsonObject | None:
-    """Return the errors of a run's prediction, or None where there is nothing to compare.
+    """Return the errors of a run's prediction, or None if there is nothing to compare.
 
-    `within` says whether the measured median of the step is in the predicted interval or, if a tolerance is given,
+    `within` is whether the measured median of the step is in the predicted interval or, if a tolerance is given,
     whether the error is at most that.
     """
     if not document.get("complete"):
@@ -182,11 +182,11 @@ def compare_terms(simulated: Trace, measured: Trace) -> tuple[Term, ...]:
 
 
 def main_cause(terms: Sequence[Term]) -> str:
-    """Return in words which term causes most of the difference between the predicted and the measured step."""
+    """Return a sentence on the term that causes most of the difference between the predicted and the measured step."""
     total = sum(term.difference_s for term in terms)
     if not terms or not total:
         return "nothing to explain"
-    # A term with the opposite sign explains nothing of the total.
+    # A term with the opposite sign does not explain the total.
     worst = max(terms, key=lambda term: term.difference_s / total)
     how = "longer" if worst.difference_s < 0 else "shorter"
     opposite = [t for t in terms if t.difference_s * total < 0 and abs(t.difference_s) > 0.25 * abs(total)]

@@ -1,4 +1,4 @@
-"""What `planner apply` runs, and checks that this machine is the one the plan was made for.
+"""Make the run for `planner apply`, and check that this machine is the one the plan was made for.
 
 Pure functions of a plan file and of the probed machine. The executor reads the request as JSON; the planner never
 imports the executor.
@@ -31,7 +31,7 @@ BYTES_PER_PARAMETER_ON_CPU = 16  # float32 parameter, gradient and AdamW's two m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A run to be started. `notes` say how it differs from the plan file; `gpus` is empty on a CPU."""
+    """A run to be started. `notes` list differences from the plan file; `gpus` is empty on a CPU."""
 
     plan: Plan
     model: Model
@@ -43,7 +43,7 @@ class PlannedRun:
     peak_flops_source: str = ""
     predicted: JsonObject | None = None
     fingerprints: dict[str, str] | None = None
-    cluster: Cluster | None = None  # what the prediction is for
+    cluster: Cluster | None = None  # what was predicted
     notes: tuple[str, ...] = ()
 
     def request(self, *, steps: int, budget_s: float, own_table: bool) -> JsonObject:
@@ -153,7 +153,7 @@ def cuda_run(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bo
 
 
 def other_driver(planned: Cluster, here: Cluster) -> tuple[str, ...]:
-    """Return a note where the driver was changed since the planned machine was probed."""
+    """Return a note if the driver was changed since the planned machine was probed."""
     then, now = ([item.what for item in machine.findings if item.code == "driver"] for machine in (planned, here))
     if not then or not now or then == now:
         return ()

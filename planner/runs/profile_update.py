@@ -1,7 +1,7 @@
 """Add the operators of a run, as timed in a profiled step, to a profile.
 
-A profile has the times of operators measured by themselves. A run adds times within a step, and shapes that were never
-measured (`simulator.fitting.step_samples`); the report names the operators that are slower in the step than others are.
+A profile has the times of operators measured alone. A run adds times within a step, and shapes that were never measured
+(`simulator.fitting.step_samples`); the report names operators that the step slows down more than others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MAX_ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorInStep:
-    """An operator of a run: seconds of a call in the step, those that its time alone lets expect, and calls a step."""
+    """An operator of a run: its seconds per call in the step, the seconds expected from its time alone, and calls per
+    step.
+    """
 
     name: str
     seconds: float
@@ -38,7 +40,7 @@ class OperatorInStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileUpdate:
-    """`in_step_ratio` is the median ratio of operator times in the step to times alone; None where too few are known.
+    """`in_step_ratio` is the median ratio of operator times in the step to times alone; None if too few are known.
 
     `rows` are the operators that deviate most from it. `fresh` samples are of shapes that the profile did not have.
     """
@@ -50,7 +52,7 @@ class ProfileUpdate:
 
 
 def add_run_to_profile(run: RunReport, path: Path) -> ProfileUpdate:
-    """Add the operators of a run to the profile at `path`. Raises BadInput where they are of different GPUs."""
+    """Add the operators of a run to the profile at `path`. Raises BadInput if the GPUs differ."""
     with codec.locked(path):
         return _add(run, path)
 
@@ -92,7 +94,7 @@ def _add(run: RunReport, path: Path) -> ProfileUpdate:
 
 
 def operator_words(sample: OperatorSample) -> str:
-    """Return an operator in words: `matmul forward m 8192 x n 14336 x k 4096`."""
+    """Return an operator as text: `matmul forward m 8192 x n 14336 x k 4096`."""
     sizes = " x ".join(f"{axis} {size}" for axis, size in sorted(sample.shape.items()))
     return f"{sample.kind} {sample.direction} {sizes}"
 

@@ -18,7 +18,7 @@ svg { width: 100%; height: auto }
 
 
 def to_html(answer: Mapping[str, Any], words: str, picture: str) -> str:
-    """Return the page. `answer` is of `RunReport.answer`, `words` the plan in words, `picture` an SVG or empty."""
+    """Return the page. `answer` is from `RunReport.answer`, `words` the plan as text, `picture` an SVG or empty."""
     title = f"{answer['model']}, {words}"
     verdict = {True: "as predicted", False: "not as predicted", None: "not compared"}[answer["within"]]
     parts = [

@@ -1,7 +1,7 @@
-"""What a run's report, `run.json`, may hold: the types and ranges of everything that is read from one.
+"""Types and ranges of everything that is read from a run's report, `run.json`.
 
-A report is written by the executor and read much later, by other versions and from other people's machines. It stays a
-document, since it is kept and shown as it is, but nothing reads one that was not checked here.
+A report is written by the executor and read much later, by other versions and from other machines. It stays plain data,
+since it is kept and shown unchanged, but only checked reports are read.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Report:
 
 
 def verify_run(document: Any, *, where: str) -> JsonObject:
-    """Return `document` if it can be the report of a run. Raises UserError with the field that is wrong."""
+    """Return `document` if it is a valid report of a run. Raises UserError with the field that is wrong."""
     if not isinstance(document, dict) or not {"status", "plan", "model", "measured", "taken_at"} <= set(document):
         raise BadInput(f"{where} is not the report of a run", remedy="planner apply makes one; planner runs lists them")
     version = document.get("schema_version")
@@ -166,7 +166,7 @@ def verify_run(document: Any, *, where: str) -> JsonObject:
 
 
 def read_report(folder: str | Path) -> JsonObject | None:
-    """Return the report of a run's directory; None where there is none that can be read."""
+    """Return the report in a run's directory; None without a readable one."""
     path = Path(folder) / "run.json"
     if not path.is_file():
         return None

@@ -54,7 +54,7 @@ class RunReport:
         return comparison.compare_terms(self.simulated, slowest)
 
     def answer(self, tolerance_percent: float | None) -> JsonObject:
-        """Return the report as data for JSON; `within` is None where nothing can be compared."""
+        """Return the report as data for JSON; `within` is None if nothing can be compared."""
         document, terms = self.document, self.terms()
         rows = comparison.quantities(document)
         comparison_ = comparison.compare(document, tolerance_percent)
@@ -144,7 +144,7 @@ def _document(name: str) -> tuple[JsonObject, Path | None]:
         document = runs_store.read_run(name)
         key = runs_store.run_id(document)
         places = [Path(run.directory) for run in runs_store.list_runs() if run.id == key]
-        # Another run may have been made in the same place since.
+        # Another run may have been made in the same directory since.
         same = [at for at in places if (at / "run.json").is_file() and codec.read_json(at / "run.json") == document]
         directory = same[0] if same else None
     return verify_run(document, where=name), directory

@@ -28,9 +28,9 @@ from topology.errors import BadInput, PlannerError, UserError
 
 SCHEMA_VERSION = 1
 LONGEST_PATH = 512  # bytes (SQLite src/os_unix.c: MAX_PATHNAME)
-WAIT_S = 10.0  # for another writer; a row is written in milliseconds
-MAX_TEXT = 8192  # characters of a column; a path has at most 4096
-MAX_NUMBER = 1e18  # beyond any count, byte or second of a run
+WAIT_S = 10.0  # seconds to wait for another writer; a row is written in milliseconds
+MAX_TEXT = 8192  # longest text in a column; a path has at most 4096 characters
+MAX_NUMBER = 1e18  # larger than any count, byte or second of a run
 
 _TABLE = """
 CREATE TABLE runs (
@@ -64,9 +64,9 @@ _COLUMNS = (
 class RunSummary:
     """One run as a table row. Values that were not measured or not predicted are None, never 0.
 
-    `plan` is the degrees in words; `status` is `finished`, or how the run ended (`out_of_memory`, `failed`, ...);
-    `complete` is False where fewer steps were taken than requested. `device` is the name of the GPU, or `cpu`. Peak
-    bytes are those allocated on the rank with the most.
+    `plan` is the degrees as text; `status` is `finished`, or how the run ended (`out_of_memory`, `failed`, ...);
+    `complete` is False if fewer steps were taken than requested. `device` is the name of the GPU, or `cpu`. Peak bytes
+    are those allocated on the rank with the most.
     """
 
     id: str
@@ -89,7 +89,9 @@ class RunSummary:
 
     @property
     def step_error(self) -> float | None:
-        """Return predicted / measured - 1 of the step; None on a CPU, whose times say nothing of the planned GPUs."""
+        """Return predicted / measured - 1 of the step; None on a CPU, whose times do not compare with the planned
+        GPUs'.
+        """
         return None if self.device == "cpu" else _error(self.predicted_step_s, self.measured_step_s)
 
     @property
@@ -99,9 +101,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedRun:
-    """A row of the store that cannot be a run. `id` is what `remove` takes: the run's own, or `#` and the row's
-    number.
-    """
+    """An invalid row of the store. `id` is what `remove` takes: the run's own, or `#` and the row's number."""
 
     id: str
     why: str
@@ -120,16 +120,16 @@ def default_path() -> Path:
 
 
 def list_runs(path: str | Path | None = None, *, limit: int | None = None) -> tuple[RunSummary, ...]:
-    """Return the kept runs, newest first; nothing where there is no store yet. Raises PlannerError when it is broken.
+    """Return the kept runs, newest first; empty if there is no store yet. Raises PlannerError when it is broken.
 
-    Rows that cannot be runs are left out: see `damaged_runs`.
+    Invalid rows are left out: see `damaged_runs`.
     """
     runs = [run for run in _rows(path) if isinstance(run, RunSummary)]
     return tuple(runs[:limit])
 
 
 def damaged_runs(path: str | Path | None = None) -> tuple[DamagedRun, ...]:
-    """Return the rows of the store that cannot be runs: altered by hand, or kept by a faulty version."""
+    """Return the invalid rows of the store: altered by hand, or written by a faulty version."""
     return tuple(run for run in _rows(path) if isinstance(run, DamagedRun))
 
 
@@ -200,8 +200,8 @@ def save_run(
 ) -> str:
     """Add a run's report to the store and return its id; `directory` is that of the run.
 
-    A damaged store is set aside, which `tell` hears, and a new one begun. Raises BadInput when the report cannot be
-    that of a run, PlannerError when the store cannot be written. It is then as it was before.
+    A damaged store is set aside, `tell` is called with a warning, and a new one is begun. Raises BadInput when the
+    report is invalid, PlannerError when the store cannot be written. It is then as it was before.
     """
     store_path = default_path() if path is None else Path(path)
     verify_run(document, where=str(directory))
@@ -235,7 +235,7 @@ def _damaged(error: PlannerError) -> bool:
 
 
 def _unreadable(store_path: Path) -> bool:
-    """Return whether the store is damaged still: another writer may have begun a new one meanwhile."""
+    """Return whether the store is still damaged: another writer may have begun a new one."""
     try:
         with _opened(store_path, f"{store_path.absolute().as_uri()}?mode=ro") as store:
             return bool(store.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
@@ -244,7 +244,7 @@ def _unreadable(store_path: Path) -> bool:
 
 
 def _insert(store_path: Path, row: Sequence[Any]) -> None:
-    """Add a row to the store, which is made if there is none."""
+    """Add a row to the store, which is created if it does not exist."""
     marks = ", ".join("?" * len(row))
     with _opened(store_path, f"{store_path.absolute().as_uri()}?mode=rwc") as store:
         store.execute("BEGIN IMMEDIATE")  # one writer at a time; others wait here
@@ -315,7 +315,7 @@ def _gpus(plan: Mapping[str, Any]) -> int:
 
 
 def _has_been_written(store_path: Path) -> bool:
-    """Whether there is a store: a full disk leaves an empty file, which is none."""
+    """Whether there is a store: a full disk leaves an empty file, which is not one."""
     return store_path.is_file() and store_path.stat().st_size > 0
 
 
@@ -334,7 +334,7 @@ def _opened(store_path: Path, uri: str) -> Iterator[sqlite3.Connection]:
     store = None
     try:
         store = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None)
-        store.text_factory = lambda raw: raw.decode("utf-8", errors="replace")  # one bad row hides no other
+        store.text_factory = lambda raw: raw.decode("utf-8", errors="replace")  # an invalid row does not hide others
         yield store
     except sqlite3.Error as error:
         long = len(os.fsencode(store_path.absolute())) >= LONGEST_PATH
@@ -346,7 +346,7 @@ def _opened(store_path: Path, uri: str) -> Iterator[sqlite3.Connection]:
         ) from error
     finally:
         if store is not None:
-            store.close()  # rolls back what was not committed
+            store.close()  # rolls back the uncommitted row
 
 
 def _require_readable(found: int, store_path: Path) -> None:
@@ -359,7 +359,7 @@ def _require_readable(found: int, store_path: Path) -> None:
 
 
 def _summary(row: Sequence[Any]) -> RunSummary:
-    """Return a row's content. Raises BadInput, with the column, where it cannot be that of a run."""
+    """Return a row's content. Raises BadInput, with the column, for an invalid row."""
     names = [name.strip() for name in _COLUMNS.split(",")]
     fields = dict(zip(names, row, strict=True))
     where = f"run {fields['id']!r:.40}"

@@ -1,7 +1,7 @@
-"""A run that a scheduler has: submitted once, followed, cancelled, and what it left collected.
+"""A run at a scheduler: submitted once, followed, cancelled, and its records collected.
 
-A record of the submission stands next to the job's file from before the scheduler is asked. So whoever follows the run
-after a crash submits nothing twice, and says so where it cannot be known whether the scheduler took the job.
+A record of the submission is written next to the job's file before the scheduler is asked. So a process that follows
+the run after a crash submits nothing twice, and reports it if it cannot know whether the scheduler took the job.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCHEDULERS: dict[str, Scheduler] = {
 RECORD = "submission.json"
 POLL_S = 2.0
 COLLECT_S = 60.0
-LATE_S = 15.0  # for a shared file system to show what a job wrote before it ended
-# Why a job ended that the scheduler ended, by its word for the job's state.
+LATE_S = 15.0  # seconds for a shared file system to show what a job wrote before it ended
+# Cause for each state in which a scheduler ends a job itself.
 ENDED_BY_SCHEDULER = {
     "preempted": "the scheduler gave the nodes to another job",
     "disrupted": "the scheduler took a node away, or it failed",
@@ -46,33 +46,33 @@ ENDED_BY_SCHEDULER = {
     "cancelled": "the job was cancelled",
     "revoked": "the job was revoked",
 }
-TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # which say nothing of what ran
+TAKEN_AWAY = frozenset({"preempted", "disrupted", "node_fail", "boot_fail", "revoked"})  # they say nothing of what ran
 ENDED_BY_ITSELF = frozenset({"finished", "out_of_memory", "wrong_numbers", "not_as_requested"})
 
 
 class NotEnded(PlannerError):
-    """A job did not end in the time it was given, and was cancelled."""
+    """A job did not end within its time, and was cancelled."""
 
 
 class NoReport(PlannerError):
-    """A job ended without a report. `taken_away` where the scheduler took its nodes."""
+    """A job ended without a report. `taken_away`: the scheduler took its nodes."""
 
     taken_away = False
 
 
 def recorded(folder: Path) -> Submission | None:
-    """Return what was submitted from a folder; None where nothing was. Raises PlannerError for a damaged record."""
+    """Return the submission recorded in a folder; None without one. Raises PlannerError for a damaged record."""
     path = folder / RECORD
     return codec.convert(codec.read_json(path), Submission, where=str(path)) if path.is_file() else None
 
 
 def submit(file: JobFile, launcher: str, *, name: str = "meshwright") -> Submission:
-    """Hand a job's file to its scheduler, and record it next to the file. Raises PlannerError where it is refused."""
+    """Hand a job's file to its scheduler, and record it next to the file. Raises PlannerError if it is refused."""
     return submit_array(file, launcher, [file.path.parent], name=name)[0]
 
 
 def submit_array(file: JobFile, launcher: str, folders: Sequence[Path], *, name: str) -> list[Submission]:
-    """Hand over one job file that runs a job in each of `folders`, and record it in each. Raises as `submit`."""
+    """Submit one job file that runs a job in each of `folders`, and record it in each. Raises as `submit`."""
     scheduler = SCHEDULERS[launcher]
     one = len(folders) == 1
     asked = [
@@ -106,9 +106,7 @@ def state(folder: Path, submission: Submission) -> SchedulerState:
 
 
 def cancel(folder: Path) -> None:
-    """Cancel what was submitted from a folder; a job that has ended stays as it is, and so does one that cannot be
-    asked.
-    """
+    """Cancel the job submitted from a folder; a job that has ended, or cannot be asked about, is left alone."""
     with contextlib.suppress(PlannerError, OSError, subprocess.TimeoutExpired):
         submission = recorded(folder)
         if submission is not None and submission.said is not None:
@@ -116,15 +114,15 @@ def cancel(folder: Path) -> None:
 
 
 def cancel_below(folder: Path) -> None:
-    """Cancel all that was submitted from a folder and those in it, and has left no report."""
+    """Cancel all jobs submitted from a folder and the folders in it that have left no report."""
     for record in sorted(folder.rglob(RECORD)):
         if read_report(record.parent) is None:
             cancel(record.parent)
 
 
 def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObject | None:
-    """Return the report of a run; where its nodes left records only, make it of them, all nodes' or those of a job that
-    is over.
+    """Return the report of a run; if its nodes left only records, make it from these, once all nodes have left theirs
+    or the job is over.
     """
     folder = job.directory
     ended_nodes = len([*folder.glob("agents/*.json")])
@@ -135,7 +133,7 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
         try:
             with (folder / "collect.txt").open("wb") as log:
                 child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
-        except KeyboardInterrupt:  # also where it has collected a run that was interrupted
+        except KeyboardInterrupt:  # also if it has collected an interrupted run
             if not (folder / "run.json").is_file():
                 raise
     return read_report(folder)
@@ -143,7 +141,7 @@ def collected(job: LauncherJob, launcher: str, *, over: bool = False) -> JsonObj
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """A job that is followed until `ends`, on time.monotonic()'s clock."""
+    """A job that is followed until `ends`, a value of time.monotonic()."""
 
     job: LauncherJob
     submission: Submission
@@ -153,9 +151,9 @@ class Followed:
     given_up: float | None = None
 
     def look(self) -> JsonObject | None:
-        """Return the report, with the scheduler's cause where the run was ended from outside; None while it runs.
+        """Return the report, with the scheduler's cause if the run was ended from outside; None while it runs.
 
-        Raises NoReport where it ended without one, NotEnded where its time is over, and PlannerError where nobody knows
+        Raises NoReport if it ended without one, NotEnded when its time is over, and PlannerError if it is unknown
         whether it was submitted.
         """
         folder, submission = self.job.directory, self.submission
@@ -208,9 +206,9 @@ def follow(
     poll_s: float = POLL_S,
     late_s: float = LATE_S,
 ) -> JsonObject:
-    """Wait until a run has left its report, and return it. What is left in the queue at the end is cancelled.
+    """Wait until a run has left its report, and return it. A job that is still queued at the end is cancelled.
 
-    Raises PlannerError where it ended without one, or did not end within `patience_s`.
+    Raises PlannerError if it ended without a report, or did not end within `patience_s`.
     """
     followed = Followed(job=job, submission=submission, ends=time.monotonic() + patience_s, tell=tell, late_s=late_s)
     while (document := followed.look()) is None:
@@ -222,8 +220,8 @@ def follow(
 def ended_as(
     document: JsonObject, folder: Path, submission: Submission, *, late_s: float = LATE_S, poll_s: float = POLL_S
 ) -> str:
-    """Return the scheduler's word for the end of a run that did not end by itself, which is waited for `late_s`;
-    nothing where it does not come.
+    """Return the scheduler's state of a run that was ended from outside, after waiting at most `late_s`; empty if there
+    is none.
     """
     if document["status"] in ENDED_BY_ITSELF:
         return ""
@@ -236,7 +234,7 @@ def ended_as(
 
 
 def add_cause(document: JsonObject, word: str) -> None:
-    """Add why a run was ended from outside to its failure; `word` is as of `ended_as`."""
+    """Add the cause of a run's end from outside to its failure; `word` is from `ended_as`."""
     if document["status"] in ENDED_BY_ITSELF:
         return
     why = ENDED_BY_SCHEDULER.get(word)

@@ -47,7 +47,7 @@ def _nested(lane: Sequence[Span]) -> Iterator[Span]:
     """Yield the spans of a stream; a span that begins inside another and outlasts it starts at its end instead."""
     waiting = [(span.start_s, -span.end_s, number) for number, span in enumerate(lane)]
     heapify(waiting)
-    open_ends: list[float] = []  # each within the one before it
+    open_ends: list[float] = []  # each inside the one before it
     while waiting:
         start, negative, number = heappop(waiting)
         span, end = lane[number], -negative

@@ -16,11 +16,11 @@ from planner.service.app import create_app
 from topology.errors import PlannerError, UserError
 
 KEEP_ALIVE_S = 30
-HEAD_S = 10.0  # for the lines of a request before its body
+HEAD_S = 10.0  # seconds for the head of a request
 
 
 class _Timed(H11Protocol):
-    """Closes connections on which the head of a request does not come, or stops coming."""
+    """Closes connections whose request head does not arrive, or stops arriving."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -41,7 +41,7 @@ class _Timed(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:  # refused before its body has come, which may never come
+        if self.conn.their_state is h11.SEND_BODY:  # refused before the body, which may never arrive
             self._await_head()
 
     def _await_head(self) -> None:
@@ -55,7 +55,7 @@ class _Timed(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, once it does."""
+    """Prints its address once it listens."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -65,7 +65,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(settings: Settings) -> int:
-    """Serve until asked to end; return the exit code. Raises UserError where its address cannot be used."""
+    """Serve until asked to end; return the exit code. Raises UserError if its address cannot be used."""
     listening = _listening(settings)
     config = uvicorn.Config(
         create_app(settings),
@@ -96,7 +96,7 @@ def _listening(settings: Settings) -> socket.socket:
 
 
 def main() -> int:
-    """Serve what the environment says."""
+    """Serve with the settings in the environment."""
     try:
         return serve(settings_of_environment())
     except PlannerError as error:

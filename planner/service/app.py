@@ -1,4 +1,4 @@
-"""The service over HTTP: jobs are asked for, followed, read and cancelled."""
+"""The service over HTTP: jobs are submitted, followed, read and cancelled."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -25,12 +25,12 @@ from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
 
 MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
-ELSEWHERE_S = 1.0  # between two looks whether another server has changed jobs that somebody waits for here
+ELSEWHERE_S = 1.0  # seconds between two checks whether another server has changed jobs that are followed here
 MAX_WAIT_S = 30.0
 
 
 class Service:
-    """What the routes share."""
+    """State shared by the routes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -38,10 +38,10 @@ class Service:
         self.jobs, self.files, self.dispatcher = self.queue.jobs, self.queue.files, self.queue.dispatcher
         self.tokens = Tokens(settings.users)
         self.rates = Rates(settings.rate_per_s)
-        self._waiting: dict[str, set[asyncio.Event]] = {}  # by job, of those who follow it
+        self._waiting: dict[str, set[asyncio.Event]] = {}  # by job: those who follow it
 
     def user(self, authorization: str | None) -> str:
-        """Return who asks. Raises HTTPException (401)."""
+        """Return the user who asks. Raises HTTPException (401)."""
         user = self.tokens.user(authorization)
         if user is None:  # the token was taken away since `Known` let the request in
             raise HTTPException(401)
@@ -93,8 +93,8 @@ class Service:
             news.set()
 
     async def listen(self) -> None:
-        """Wake up who waits for a job: at news from the dispatcher, which is in a thread of its own, and when another
-        server has changed it in the database.
+        """Notify those who follow a job: at news from the dispatcher, which is in a thread of its own, and when another
+        server has changed the job in the database.
         """
         loop = asyncio.get_running_loop()
 
@@ -145,7 +145,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 class _JsonRequest(Request):
-    """Bodies are JSON as its standard has it: no NaN, no number beyond the largest, no half of a character."""
+    """Bodies are strict JSON: no NaN, no number out of range, no half of a surrogate pair."""
 
     async def json(self) -> object:
         try:
@@ -249,6 +249,6 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         for one in service.read(user, job).artifacts:
             if one.name == name and service.files.path(one.sha256).is_file():
                 path = service.files.path(one.sha256)
-                kind = "application/octet-stream"  # never shown as a page of ours
+                kind = "application/octet-stream"  # never shown as a page of this site
                 return FileResponse(path, media_type=kind, filename=Path(name).name)
         raise HTTPException(404, "there is no such file")

@@ -25,7 +25,7 @@ MAX_SAID = 64 << 10
 def run_command(progress: Progress, arguments: list[str], folder: str, data_folder: str | None) -> tuple[int, str, str]:
     """Run `planner` with these arguments in a folder. `data_folder` is where runs are kept; None is the user's own.
 
-    Returns the exit code, what was printed as the answer, and what was said besides.
+    Returns the exit code, the text on standard output, and that on standard error.
     """
     answer, said = StringIO(), StringIO()
     with _placed(Path(folder), data_folder), redirect_stdout(answer), redirect_stderr(said), progress_to(progress):
@@ -38,12 +38,12 @@ def run_command(progress: Progress, arguments: list[str], folder: str, data_fold
 
 @contextmanager
 def _placed(folder: Path, data_folder: str | None) -> Iterator[None]:
-    """Work in `folder`, with nothing on standard input, meanwhile."""
+    """Work in `folder` inside, with nothing on standard input."""
     before, stdin, environment = Path.cwd(), sys.stdin, dict(os.environ)
     os.chdir(folder)
     sys.stdin = StringIO()
     for name in ONE_THREAD:
-        os.environ.pop(name, None)  # holds for this process already; what it starts has its own
+        os.environ.pop(name, None)  # set for this process already; its children get their own
     if data_folder is not None:
         os.environ["XDG_DATA_HOME"] = data_folder
     try:

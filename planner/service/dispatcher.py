@@ -1,7 +1,7 @@
-"""Takes waiting jobs from the database, has worker processes answer them, and writes down how they ended.
+"""Takes waiting jobs from the database, lets worker processes answer them, and records how they ended.
 
-One thread does all of it, again and again: renew leases, end what is done, start what waits. A database that does not
-answer is asked again; what was worked out meanwhile is kept until it does.
+One thread repeats all of it: renew leases, end finished jobs, start waiting ones. A database that does not answer is
+asked again; results are kept until it does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from planner.service.store.files import Files
 from planner.service.store.jobs import FAILED, Claim, JobEnd, Jobs
 from topology.errors import PlannerError
 
-TELL_S = 0.3  # between two lines of progress of a job in the database
+TELL_S = 0.3  # seconds between two lines of a job's progress in the database
 BUSY_S, IDLE_S = 0.1, 0.5
-RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
+RUN_LIMIT_S = 24 * 3600.0  # a run has a time budget of its own
 FORGET_EVERY_S = 3600.0
 MOST_STATE_BYTES = 16 << 20
-MOST_FOLDERS = 5000  # looked at in a pass
-LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
+MOST_FOLDERS = 5000  # jobs looked at in one pass
+LATE_S = 10.0  # seconds without a pass after which the service counts as unhealthy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Dispatcher:
         self._over = threading.Event()
         self._renew_at = self._forget_at = 0.0
         self._turned_at = time.monotonic()
-        self._cancelled: set[str] = set()  # jobs whose scheduler has been asked to cancel
+        self._cancelled: set[str] = set()  # jobs whose scheduler was asked to cancel
         self._cancelling = threading.Lock()
-        self.on_news: Callable[[str], None] = lambda _: None  # called with every job of which there is news
+        self.on_news: Callable[[str], None] = lambda _: None  # called with every job that has news
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class Dispatcher:
         self._wake.set()
 
     def cancel(self, job: str) -> None:
-        """End a job's process at once, if it runs here; the database says already that it is cancelled."""
+        """End a job's process at once, if it runs here; the database already has it as cancelled."""
         running = self._running.get(job)
         if running is not None and running.job is not None:
             running.job.stop()
@@ -110,7 +110,7 @@ class Dispatcher:
 
     def state_so_far(self, job: str) -> bytes:
         """Return the state file of a tuning that runs here, or the records of a run's first rank, as far as they are
-        written; nothing where there is none.
+        written; empty without one.
         """
         running = self._running.get(job)
         if running is None or running.claim.command not in SO_FAR:
@@ -121,7 +121,7 @@ class Dispatcher:
 
     @property
     def well(self) -> bool:
-        """Return whether the loop turns."""
+        """Return whether the loop is alive."""
         return self._thread.is_alive() and time.monotonic() - self._turned_at < LATE_S
 
     def _loop(self) -> None:
@@ -130,7 +130,7 @@ class Dispatcher:
                 self._turn()
                 self._turned_at = time.monotonic()
             except SQLAlchemyError:
-                time.sleep(IDLE_S)  # the database is away: jobs that run go on
+                time.sleep(IDLE_S)  # the database is unreachable: running jobs continue
             except Exception as error:  # noqa: BLE001 - the loop must not end before the service does
                 print(f"dispatcher: {type(error).__name__}: {error}", flush=True)
                 time.sleep(IDLE_S)
@@ -140,7 +140,7 @@ class Dispatcher:
     def _turn(self) -> None:
         now = time.monotonic()
         if now >= self._renew_at:
-            # Before the sweep: after an outage, the jobs of this server are held still.
+            # Before the sweep: after an outage this server's jobs must be renewed first.
             for job in self._jobs.renew([running.claim for running in self._running.values()], self._settings.lease_s):
                 if self._jobs.is_cancelled(job):
                     self._cancel_scheduled(job)
@@ -170,10 +170,10 @@ class Dispatcher:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _claim_next(self) -> bool:
-        """Begin what waits longest, if it may begin; return whether there was something.
+        """Start the longest-waiting job that may start; return whether there was one.
 
-        One user's long questions take no more slots than there are workers: as many again are for other users. Short
-        ones have as many of their own besides, so that they never wait for long ones to end.
+        One user's long questions take at most as many slots as there are workers, and as many again are for other
+        users. Short questions have as many slots of their own, so that they never wait for long ones.
         """
         server, lease_s, slots = self._server, self._settings.lease_s, self._settings.workers
         claim = None
@@ -193,11 +193,11 @@ class Dispatcher:
         return self._workers.free() - starting
 
     def _left_out(self) -> frozenset[str]:
-        """Return the commands that may not start: runs have the machine to themselves, one at a time."""
+        """Return the commands that may not start now: a run has the machine to itself."""
         return RUNS if any(running.alone for running in self._running.values()) else frozenset()
 
     def _begin(self, claim: Claim, *, reserved: bool) -> None:
-        # What a scheduler was given is found again in the same folder, whoever follows it next.
+        # A submission to a scheduler is found again in the same folder by whichever process follows it next.
         elsewhere = scheduled(claim)
         folder = self._work / (claim.job if elsewhere else f"{claim.job}-{claim.fence}")
         runs = claim.command in RUNS
@@ -229,11 +229,11 @@ class Dispatcher:
         )
 
     def _data_folder(self, owner: str) -> str | None:
-        """Return where the runs of a user are kept: of the user of this machine, where all command lines keep them."""
+        """Return the folder of a user's runs; the user of this machine has the one of the command line."""
         return None if self._settings.users is None else str(Path(self._settings.folder) / "users" / owner)
 
     def _follow(self, running: _Running) -> None:
-        """Tell a job's progress, or how it ended."""
+        """Report a job's progress, or how it ended."""
         job, claim = running.job, running.claim
         if running.ending is None and job is not None:
             if not job.done.is_set():

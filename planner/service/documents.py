@@ -1,4 +1,4 @@
-"""What the service answers about jobs."""
+"""The service's documents about jobs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class JobList(BaseModel):
 
 
 def document(row: Mapping[str, Any]) -> JobDocument:
-    """Return what is answered about a job, from its row with `artifacts`."""
+    """Return the document of a job, from its row with `artifacts`."""
     job = row["id"]
     wrote = [
         Written(name=one.name, bytes=one.bytes, sha256=one.sha256, url=f"/v1/jobs/{job}/artifacts/{one.name}")

@@ -1,4 +1,4 @@
-"""Who may ask, how often, and how slowly: host names, origins, tokens, rates, bodies that do not come."""
+"""Access control: host names, origins, tokens, rates, and bodies that do not arrive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from topology.units import in_mib
 
 LOCAL_USER = "local"
-ASKED_BELOW = "/v1/"  # what needs a token
-QUIET_S, BODY_S = 10.0, 120.0  # between two parts of a body, and for all of it
+ASKED_BELOW = "/v1/"  # paths that need a token
+QUIET_S, BODY_S = 10.0, 120.0  # seconds between two parts of a body, and for all of it
 
 
 class SameSite:
@@ -55,7 +55,7 @@ class SameSite:
 
 
 class Tokens:
-    """The users who may ask, by token. Without any, everybody is `LOCAL_USER`."""
+    """The users who may ask, by token. Without tokens, everybody is `LOCAL_USER`."""
 
     def __init__(self, users: Mapping[str, str] | None) -> None:
         self._users = None if users is None else dict(users)
@@ -69,7 +69,7 @@ class Tokens:
             return None
         given = hashlib.sha256(token.strip().encode()).hexdigest()
         found = None
-        for user, digest in self._users.items():  # all of them, so that time tells nothing
+        for user, digest in self._users.items():  # compares with all, so that the time reveals nothing
             if hmac.compare_digest(given, digest):
                 found = user
         return found
@@ -93,7 +93,7 @@ class Known:
 
 
 class WholeBodies:
-    """End requests whose bodies stop coming (408), and those whose bodies have more than `most_bytes` (413)."""
+    """End requests whose bodies stop arriving (408), and those with bodies larger than `most_bytes` (413)."""
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app = app
@@ -114,7 +114,7 @@ class WholeBodies:
 
         async def timed() -> Message:
             nonlocal until, left
-            if until is None:  # the body has come: what follows is whether the client leaves
+            if until is None:  # after the body, the only message is that the client has left
                 return await receive()
             try:
                 async with asyncio.timeout_at(min(until, asyncio.get_running_loop().time() + QUIET_S)):
@@ -132,15 +132,15 @@ class WholeBodies:
 
 
 class Rates:
-    """How often each user may ask: `per_s` a second on average, twice as often for a moment."""
+    """Rate limit per user: `per_s` requests a second on average, twice as many for a moment."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s, self._most = per_s, 2 * per_s
-        self._left: dict[str, tuple[float, float]] = {}  # user -> (requests left, when that was)
+        self._left: dict[str, tuple[float, float]] = {}  # user -> (requests left, at what time)
         self._lock = threading.Lock()
 
     def wait_s(self, user: str) -> float:
-        """Take a request of `user` and return 0, or return after how many seconds there will be one."""
+        """Take a request of `user` and return 0, or return the seconds until the next one is allowed."""
         now = time.monotonic()
         with self._lock:
             left, then = self._left.get(user, (self._most, now))

@@ -1,4 +1,4 @@
-"""Between a job's row and its process: the command line from the request, and the ending from what was printed."""
+"""Between a job's row and its process: the command line from the request, and the outcome from the output."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from topology import codec
 from topology.errors import BadInput, PlannerError
 
 MAX_ARTIFACTS = 2000
-ANSWERED = frozenset({0, 3, 4})  # exit codes with which a command has answered, if it printed a document
+ANSWERED = frozenset({0, 3, 4})  # exit codes of a command that has answered, if it printed a document
 
 
 def request_text(asked: JobRequest, files: Files) -> str:
-    """Return a request as it is kept, with its files by digest. Raises PlannerError."""
+    """Return a request as it is stored, with its files by digest. Raises PlannerError."""
     kept = {name: {"name": file, "sha256": files.add_text(text)} for name, (file, text) in asked.files.items()}
     return codec.to_json({"values": asked.values, "files": kept}, indent=None)
 
 
 def scheduled(claim: Claim) -> bool:
-    """Return whether a claim is for a run that a scheduler makes."""
+    """Return whether a claim is for a run at a scheduler."""
     return is_scheduled(claim.command, codec.parse_json(claim.request, where="request")["values"])
 
 
@@ -42,7 +42,7 @@ def prepared(claim: Claim, flags: Mapping[str, Flag], files: Files, folder: Path
 
 
 def ending(job: Job, claim: Claim, folder: Path, files: Files) -> JobEnd:
-    """Return how a job ended, and keep what it wrote."""
+    """Return how a job ended, and store what it wrote."""
     if job.error is not None:
         return JobEnd(state=FAILED, exit_code=job.error.exit_code, error=error_text(job.error))
     code, answer, said = job.result
@@ -81,7 +81,7 @@ def _result(answer: str, *, as_text: bool) -> str | None:
 
 
 def _error(said: str) -> dict[str, str]:
-    """Return the error that a command printed last (`PlannerError.__str__`) in its parts."""
+    """Return the error that a command printed last (`PlannerError.__str__`), in its parts."""
     _, found, error = said.rpartition("error: ")
     if not found:
         return {}
@@ -92,7 +92,7 @@ def _error(said: str) -> dict[str, str]:
 
 
 def _failure(result: str | None) -> dict[str, str]:
-    """Return what a run says of why it failed."""
+    """Return why a run failed, from its report."""
     document = codec.parse_json(result or "{}", where="the answer")
     failure = document.get("failure") if isinstance(document, dict) else None
     message = failure.get("message") if isinstance(failure, dict) else None
@@ -100,9 +100,9 @@ def _failure(result: str | None) -> dict[str, str]:
 
 
 def _artifacts(folder: Path, files: Files, sent: Collection[str]) -> tuple[Artifact, ...]:
-    """Keep the files that a job wrote, and inputs that are not as they were sent.
+    """Store the files that a job wrote, and inputs that it changed.
 
-    Raises PlannerError where there are too many, or no room.
+    Raises PlannerError if there are too many, or no room.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     if len(found) > MAX_ARTIFACTS:

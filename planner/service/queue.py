@@ -1,4 +1,6 @@
-"""The queue of jobs as other code of this process uses it: the HTTP routes, and the explorer when it is alone."""
+"""The interface to the queue of jobs for other code of this process: the HTTP routes, and the explorer when it is
+alone.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from topology.codec import JsonObject
 from topology.errors import UserError
 
 LEAST_FREE_BYTES = 64 << 20
-STARTS, RUN_STARTS = 2, 1  # a question whose process dies is asked once more; a run is never started twice
-FOLLOWERS = 100  # a run that a scheduler has is submitted once, and followed again as often as a service is restarted
+STARTS, RUN_STARTS = 2, 1  # a question whose process dies is started once more; a run never is
+FOLLOWERS = 100  # a run at a scheduler is submitted once, and followed again after every restart
 
 
 class Queue:
-    """Jobs that are accepted here, and worked on once `dispatcher` is started."""
+    """Jobs that are accepted here, and started once `dispatcher` runs."""
 
     def __init__(self, settings: Settings) -> None:
         folder = Path(settings.folder)
@@ -42,7 +44,7 @@ class Queue:
         self.dispatcher = Dispatcher(self.jobs, self.files, self.flags, settings)
 
     def ready(self) -> str:
-        """Return why no work can be taken; nothing where it can."""
+        """Return why no work can be accepted; empty if it can."""
         if not self.dispatcher.well:
             return "the dispatcher does not turn"
         if shutil.disk_usage(self._settings.folder).free < LEAST_FREE_BYTES:
@@ -54,9 +56,9 @@ class Queue:
         return ""
 
     def submit(self, user: str, command: str, request: BaseModel, *, key: str | None = None) -> str:
-        """Accept a request as a job and return its id; one with a known key is the job that it was.
+        """Accept a request as a job and return its id; a request with a known key returns the earlier job.
 
-        Raises UserError where it cannot be asked, KeyTaken, TooMany, and PlannerError where there is no room.
+        Raises UserError for an invalid request, KeyTaken, TooMany, and PlannerError without room.
         """
         trusted = self._settings.users is None
         asked = job_request(command, self.flags[command], request, may_read=trusted, programs=self._settings.programs)
@@ -74,7 +76,7 @@ class Queue:
         return job
 
     def ask(self, user: str, command: str, said: JsonObject) -> str:
-        """Accept what was said, by flag, as a job and return its id. Raises as `submit` does."""
+        """Accept stated flags as a job and return its id. Raises as `submit` does."""
         try:
             request = request_type(command, self.flags[command]).model_validate(said)
         except ValidationError as error:
@@ -83,7 +85,7 @@ class Queue:
         return self.submit(user, command, request)
 
     def read(self, user: str, job: str) -> JobDocument | None:
-        """Return a job of a user; None where there is none of this id."""
+        """Return a job of a user; None for an unknown id."""
         row = self.jobs.read(user, job)
         return None if row is None else document(row)
 
@@ -92,7 +94,7 @@ class Queue:
         return JobList.of(self.jobs.newest(user, limit)).jobs
 
     def state_so_far(self, user: str, job: str) -> bytes:
-        """Return what a tuning or a run of a user has written here so far; nothing where there is none."""
+        """Return what a tuning or a run of a user has written here so far; empty if nothing."""
         return self.dispatcher.state_so_far(job) if self.jobs.read(user, job) is not None else b""
 
     def cancel(self, user: str, job: str) -> None:
@@ -102,7 +104,7 @@ class Queue:
 
 
 def starts_of(command: str, values: Mapping[str, Any]) -> int:
-    """Return how often a job may be started before it has failed."""
+    """Return how often a job may be started until it counts as failed."""
     if is_scheduled(command, values):
         return FOLLOWERS
     return RUN_STARTS if command in RUNS else STARTS

@@ -1,4 +1,4 @@
-"""Typed requests, made of the commands' own flags, and the command lines that they become.
+"""Typed requests, generated from the commands' flags, and their command lines.
 
 A flag that names a file takes the file itself: `{"name": "topo.txt", "content": "..."}`, or any other JSON object or
 list as the content of a JSON file. Names of known models and clusters stay strings.
@@ -40,7 +40,7 @@ class File(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What a request says: values by flag, and the texts of files by flag."""
+    """The content of a request: values by flag, and the texts of files by flag."""
 
     command: str
     values: JsonObject
@@ -63,7 +63,7 @@ def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
 def job_request(
     command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool, programs: Collection[str] = ()
 ) -> JobRequest:
-    """Return what a request says. `may_read` lets it name files of this machine by absolute paths; `programs` are those
+    """Return the content of a request. `may_read` allows files of this machine by absolute path; `programs` are those
     that it may start. Raises BadInput.
     """
     values: JsonObject = {}
@@ -86,7 +86,7 @@ def job_request(
 
 
 def arguments(flags: Mapping[str, Flag], asked: JobRequest) -> list[str]:
-    """Return the arguments of `planner` for what was asked; files are in the folder `INPUTS` where it runs."""
+    """Return the arguments of `planner` for a request; its files are in the folder `INPUTS` of the job."""
     said = dict(asked.values)
     text = said.pop("json", True) is False
     for name, (file, _) in asked.files.items():
@@ -102,7 +102,7 @@ def arguments(flags: Mapping[str, Flag], asked: JobRequest) -> list[str]:
 
 
 def is_scheduled(command: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a request is for a run that a scheduler makes elsewhere: here it is only followed."""
+    """Return whether a request is for a run that a scheduler makes elsewhere and that is only followed here."""
     submits = values.get("submit") is True and not values.get("dry_run")
     return command == "apply" and submits and values.get("launcher", "local") != "local"
 
@@ -153,7 +153,7 @@ def _file(flag: str, value: File | JsonObject | list[Any]) -> tuple[str, str]:
 
 
 def _refuse_program(flag: str, value: object, programs: Collection[str]) -> None:
-    """Refuse to start a program that whoever runs the service has not named. Raises BadInput."""
+    """Refuse to start a program that is not in the service's settings. Raises BadInput."""
     try:
         program = next(iter(shlex.split(str(value))), "")
     except ValueError as error:
@@ -168,7 +168,7 @@ def _refuse_program(flag: str, value: object, programs: Collection[str]) -> None
 
 
 def _refuse_path(flag: str, value: str, *, may_read: bool) -> None:
-    """Refuse what would make the service read a file that was not sent. Raises BadInput."""
+    """Refuse values that would make the service read a file that was not sent. Raises BadInput."""
     if value == "-":
         raise BadInput(f"{flag} is -", why="a service has no standard input", remedy="send the file itself")
     path = Path(value)

@@ -1,6 +1,6 @@
-"""Deployments for serving: which are legal, what each answers of the requests that arrive, and which is best.
+"""Deployments for serving: which are legal, how each serves the requests, and which is best.
 
-What others use is imported here.
+The public names are imported here.
 """
 
 from __future__ import annotations

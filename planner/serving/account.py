@@ -1,4 +1,4 @@
-"""Where the time of a token and of the first one goes: parts that add up to what is predicted."""
+"""Where the time per token and the time to the first token go: parts that add up to the predicted times."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from simulator.serving.estimate import ServingEstimate
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.server import move_seconds
 
-# Parts that the account adds to those of a step.
+# Parts of the account besides those of a step.
 BETWEEN, WAITING, OUTSIDE, READING, MOVING = "prompts_between", "waiting", "outside", "reading", "moving"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Seconds. `sequences` go on in a mean step of one engine's batch, each with `context` tokens.
+    """Seconds by part. A mean step of one engine's batch continues `sequences` answers with `context` tokens each.
 
-    `token_s` adds up to the mean time a token: a step of that batch by what takes it, and what prompts of others add.
-    `first_s` adds up to the mean time to the first token: outside the GPUs, waiting, reading the prompt, and moving its
-    cache. `reading_s` is the reading by what takes it.
+    `token_s` adds up to the mean time per token: the parts of such a step, and the time that other requests' prompts
+    add. `first_s` adds up to the mean time to the first token: outside the GPUs, waiting, reading the prompt, and
+    moving its cache. `reading_s` has the parts of reading.
     """
 
     sequences: float
@@ -32,7 +32,7 @@ class Account:
 
 
 def serving_account(question: ServingQuestion, deployment: Deployment, estimate: ServingEstimate) -> Account:
-    """Return where the time of an estimate goes."""
+    """Return the account of an estimate."""
     model, cluster, traffic = question.model, question.cluster, question.traffic
     seen, pool = estimate.latency, deployment.pool
     writing = seen.requests_per_s * max(0.0, seen.e2e_s.mean - seen.ttft_s.mean)
@@ -49,7 +49,7 @@ def serving_account(question: ServingQuestion, deployment: Deployment, estimate:
     reading = reader.parts(prompt_tokens=tokens, pairs=tokens * (cached + (tokens + 1) / 2), sequences=0, keys=0.0)
     first = {OUTSIDE: engine_of(deployment.engine).host_request_s, READING: sum(reading.values())}
     first[WAITING] = seen.ttft_s.mean - sum(first.values())
-    if deployment.prefill is not None and BETWEEN in token:  # paid between the first token and the second
+    if deployment.prefill is not None and BETWEEN in token:  # counted between the first token and the second
         token[MOVING] = move_seconds(model, cluster, deployment)(traffic.prompt.mean) / max(1, traffic.output.mean - 1)
         token[BETWEEN] -= token[MOVING]
     return Account(sequences=sequences, context=context, token_s=token, first_s=first, reading_s=reading)

@@ -1,4 +1,4 @@
-"""One deployment answered: whether it is legal, what clients would see, and where the time goes."""
+"""The answer about one deployment: whether it is legal, what clients would see, and where the time goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topology.errors import Infeasible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingAnswer:
-    """`problems` say why it is not legal; then there is neither an estimate nor an account."""
+    """`problems` say why it is not legal; then there is no estimate and no account."""
 
     question: ServingQuestion
     deployment: Deployment
@@ -40,7 +40,7 @@ def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
 def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: float = math.inf) -> ServingEstimate:
     """Return what clients of a deployment would see.
 
-    Raises Infeasible where a request does not fit, OutOfTime at `until_s` of `time.monotonic`.
+    Raises Infeasible if a request does not fit, OutOfTime at `until_s` of `time.monotonic`.
     """
     return estimate_serving(
         question.model,
@@ -56,7 +56,7 @@ def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: f
 def answer_deployment(
     question: ServingQuestion, deployment: Deployment, assumed: tuple[str, ...] = ()
 ) -> ServingAnswer:
-    """Return what is predicted of one deployment, legal or not."""
+    """Return the answer about one deployment, legal or not."""
     problems = problems_of(question, deployment)
     reason = "" if problems else nccl_because(question, deployment.pool)
     assumed += (reason,) if reason else ()

@@ -11,10 +11,9 @@ from simulator.serving.forward_pass import ForwardPass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Tensor parallelism of `tp` against `fewer` GPUs, for a token of one answer. Seconds.
-
-    `all_reduce_s` is what one all-reduce is predicted to take, `limit_s` what it may take before `tp` is no faster;
-    negative where even free communication would not help.
+    """Tensor parallelism of `tp` compared with `fewer` GPUs, for a token of a single answer, in seconds. `all_reduce_s`
+    is the predicted time of an all-reduce, `limit_s` the time up to which `tp` is faster; negative if even free
+    communication would not help.
     """
 
     tp: int
@@ -32,7 +31,7 @@ class BreakEven:
 def break_even(
     question: ServingQuestion, tp: int, fewer: int = 1, *, context: int = 0, all_reduce_s: float | None = None
 ) -> BreakEven:
-    """Return when `tp` GPUs answer one request faster than `fewer`. `all_reduce_s` is one that was measured."""
+    """Return when `tp` GPUs answer a single request faster than `fewer`. `all_reduce_s` is a measured time."""
     keys = float(context or question.traffic.prompt.mean + question.traffic.output.mean / 2)
 
     def costs(degree: int) -> ForwardPass:

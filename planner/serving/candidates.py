@@ -1,4 +1,4 @@
-"""Deployments that an engine accepts for a model on a cluster, and why it does not accept the others.
+"""Deployments that an engine accepts for a model on a cluster, and the reasons why it rejects others.
 
 Rules of vLLM 0.33 (vllm/config/parallel.py, vllm/config/model.py) and SGLang 0.5 (server_args.py): tensor parallel
 divides the attention heads, keys and values are repeated where it exceeds their heads; stages divide no further than
@@ -18,7 +18,7 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity
 from topology.rates.reach import reach
 
-OWN = "meshwright"  # the executor, as executor/serving/request.py takes it
+OWN = "meshwright"  # limits of the executor, as in executor/serving/request.py
 
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
@@ -57,7 +57,7 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
 
 
 def refusal(model: Model, pool: Pool, engine: str = "") -> str:
-    """Return the rule that an engine of these degrees breaks, with its numbers, or nothing."""
+    """Return the rule that an engine with these degrees breaks, with its numbers; empty if none."""
     if engine == OWN:
         if pool.pp > 1 or pool.ep > 1 or pool.dp_attention > 1:
             return "the executor serves with tensor parallelism alone"
@@ -77,12 +77,12 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
 
 
 def out_of_reach(question: ServingQuestion, deployment: Deployment) -> str:
-    """Return why GPUs of a deployment cannot exchange what they have to, or nothing. Engines of one pool exchange
+    """Return why GPUs of a deployment cannot exchange their data; empty if they can. Engines of one pool exchange
     nothing.
     """
     joined = reach(question.cluster)
     if deployment.prefill is not None or joined.gpus < question.cluster.gpus_per_node:
-        # Caches go from pool to pool; and nobody says which engine gets the GPUs of a node that have no links.
+        # Caches move between pools, and it is unknown which engine gets the GPUs of a node without links.
         alone = deployment.prefill is None and deployment.pool.gpus == 1 and joined.gpus > 0
         together = 1 if alone else deployment.gpus
     else:
@@ -111,7 +111,7 @@ def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
 
 
 def exceeds_memory(question: ServingQuestion, pool: Pool) -> str:
-    """Return why an engine has no room for the longest request, or nothing."""
+    """Return why an engine has no room for the longest request; empty if it has."""
     longest = question.longest
     room = cache_capacity(question.model, question.cluster, question.deployment(pool), pool, length=longest)
     if not room.tokens:
@@ -126,7 +126,7 @@ def _times(pool: Pool, engines: int) -> Pool:
 
 
 def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
-    """Yield (reading, writing) pools that share the GPUs in eighths, engines of one stage only."""
+    """Yield (prefill, decode) pools that divide the GPUs in eighths, with engines of one stage."""
     flat = [pool for pool in pools if pool.pp == 1]
     for eighths in range(1, 8):
         reading = gpus * eighths // 8

@@ -1,4 +1,4 @@
-"""Two deployments, term by term: where a token's and the first one's time differ, and what is set differently."""
+"""Compare two deployments, term by term: time per token, time to the first token, and settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingComparison:
-    """`terms` add up to `token_s` and `first_token_s`, the differences of the predicted means; none where one is
-    illegal.
+    """`terms` add up to `token_s` and `first_token_s`, the differences of the predicted means; none if one is illegal.
 
-    `settings` and `question` say line by line what differs.
+    `settings` and `question` list the differences.
     """
 
     answers: tuple[ServingAnswer, ServingAnswer]

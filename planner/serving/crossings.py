@@ -1,4 +1,4 @@
-"""At which number of clients, length of context or rate of links another deployment is the better one."""
+"""The number of clients, context length or link rate at which another deployment becomes the best."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from simulator.serving.traffic import Lengths, with_clients
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 
-# Deployments that are followed: the best few at what was asked about, by each objective.
+# Number of deployments that are followed: the best by each objective for the given question.
 FOLLOWED = 3
 MOST_CLIENTS = 1024
-CLOSE = 1.15  # a crossing is known when its two sides are this near to each other
+CLOSE = 1.15  # a crossing is found when its two sides are this close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """About where the best of the deployments followed changes from `below` to `above`."""
+    """The approximate value at which the best of the deployments changes from `below` to `above`."""
 
     at: float
     below: Deployment
@@ -44,7 +44,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """One quantity varied: `quantity` and `unit` name it, `now` is what was asked about."""
+    """One varied quantity: `quantity` and `unit` name it, `now` is the question's value."""
 
     quantity: str
     unit: str
@@ -56,9 +56,9 @@ class Sweep:
 def over_clients(result: ServingResult, *, cross: bool = False, until_s: float = math.inf) -> Sweep:
     """Follow the best deployments over clients in a closed loop, from 1 on; no rows for open loops.
 
-    Deployments are those that were best for latency or for throughput at what was asked about, so a row is the best of
-    few, not of all; those that meet the targets go first. `cross` looks for the crossings between rows too.
-    Rows that are not simulated by `until_s` of `time.monotonic` are left out.
+    Only deployments that are best for latency or throughput in the question itself are followed, so a row is the best
+    of few, not of all; those that meet the targets come first. `cross` looks for the crossings between rows too. Rows
+    that are not simulated by `until_s` of `time.monotonic` are left out.
     """
     question = result.question
     asked = question.traffic.concurrency
@@ -73,7 +73,7 @@ def over_clients(result: ServingResult, *, cross: bool = False, until_s: float =
 
 
 def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
-    """Follow the best deployments over the length of prompts, from a quarter of those asked about to 16 times."""
+    """Follow the best deployments over the length of prompts, from a quarter of the question's to 16 times."""
     question = result.question
     now = question.traffic.prompt
 
@@ -89,7 +89,7 @@ def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
 def over_links(
     result: ServingResult, name: str, now: float, scale: Callable[[Cluster, float], Cluster], *, cross: bool = True
 ) -> Sweep:
-    """Follow the best deployments over the rate of links of one kind, in bytes/s; `scale` makes the cluster of a
+    """Follow the best deployments over the rate of one kind of link, in bytes/s; `scale` returns the cluster for a
     factor.
     """
     question = result.question
@@ -151,7 +151,9 @@ def _followed(result: ServingResult) -> list[Deployment]:
 
 
 def _is_plain(plan: ServingPlan) -> bool:
-    """Whether engines have the fewest GPUs or use one kind of parallelism: what wins at the ends of the load."""
+    """Whether engines have the fewest GPUs or use one kind of parallelism: such deployments win at the ends of the
+    load.
+    """
     pool = plan.deployment.pool
     return plan.deployment.prefill is None and pool.pp == 1 and (pool.tp == 1 or pool.engines == 1)
 
@@ -163,7 +165,7 @@ def _best_at(
     incumbent: Deployment | None,
     until_s: float = math.inf,
 ) -> Row | None:
-    """Return the best at one value; one that is better by less than a tie does not replace the one before."""
+    """Return the best at one value; an advantage smaller than a tie does not replace the previous best."""
     found: dict[Deployment, tuple[bool, float, Row]] = {}
     for deployment in followed:
         try:

@@ -1,8 +1,8 @@
-"""Whether an engine's own all-reduce runs for a deployment, or why NCCL's does.
+"""Whether an engine's own all-reduce runs for a deployment, or why NCCL's runs.
 
-Conditions of vLLM 0.33 (vllm/distributed/device_communicators/custom_all_reduce.py) and SGLang, which took them over:
-one node, 2, 4, 6 or 8 ranks, and NVLink between all of them where there are more than two. Two GPUs on PCIe are priced
-by NCCL, too.
+Conditions of vLLM 0.33 (vllm/distributed/device_communicators/custom_all_reduce.py) and SGLang, which has the same: one
+node, 2, 4, 6 or 8 ranks, and NVLink between all of them where there are more than two. Two GPUs on PCIe are costed as
+with NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROGRAMS = ("vllm", "sglang")
 
 
 def nccl_because(question: ServingQuestion, pool: Pool) -> str:
-    """Return why an engine leaves all-reduces to NCCL, with what one takes for a token; nothing where it does not."""
+    """Return why an engine uses NCCL for all-reduces, with its time per token; empty if it does not."""
     if pool.tp == 1 or engine_of(question.engine).program not in PROGRAMS:
         return ""
     node = question.cluster.gpus_per_node

@@ -1,4 +1,4 @@
-"""Why a deployment is as fast as it is, why others lost, and where another one would win."""
+"""Explain a deployment: where its time goes, why others lost, and where another one would win."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Links = Mapping[str, tuple[float, Callable[[Cluster, float], Cluster]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingExplanation:
-    """`break_even` is of tensor parallelism against half as much; `sweeps` follow the best deployments alongside it."""
+    """`break_even` compares tensor parallelism with half as much; `sweeps` follow the best deployments and this one."""
 
     answer: ServingAnswer
     result: ServingResult
@@ -36,9 +36,10 @@ def explain_serving(
     sweep: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ServingExplanation:
-    """Explain `chosen`, or the best deployment of the question. Raises Infeasible where nothing fits.
+    """Explain `chosen`, or the best deployment of the question. Raises Infeasible if nothing fits.
 
-    `links` are rates (bytes/s) of kinds of links by name, with what makes a cluster whose rates are a factor of them.
+    `links` are rates (bytes/s) of kinds of links by name, each with a function that returns the cluster for a factor of
+    the rate.
     """
     result = search_serving(question, progress=progress)
     deployment = chosen or result.plans[0].deployment

@@ -1,4 +1,4 @@
-"""Flags given with a saved serving plan: what they say goes before what the file says, and every change is listed."""
+"""Flags given with a saved serving plan override the file, and every change is listed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MADE_FOR = ("model", "cluster", "gpu", "gpus", "requests")
 def with_serving_flags(
     content: ServingFile, flags: ServingFlags
 ) -> tuple[ServingQuestion, Deployment, tuple[str, ...]]:
-    """Return the question and the deployment of a file as `flags` change them, and what they changed.
+    """Return the question and the deployment of a file changed by `flags`, and the changes.
 
-    Raises UserError for what a saved plan was made for: its model, its machine, its file of requests.
+    Raises UserError for flags that a saved plan does not allow: its model, its machine, its file of requests.
     """
     stated = [name for name in _MADE_FOR if getattr(flags, name) is not None]
     if stated:

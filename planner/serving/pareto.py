@@ -1,4 +1,4 @@
-"""Tokens a second of a GPU against those of a user: every legal deployment under several engines and loads."""
+"""Tokens per second of a GPU against those of a user: every legal deployment under several engines and loads."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MOST_A_GPU, MOST_CLIENTS = 128, 1024  # clients up to which loads go, by powers 
 class ParetoPoint:
     """One deployment under one engine and load.
 
-    Rates are output tokens a second; `best` says that none is better in one of them and as good in the other,
-    `best_of_engine` the same among its engine's.
+    Rates are output tokens a second; `best`: Pareto-optimal in these two; `best_of_engine`: the same among its engine's
+    points.
     """
 
     question: ServingQuestion
@@ -49,7 +49,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pareto:
-    """Points of all engines, those of the fastest users first. `whole` says that all were simulated within the time."""
+    """Points of all engines, those of the fastest users first. `whole`: all were simulated within the time."""
 
     question: ServingQuestion
     points: tuple[ParetoPoint, ...]
@@ -71,8 +71,8 @@ def pareto(
 ) -> Pareto:
     """Return all deployments of a closed loop under each engine, from one client on.
 
-    What is not simulated by `until_s` of `time.monotonic` is left out. Raises UserError for requests that are no closed
-    loop or whose answers have one token, Infeasible where nothing fits.
+    Points not simulated by `until_s` of `time.monotonic` are left out. Raises UserError for requests that are no closed
+    loop or whose answers have one token, Infeasible if nothing fits.
     """
     begin = time.monotonic()
     if question.traffic.trace or not question.traffic.concurrency:
@@ -88,7 +88,7 @@ def pareto(
     for engine in engines:
         asked = question if engine == question.engine else question.of_engine(engine)
         try:
-            points.extend(_points(asked, rejected, progress, until_s))  # those before the time ended, too
+            points.extend(_points(asked, rejected, progress, until_s))  # includes those made before the time ended
         except OutOfTime:
             whole = False
     if not points:
@@ -108,7 +108,7 @@ def pareto(
 
 
 def loads(question: ServingQuestion) -> list[int]:
-    """Return numbers of clients to compare at: powers of four, and what was asked about."""
+    """Return the numbers of clients to compare: powers of four, and the question's."""
     most = min(MOST_CLIENTS, MOST_A_GPU * question.cluster.gpu_count)
     powers = {4**power for power in range(6) if 4**power <= most}
     return sorted(powers | {question.traffic.concurrency})
@@ -140,7 +140,7 @@ def _points(
 
 
 def _marked(points: list[ParetoPoint]) -> list[ParetoPoint]:
-    """Return points by users' rates, the best among all and among each engine's marked."""
+    """Return points by users' rates, with the Pareto-optimal ones among all and of each engine marked."""
     ordered = sorted(points, key=lambda point: (-point.user_tokens_per_s, -point.gpu_tokens_per_s))
     most: dict[str, float] = {}
     marked = []

@@ -1,7 +1,6 @@
-"""Saved serving plans: the question whole, the deployment chosen, and fingerprints of both.
+"""Saved serving plans: the complete question, the chosen deployment, and fingerprints of both.
 
-The same question writes the same bytes. A file that was edited is refused: its answer would not be that of its
-question.
+The same question writes the same bytes. An edited file is refused, since its answer may not belong to its question.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def load_serving(path: str | Path) -> ServingFile:
     if content.schema_version != SCHEMA_VERSION:
         raise BadPlan(f"{path} has schema {content.schema_version}", why=f"this is {version()}, which reads 1")
     question, deployment = content.question, content.deployment
-    # Of what stands in the file: a release with more fields reads it all the same.
+    # Computed from the file's own text, so that a release with more fields can read it.
     now = {name: codec.fingerprint(data.get(name)) for name in ("question", "deployment")}
     if now != content.fingerprints:
         raise BadPlan(

@@ -1,6 +1,6 @@
 """Every legal deployment simulated with the requests that were asked about, ranked by the objective.
 
-There are tens of them, and one takes milliseconds, so none is pruned: the best is the best within the model.
+There are tens of them, and each takes milliseconds, so none is pruned: the result is optimal within the model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
 
-# Deployments closer than this are a tie: predictions of one model on one machine are off by about as much from one
-# deployment to the next (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean;
+# Deployments closer than this are a tie: errors of predictions of one model on one machine differ by about as much
+# between deployments (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean;
 # examples/validation/serving.md).
 TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """One deployment with what clients would see. `meets` says whether the targets hold on average."""
+    """One deployment with what clients would see. `meets`: the targets hold on average."""
 
     deployment: Deployment
     estimate: ServingEstimate
@@ -87,14 +87,14 @@ def search_serving(
 
 
 def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
-    """Return what the objective minimises: seconds of an answer, or GPU seconds of an output token."""
+    """Return the value that the objective minimises: seconds of an answer, or GPU seconds of an output token."""
     if question.objective == "latency":
         return plan.estimate.e2e_s.value
     return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
 
 
 def _mechanisms(deployment: Deployment) -> int:
-    """Return how many kinds of parallelism an engine uses: among equals, fewer is better."""
+    """Return how many kinds of parallelism an engine uses; among equals, fewer is better."""
     pools = [deployment.pool, *([deployment.prefill] if deployment.prefill else [])]
     return sum((pool.tp > 1) + (pool.pp > 1) + (pool.ep > 1) + (pool.dp_attention > 1) for pool in pools) + len(pools)
 
@@ -111,7 +111,7 @@ def _explained(question: ServingQuestion, plans: list[ServingPlan]) -> list[Serv
 
 
 def _why(question: ServingQuestion, first: ServingPlan, plan: ServingPlan) -> str:
-    """Return in what a deployment is behind the first, by the quantity that shows it most."""
+    """Return how a deployment is worse than the first, in the quantity with the largest difference."""
     if first.meets and not plan.meets:
         late = []
         if question.ttft_s and plan.estimate.ttft_s.value > question.ttft_s:
@@ -121,7 +121,7 @@ def _why(question: ServingQuestion, first: ServingPlan, plan: ServingPlan) -> st
         return "; ".join(late)
     mine, theirs = plan.estimate, first.estimate
     ratios = {"the first token comes later": mine.ttft_s.value / theirs.ttft_s.value}
-    if theirs.tpot_s.value:  # answers of one token have no token after the first
+    if theirs.tpot_s.value:  # answers of one token have no time between tokens
         ratios["a token takes longer"] = mine.tpot_s.value / theirs.tpot_s.value
     if mine.latency.preempted > theirs.latency.preempted:
         return f"the KV cache is full: {mine.latency.preempted} answers were stopped and read again"

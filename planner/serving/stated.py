@@ -1,4 +1,4 @@
-"""A deployment in words: what flags say of one, and how a pool of engines is written (`2xtp4`, `1xdp8-ep8`)."""
+"""Deployments as text: flags, and the notation of engines in a pool (`2xtp4`, `1xdp8-ep8`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POOL = re.compile(r"(?:([0-9]{1,7})x)?((?:tp|pp|ep|dp)[0-9]{1,7}(?:-(?:tp|pp|ep
 
 
 def read_pool(text: str, flag: str) -> Pool:
-    """Return the engines that a word describes: `2xtp4` are two of tensor parallel 4. Raises BadPlan."""
+    """Return the engines that a word describes: `2xtp4` are two with tensor parallel 4. Raises BadPlan."""
     found = _POOL.fullmatch(text.strip().lower()) if text.strip() else None
     names = [] if found is None else [part[:2] for part in (found[2] or "").split("-") if part]
     if found is None or len(set(names)) != len(names):
@@ -40,7 +40,7 @@ def pool_word(pool: Pool) -> str:
 
 
 def require_pool(pool: Pool, where: str) -> None:
-    """Raise BadPlan for degrees that no engines can have."""
+    """Raise BadPlan for degrees that no engine can have."""
     sizes = {"engines": pool.engines, "tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention}
     for name, value in sizes.items():
         if not 1 <= value <= MOST:
@@ -56,7 +56,7 @@ def require_pool(pool: Pool, where: str) -> None:
 
 
 def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[Deployment, tuple[str, ...]]:
-    """Return the deployment of a command's flags, and what was assumed: replicas left unsaid fill the GPUs.
+    """Return the deployment of a command's flags, and the assumptions: unstated replicas fill the GPUs.
 
     Raises BadPlan for degrees that contradict each other.
     """
@@ -87,7 +87,7 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
 
 
 def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str, ...]:
-    """Return why an engine does not run a deployment on the question's GPUs, or nothing."""
+    """Return why an engine cannot run a deployment on the question's GPUs; empty if it can."""
     cluster = question.cluster
     found = []
     if deployment.gpus > cluster.gpu_count:

@@ -1,4 +1,4 @@
-"""The answer to a captured graph: its plan, its row for the report, and what back ends write of it."""
+"""The answer to a captured graph: its plan, its row for the report, and the output of back ends."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, UserError
 
-_HIDDEN = 0.5  # the share of exchanges that products may hide, in choices that are tried besides
-_MOST_TIGHTENED = 8  # choices that are tried for programs that fit
+_HIDDEN = 0.5  # shares of exchanges hidden behind products, in additional choices that are tried
+_MOST_TIGHTENED = 8  # choices tried until a program fits
 _MAX_CUTS = 32  # programs with other stages that are simulated
-WHOLE = "whole"  # one exchange, then or before it one product
+WHOLE = "whole"  # one exchange, after or before a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Tried:
-    """The programs of choices so far, and what no choice within the limits costs less than: 0 where nothing is
+    """The programs of choices so far, and a lower bound of the cost of choices within the limits; 0 if nothing is
     proved.
     """
 
@@ -76,7 +76,9 @@ def shard_case(
     *,
     limits: Limits | None = None,
 ) -> tuple[JsonObject, Answer | Planned | None]:
-    """Return the row of a case, text or a captured graph, and its answer; or a row that says why there is none."""
+    """Return the row of a case, text or a captured graph, and its answer; or a row with the reason why there is
+    none.
+    """
     answered = captured_row if is_request(data) else planned_case
     return answered(data, number, cluster, calibration, limits=limits)
 
@@ -89,7 +91,7 @@ def answer_request(
     calibration: Calibration | None = None,
     limits: Limits | None = None,
 ) -> Answer:
-    """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and
+    """Return the answer to a request: with least time on `cluster`, else with fewest bytes. Raises BadInput and
     Infeasible.
     """
     request = read_request(data, where=where)
@@ -107,8 +109,8 @@ def answer_request(
 
 
 def _ways_to_experts(request: Request) -> list[Request]:
-    """Return the request with its graph as it is, where ranks have rows of their own experts among those of all tokens,
-    and with routed experts as operators, whose tokens can be sent to them: those that it asks for.
+    """Return the request's variants: with its graph unchanged, in which ranks compute the rows of their own experts
+    among those of all tokens, and with routed experts as operators to which tokens can be sent.
     """
     routed = request.graph
     if request.stages is None and request.routes != ALL_GATHER:
@@ -126,7 +128,7 @@ def _ways_to_experts(request: Request) -> list[Request]:
 
 
 def _with_graph(request: Request, graph: CapturedGraph) -> Request:
-    """Return the request of another graph; what it leaves open are the tensors that are there."""
+    """Return the request for another graph; its open tensors are those that exist there."""
     there = {one.name for one in graph.inputs} | {one.name for one in graph.nodes}
     left = tuple(name for name in request.constraints.choose if name in there)
     return replace_fields(request, graph=graph, constraints=replace(request.constraints, choose=left))
@@ -135,7 +137,7 @@ def _with_graph(request: Request, graph: CapturedGraph) -> Request:
 def _answered(
     request: Request, cluster: Cluster | None, calibration: Calibration | None, limits: Limits | None
 ) -> Answer:
-    """Return the answer to a request with the graph that it has."""
+    """Return the answer to a request with its present graph."""
     machine = None if cluster is None else Machine(cluster, calibration)
     captured = captured_problem(request.graph, request.mesh, request.constraints, request.stages, machine)
     if request.stages is not None and limits is not None and limits.memory_bytes is not None:
@@ -151,7 +153,7 @@ def _answered(
     by_time = problem.policy == "min_time" and machine is not None and request.stages is None
     if by_time:
         every += placed_by_hand(problem)
-    if problem.memory is not None:  # all is kept, or may be made again: the programs say which is faster
+    if problem.memory is not None:  # keep everything, or allow recomputation: the programs show which is faster
         limit = problem.memory
         every = [replace(one, memory=replace(limit, counts_saved=saved)) for one in every for saved in (True, False)]
     if by_time:
@@ -175,13 +177,13 @@ def _answered(
 
 
 def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: ShardingProblem) -> Answer:
-    """Return an answer whose program fits a limit of memory. Raises Infeasible where none is found.
+    """Return an answer whose program fits a memory limit. Raises Infeasible if none is found.
 
-    What is placed beyond the problem that is `given` is tried besides: a bound of that is none of all choices.
+    Placements beyond those of the problem `given` are tried too; their bound is not one of all choices.
 
-    What is counted of a choice is what a rank holds when the backward pass begins. At its peak a program may need more:
-    gradients of activations, and copies that were moved. Then choices that hold less are tried, a little less at first,
-    since the fastest one that fits is wanted. The bound is that of the whole limit.
+     The memory of a choice is counted at the beginning of the backward pass. At its peak a program may need more, for
+    gradients of activations and moved copies. Then choices with less memory are tried, in small steps, to find the
+    fastest that fits. The bound is that for the full limit.
     """
     problem, closest = captured.problem, None
     limit = problem.memory
@@ -218,7 +220,7 @@ def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: 
 
 
 def _faster(found: Sequence[Answer]) -> Answer:
-    """Return the answer whose program is shortest on its machine, the first of those without one."""
+    """Return the answer with the fastest program on its machine; without a machine, the first."""
     machine = found[0].problem.machine
     if machine is None or len(found) == 1:
         return found[0]
@@ -229,10 +231,10 @@ def _faster(found: Sequence[Answer]) -> Answer:
 
 
 def _with_best_cuts(request: Request, captured: CapturedProblem, machine: Machine) -> list[CapturedProblem]:
-    """Return the problem with those stages, from the ones that it has by moving cuts, whose simulated program is
-    shortest.
+    """Return the problem with the stages whose simulated program is fastest, found by moving cuts.
 
-    And, besides, with even stages: programs are compared without chunks here, and with them these may be shorter.
+    Also return it with even stages: programs are compared without chunks here, and with chunks even stages may be
+    faster.
     """
     quick = replace_fields(request, chunks={})
 
@@ -270,11 +272,11 @@ def _answer(request: Request, captured: CapturedProblem) -> Answer:
 
 
 def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProblem, ShardingPlan]:
-    """Return the plan of a problem, and the problem with its results pinned where they would be pending."""
+    """Return the plan of a problem, and the problem with results pinned to layouts without pending sums."""
     plan = plan_sharding(captured.problem)
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
     pending = {name: at for name, at in pending.items() if name not in request.constraints.placements}
-    if pending:  # nobody outside could use them: they are summed where they are made
+    if pending:  # a pending sum cannot be used outside, so it is reduced where it is computed
         finished = {name: Layout(at.dims) for name, at in pending.items()}
         captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))
         plan = plan_sharding(captured.problem)
@@ -282,12 +284,12 @@ def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProbl
 
 
 def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
-    """Return the program, whose pieces lie in memory so that exchanges copy little, or as the request says."""
+    """Return the program with pieces in the memory order in which exchanges copy least, or in the request's."""
     return in_memory_order(_with_chunks(request, captured, plan), captured.problem, request.orders)
 
 
 def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
-    """Return the program: chunks as the request says, else those that make it shorter on the machine."""
+    """Return the program with the request's chunks, else with chunks that make it faster on the machine."""
     graph, gradients, backward = request.graph, request.gradients, request.backward
     machine = captured.problem.machine
     if machine is not None and request.chunks is None and not request.streamed:
@@ -320,7 +322,7 @@ def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan
 
 
 def _differentiated(problem: ShardingProblem, asked: Collection[str]) -> frozenset[str]:
-    """Return the tensors that have a gradient: what leads from an input in `asked` to a result."""
+    """Return the tensors with a gradient: those on a path from an input in `asked` to a result."""
     found = {name for name in problem.inputs if name in asked and problem.tensors[name].dtype in FLOATS}
     for operator in problem.operators:
         passes = operator.result.dtype in FLOATS and "detach" not in operator.functions
@@ -347,8 +349,8 @@ def answer_row(answer: Answer, cluster: Cluster | None = None, calibration: Cali
 
 
 def _schedules(written: Written) -> list[JsonObject]:
-    """Return, of every product that can run alongside its exchange, the way it runs, and what the program takes with
-    others.
+    """Return, for every product that can run at the same time as its exchange, the way it runs, and the program's time
+    with other ways.
     """
     found = []
     for name, seconds in written.tried.items():
@@ -370,7 +372,7 @@ def captured_row(
     *,
     limits: Limits | None = None,
 ) -> tuple[JsonObject, Answer | None]:
-    """Return the row of one captured case and its answer, or a row that says why there is none."""
+    """Return the row of one captured case and its answer, or a row with the reason why there is none."""
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:

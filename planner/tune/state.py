@@ -1,9 +1,9 @@
 """The state of a tuning: one file of JSON lines that is only appended to, and that any machine can continue.
 
-The first line says what is asked, then comes a line for each candidate with its prediction, then a line for each trial
-that began and for each that ended. Every line is on the disk (fsync) before the next trial begins. What a killed
-process left half written at the end is not read, and removed by the next writer. A trial that began and did not end is
-read from its directory, if its report is there: see `cut_short`.
+The first line is the request, then comes a line for each candidate with its prediction, then a line for each trial that
+began and for each that ended. Every line is on the disk (fsync) before the next trial begins. An incomplete line at the
+end, left by a killed process, is not read, and the next writer removes it. A trial that began and did not end is read
+from its directory if its report is there: see `cut_short`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MOST_LINES = 20_000
 class TuningRequest:
     """The complete request of a tuning, so that it can be continued without its flags. Seconds and relative numbers.
 
-    `how` makes the trials: `executor`, `command`, `jobs` or `recorded`; `settings` are its own. `profile` is the
-    fingerprint of the profile that predictions rest on.
+    `how` names what runs the trials: `executor`, `command`, `jobs` or `recorded`, with its `settings`. `profile` is the
+    fingerprint of the profile used for predictions.
     """
 
     model: Model
@@ -65,11 +65,11 @@ class TuningRequest:
 
     @property
     def unknown_machine(self) -> bool:
-        """Whether steps are measured on something else than what was predicted for: a processor."""
+        """Whether steps are measured on another device than the predicted one: a processor."""
         return self.device == "cpu" and self.how in {"executor", "jobs"}
 
     def question(self) -> Question:
-        """Return the question, without a calibration: predictions stand in the file."""
+        """Return the question, without a calibration: predictions are in the file."""
         return question_of(
             self.model,
             self.cluster,
@@ -94,7 +94,7 @@ class TrialStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a state file says. `cut_short` are trials that began and of which no end is written."""
+    """The content of a state file. `cut_short` are trials that began and have no recorded end."""
 
     request: TuningRequest
     candidates: Candidates
@@ -107,7 +107,7 @@ class State:
 
 
 def write_new(path: Path, request: TuningRequest, candidates: Candidates, *, force: bool = False) -> None:
-    """Begin a state file. Raises BadInput where there is one already and `force` is not given."""
+    """Begin a state file. Raises BadInput if it exists and `force` is not given."""
     refuse_overwrite(path, force=force)
     head: JsonObject = {
         "kind": "tuning",
@@ -121,18 +121,18 @@ def write_new(path: Path, request: TuningRequest, candidates: Candidates, *, for
 
 
 def _brief(one: Candidate) -> Candidate:
-    """Return a candidate without what is not needed to continue: memory by stage, and assumptions."""
+    """Return a candidate without parts that are not needed to continue: memory by stage, and assumptions."""
     memory = replace(one.estimate.memory, by_stage=(), reserved_by_stage=())
     return replace(one, estimate=replace(one.estimate, memory=memory, assumed=()))
 
 
 def read_state(path: str | Path) -> State:
-    """Return what a state file says. Raises BadInput (exit 2), with the line, where it cannot be one."""
+    """Return the content of a state file. Raises BadInput (exit 2), with the line, for an invalid one."""
     return parse_state(codec.read_text(path), where=str(path))
 
 
 def parse_state(text: str, *, where: str) -> State:
-    """Return what the text of a state file says; `where` names it in errors. Raises as `read_state`."""
+    """Return the content of a state file's text; `where` names it in errors. Raises as `read_state`."""
     complete = text[: text.rfind("\n") + 1].splitlines()[:MOST_LINES]
     if not complete:
         raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
@@ -141,7 +141,7 @@ def parse_state(text: str, *, where: str) -> State:
     plans: list[Candidate] = []
     trials: list[Trial] = []
     began: list[TrialStart] = []
-    keys: dict[str, str] = {}  # as written, by a version whose plans may have had fewer fields, and as they are here
+    keys: dict[str, str] = {}  # the key as written (an earlier version's plans may have fewer fields) and as it is here
     for number, line in enumerate(lines[1:], start=2):
         line_of = f"{where}:{number}"
         kind = line.pop("kind", None) if isinstance(line, dict) else None
@@ -222,7 +222,7 @@ class Journal:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Journal]:
-    """Hold a state file for one tuning. Raises PlannerError where another process tunes with it."""
+    """Hold a state file for one tuning. Raises PlannerError if another process tunes with it."""
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
     try:
         lock.acquire()
@@ -237,7 +237,7 @@ def writing(path: Path) -> Iterator[Journal]:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Cut off what a killed writer left behind the last complete line."""
+    """Remove what a killed writer left after the last complete line."""
     content = path.read_bytes()
     complete = content.rfind(b"\n") + 1
     if complete < len(content):
@@ -247,7 +247,7 @@ def _remove_torn_line(path: Path) -> None:
 
 
 def started_now(key: str, directory: Path, predicted_s: tuple[float, float, float], why: str) -> TrialStart:
-    """Return the line of a trial that begins now, here."""
+    """Return the line of a trial that begins now, on this host."""
     return TrialStart(
         key=key,
         directory=str(directory),

@@ -14,15 +14,15 @@ from planner.tune.candidates import Candidates
 from planner.tune.choice import best_of, untried
 from planner.tune.trials import Trial
 
-LIKELY = 0.05  # that a better plan is left, at which a tuning goes on
+LIKELY = 0.05  # probability that a better plan remains, above which a tuning continues
 SAMPLES = 4000
-NEGLIGIBLE = 1e-5  # probability of a single plan that is not sampled
+NEGLIGIBLE = 1e-5  # probability of a single plan below which it is not sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What could still be better: the probability that an untried plan beats the best measured by more than `within`,
-    and by how much the best of them is expected to (relative, 0 where none does).
+    """The possible improvement: the probability that an untried plan beats the best measured by more than `within`, and
+    the expected gain of the best of them (relative, 0 if none does).
 
     `candidate` is the likeliest of them, None where there is none. Without a measured plan the probability is 1.
     """
@@ -33,7 +33,9 @@ class Outlook:
 
 
 def outlook(candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial], within: float) -> Outlook:
-    """Return what could still be better than the best measured, by sampling the joint belief of the untried plans."""
+    """Return the possible improvement over the best measured plan, by sampling the joint belief about the untried
+    plans.
+    """
     rows, best = untried(candidates, beliefs, trials), best_of(candidates, trials)
     if best is None:
         return Outlook(probability=1.0 if rows else 0.0, expected=0.0, candidate=rows[0] if rows else None)

@@ -1,4 +1,4 @@
-"""A tuning on the terminal: what was tried and what is left while it runs, and the answer in the end."""
+"""A tuning as text: trials and remaining candidates while it runs, and the final answer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ SHOWN = 12  # trials in the table of a terminal
 
 
 def words(view: View, row: int) -> str:
-    """Return a candidate in words."""
+    """Return a candidate as text."""
     return candidate_words(view.candidates.plans[row])
 
 
 def progress_table(view: View, phase: str = "") -> Table:
-    """Return the trials, what is tried now, the best so far, the chance that something better is left, the time
-    left.
-    """
+    """Return the trials, the present one, the best so far, the probability of a better plan, and the remaining time."""
     table = grid(("trial", "plan", "status", "believed s", "measured s"), text=("trial", "plan", "status"))
     table.title_justify = table.caption_justify = "left"
     table.title, table.caption = printable(_standing(view)), printable(phase) if phase else None
@@ -91,7 +89,7 @@ def lines(view: View, *, within: float) -> list[str]:
 
 
 def chance_text(probability: float) -> str:
-    """Return a probability in percent, no surer than a sample of it is."""
+    """Return a probability in percent, with no more certainty than its sample allows."""
     if probability < 0.01:
         return "less than 1%"
     return "more than 99%" if probability > 0.99 else f"{probability:.0%}"

@@ -1,4 +1,4 @@
-"""What a trial is, however it is made: a plan that was run for a few steps, and what came of it."""
+"""A trial, however it is made: a plan that was run for a few steps, and its outcome."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Status(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     TIMEOUT = "timeout"  # it hung, or did not end within its time
     FAILED = "failed"  # a rank raised, or was killed
-    WRONG_NUMBERS = "wrong_numbers"  # it computes something else than one process
+    WRONG_NUMBERS = "wrong_numbers"  # its results differ from those of one process
     NOT_AS_REQUESTED = "not_as_requested"  # a setting did not take effect
-    INTERRUPTED = "interrupted"  # by a person or a scheduler: says nothing of the plan
-    OUT_OF_TIME = "out_of_time"  # the budget ended before it: says nothing of the plan, either
+    INTERRUPTED = "interrupted"  # by a person or a scheduler; says nothing of the plan
+    OUT_OF_TIME = "out_of_time"  # the budget ended first; says nothing of the plan
 
     @property
     def blames_plan(self) -> bool:
@@ -30,11 +30,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One trial. `key` is its candidate's. `step_s` is the median of the measured steps, None where there are none.
+    """One trial. `key` is its candidate's. `step_s` is the median of the measured steps, None without any.
 
-    `noise` is the spread of the logarithm of `step_s`; `seconds` what the trial took, its share of a start of processes
-    included; `reserved_bytes` what the fullest rank held. `predicted_s` is (middle, low, high) as believed when it was
-    chosen, `why` the reason for the choice, `cause` that of a failure. `directory` has its report.
+    `noise` is the spread of the logarithm of `step_s`; `seconds` is the time of the trial, including its share of a
+    start of processes; `reserved_bytes` those of the fullest rank. `predicted_s` is (middle, low, high) of the
+    prediction when it was chosen, `why` the reason for the choice, `cause` that of a failure. `directory` has its
+    report.
     """
 
     key: str
@@ -53,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A candidate to be tried: its place, the reason, and what was believed of it."""
+    """A candidate to be tried: its index, the reason, and its prediction."""
 
     row: int
     why: str
@@ -61,13 +62,13 @@ class Chosen:
 
 
 class Runner(Protocol):
-    """What makes trials: the executor, another framework's command, or recorded runs."""
+    """The interface of what runs trials: the executor, another framework's command, or recorded runs."""
 
     def start_s(self, candidate: Candidate) -> float:
-        """Return the seconds from nothing to the first step: processes, groups, the model, compilation."""
+        """Return the seconds from the start of processes to the first step: groups, the model, compilation."""
 
     def steps(self) -> int:
-        """Return how many steps a trial takes, warm-up included."""
+        """Return the number of steps in a trial, warm-up included."""
 
     def shares_start(self, one: Candidate, other: Candidate) -> bool:
         """Return whether two plans can be tried with one start of processes."""
@@ -75,5 +76,5 @@ class Runner(Protocol):
     def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
         """Try the plans one after the other within `left_s` seconds, and yield each trial when it is known.
 
-        Never raises for what a plan does. Raises KeyboardInterrupt when interrupted, with all processes ended.
+        A failing plan never raises. Raises KeyboardInterrupt when interrupted, with all processes ended.
         """

@@ -1,4 +1,4 @@
-"""Predictions against measured runs: signed errors, and whether the interval held.
+"""Predictions compared with measured runs: signed errors, and interval coverage.
 
 May import `question` and the packages below it.
 """

@@ -30,8 +30,8 @@ def predicted_rows(
 ) -> list[JsonObject]:
     """Return one row per size for `gpus` ranks in rank order (default: the whole cluster).
 
-    Raises UserError for an unknown `op` or `algorithm` or more ranks than GPUs, Infeasible where the cost model does
-    not cover the operation.
+    Raises UserError for an unknown `op` or `algorithm` or more ranks than GPUs, Infeasible if the cost model does not
+    cover the operation.
     """
     ranks = gpus or cluster.gpu_count
     if op not in OPS:
@@ -73,7 +73,7 @@ def table_rows(
 ) -> tuple[list[JsonObject], JsonObject]:
     """Return a row for every row of measured tables, and the scores with what was skipped. Raises BadInput.
 
-    On tables of the GPU that a profile was taken on, its samples are used first. With `known_every` k, the model may
+    For tables of the GPU on which a profile was taken, its samples are used first. With `known_every` k, the model may
     use every k-th row of each table and is scored on the others.
     """
     found = codec.to_builtins(

@@ -1,5 +1,5 @@
-"""Settings of schedulers and caches that engines' makers publish for a kind of deployment: taken where a row that ran
-such a deployment does not say how it was set, and named among what is assumed. Engines' own defaults differ.
+"""Settings of schedulers and caches that engines' makers publish for a kind of deployment. They are used if a row with
+such a deployment does not state its settings, and listed as assumed. The engines' own defaults differ.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
-TRTLLM = ("trtllm11", "trtllm")  # on PyTorch, which these configurations are of
+TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
-    """What a maker's configurations set: steps between looks for requests and between balanced prompts, the cache's
-    format. 1, 0 and "" where they leave the default.
+    """Settings in a maker's configuration: steps between looks for requests and between balanced prompts, the cache's
+    format. 1, 0 and "" leave the default.
     """
 
     receive_every: int = 1
@@ -34,7 +34,7 @@ class Usual:
 
 
 def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, clients: int, weights: str) -> Usual:
-    """Return what an engine's makers set for a network on GPUs of an architecture that so many clients ask."""
+    """Return the settings of an engine's makers for a model on GPUs of an architecture with this number of clients."""
     narrow = "float8" if weights == "float8" else ""
     if engine in TRTLLM:
         return Usual(balance_every=BALANCE_EVERY if pool.dp_attention > 1 else 0, kv_cache=narrow)

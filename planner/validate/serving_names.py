@@ -1,4 +1,4 @@
-"""Models and hardware as sources of serving measurements spell them, found among the shipped ones."""
+"""Find models and hardware by the names that sources of serving measurements use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster
 from topology.errors import BadCluster, BadModel, UserError
 
-# Words that do not change a network's shapes.
+# Words that do not change a model's shapes.
 _MODEL_NOISE = re.compile(r"[-_ ](instruct|hf|fp8|nvfp4|mxfp4|awq|chat|0528|v0\.1|99\.9|99)\b|^meta-|\bmeta-")
 
 
@@ -30,7 +30,7 @@ def _shipped() -> dict[str, str]:
     for row in hub_table().rows:
         for spelled in (*row.ids, *row.also):
             names.setdefault(plain(spelled), row.ids[0])
-    for refused in hub_table().refused:  # loading them says why
+    for refused in hub_table().refused:  # loading them gives the reason
         for spelled in refused.ids:
             names.setdefault(plain(spelled), spelled)
     return names
@@ -45,9 +45,9 @@ def plain(name: str) -> str:
 
 
 def model_of(name: str) -> Model:
-    """Return the model of a name as a source spells it, or as the Hub does.
+    """Return the model for a source's name or a name on the Hub.
 
-    Raises BadModel where there is none, and for a model with a part that is not modelled.
+    Raises BadModel if there is none, and for a model with a part that is not modelled.
     """
     shipped = _shipped().get(plain(name))
     found = load_model(shipped) if shipped else named_model(name)
@@ -57,7 +57,9 @@ def model_of(name: str) -> Model:
 
 
 def cluster_of(hardware: str, gpus: int) -> Cluster:
-    """Return a cluster of so many of the named GPUs, in nodes as they are sold. Raises UserError for an unknown GPU."""
+    """Return a cluster with this number of the named GPUs, in nodes as they are sold. Raises UserError for an unknown
+    GPU.
+    """
     hardware = hardware[:200]
     said = re.sub(r"\([^)]{0,200}\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
     words = re.sub(r"\b(\d{1,4}\s{0,4}GB( HBM\w{0,9})?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", said, flags=re.IGNORECASE)

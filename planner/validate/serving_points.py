@@ -1,4 +1,4 @@
-"""Published serving measurements, one a row, with what the serving simulation says of them.
+"""Published serving measurements, one per row, with their predictions by the serving simulation.
 
 A row names hardware, model, engine, precision, degrees, lengths, and how clients asked (`metric_kind`); what it leaves
 open is assumed and listed. A row that describes something the simulation does not cover is skipped with the reason.
@@ -29,11 +29,11 @@ from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
-# The least share of the stated lengths that requests have: where a row says so, and where it does not. Requests of
-# exactly one length would begin and end together for ever, as those of no real client do.
+# Least length of requests as a share of the stated lengths: if a row states random lengths, and otherwise. Requests of
+# exactly one length would begin and end together for ever, unlike those of real clients.
 STATED, UNSAID = 0.8, 0.9
-EACH = 10  # requests of a client where a row does not say how many were sent
-FULL = 0.95  # the most of a GPU's memory that a deployment which ran may have taken
+EACH = 10  # requests per client if a row does not state how many were sent
+FULL = 0.95  # most of a GPU's memory that a deployment which ran can have used
 _ENGINES = {
     "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",
     "vllm": "vllm", "sglang": "sglang", "dynamo-sglang": "sglang",
@@ -41,7 +41,7 @@ _ENGINES = {
 
 
 class NotCovered(Exception):
-    """The row measures something that the simulation does not describe; the message says what."""
+    """The row measures something that the simulation does not model; the message says what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
 
 
 def _group(row: ServingRow) -> str:
-    """Return what rows of one source on one machine have in common."""
+    """Return a key that is equal for rows of one source on one machine."""
     model = row.model.rsplit("/", 1)[-1]
     engine = next(iter((row.backend or "").split()), "?")
     return f"{row.source_group} | {row.hardware} | {model} | {engine}"
@@ -117,13 +117,13 @@ def _around_median(mean: Interval, seen: Distribution) -> Interval:
 
 
 def _medians(row: ServingRow) -> list[str]:
-    """Return of which times a row states the median alone."""
+    """Return the times of which a row states only the median."""
     named = {"ttft": (row.ttft_ms, row.ttft_median_ms), "tpot": (row.tpot_ms, row.tpot_median_ms)}
     return [name for name, (mean, median) in named.items() if mean is None and median is not None]
 
 
 def _measured(row: ServingRow) -> dict[str, float | None]:
-    """Return what a row measured, in seconds and output tokens a second and GPU."""
+    """Return a row's measurements, in seconds and in output tokens per second and GPU."""
     throughput = row.output_tok_s_per_gpu
     if throughput is None and row.total_tok_s_per_gpu and row.isl and row.osl:
         throughput = row.total_tok_s_per_gpu * row.osl / (row.isl + row.osl)
@@ -163,7 +163,7 @@ def read_point(row: ServingRow) -> Point:
 
 
 def engine_named(backend: str, date: str = "") -> str:
-    """Return the engine of a source's words for its software and its release, or an empty string.
+    """Return our engine for a source's words for its software and its release, or an empty string.
 
     `date` is the day that it was measured on, year first.
     """
@@ -174,7 +174,8 @@ def engine_named(backend: str, date: str = "") -> str:
         return vllm_of(release) if found == "vllm" else sglang_of(release, date)
     if found != "trtllm":
         return found
-    # Releases 0.x.post are of NVIDIA Dynamo, which counts its own and is younger than TensorRT-LLM 1.2's first.
+    # Releases 0.x.post are those of NVIDIA Dynamo, which has its own numbers and is newer than TensorRT-LLM 1.2's
+    # first.
     if word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", rest[0]):
         return "trtllm"
     return "tensorrt" if rest[0] == "(2024)" else trtllm_of(rest[0].rstrip(","))
@@ -209,11 +210,11 @@ def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment
 
 
 def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
-    """Return the engine of a row. Tensor and expert parallel share ranks, though some sources multiply them."""
+    """Return the pool of a row. Tensor and expert parallelism share ranks, although some sources multiply them."""
     if (row.n_gpus or 1) > 1 and not (row.tp or row.pp or row.ep or row.dp_attention or row.replicas):
         raise NotCovered(f"how {row.n_gpus} GPUs share the model is not stated")
     tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
-    if row.dp_attention is True:  # as SGLang counts: the attention of every rank of `tp` is its own
+    if row.dp_attention is True:  # in SGLang's terms: every rank of `tp` has its own attention
         tp, dp = 1, tp
     else:
         dp = int(row.dp_attention or 1)
@@ -246,7 +247,7 @@ def _sharing_clients(row: ServingRow, dp: int, assumed: list[str]) -> int:
 
 
 def _clients_of_batches(row: ServingRow, assumed: list[str]) -> int:
-    """Return how many clients fill the batches of the engines that write answers; 0 where a row does not state them."""
+    """Return how many clients fill the batches of the engines that generate answers; 0 if a row does not state them."""
     side = side_of(row, "decode")
     clients = (side.batch or 0) * side.dp_attention * (side.workers or 0)
     if clients:
@@ -263,7 +264,7 @@ def _pool_apart(row: ServingRow, name: str) -> Pool:
 
 
 def _speculation(row: ServingRow, model: Model) -> Speculation | None:
-    """Return what a row states of drafted tokens. Raises NotCovered where it does not state how many are accepted."""
+    """Return a row's speculative decoding. Raises NotCovered if it does not state how many tokens are accepted."""
     if row.spec_decode in {"none", None, ""} and row.draft_tokens is None:
         return None
     if row.spec_decode not in {"mtp", None, ""}:
@@ -279,7 +280,7 @@ def _speculation(row: ServingRow, model: Model) -> Speculation | None:
 def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, str]:
     """Return (weights, cache) by the words of `precision` and, where it has none, the model's own name."""
     words = f"{row.precision or ''} {row.model}".lower()
-    if "mxfp4" in words or model.family == "gpt_oss":  # its checkpoints have no other format
+    if "mxfp4" in words or model.family == "gpt_oss":  # its checkpoints have only this format
         weights = "mxfp4"
     elif "fp4" in words:
         weights = "float4"
@@ -309,7 +310,7 @@ def _traffic(
     deployment: Deployment,
     assumed: list[str],
 ) -> Traffic:
-    """Return what clients sent, by the words of `metric_kind` and by concurrency or rate."""
+    """Return the traffic of clients, from `metric_kind` and concurrency or rate."""
     kind = row.metric_kind
     if "80-100" in kind:
         prompt, output = replace(prompt, low=STATED), replace(output, low=STATED)

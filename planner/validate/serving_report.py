@@ -1,4 +1,4 @@
-"""A file of serving points: read a row a line, each predicted, summed up by source."""
+"""A file of serving points: read line by line, predicted, and summarised by source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_ROWS = 100_000
 
 
 def read_points(path: str | Path) -> list[JsonObject]:
-    """Return the rows of a file. Raises BadInput, naming the line, for what is not an object a line."""
+    """Return the rows of a file. Raises BadInput, naming the line, for a line that is not an object."""
     rows = []
     for number, line in enumerate(_text(path).splitlines(), 1):
         if not line.strip():

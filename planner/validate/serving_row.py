@@ -1,6 +1,4 @@
-"""One row of serving points as its source wrote it, with types and ranges checked; what is not named here is not
-read.
-"""
+"""One row of serving points as its source wrote it, with types and ranges checked; other fields are not read."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ Rate = Annotated[float, Meta(ge=1e-6, le=1e9)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRow:
-    """Lengths are tokens, times milliseconds, rates a second. None: the source does not say."""
+    """Lengths are tokens, times milliseconds, rates a second. None: not stated by the source."""
 
     id: str = ""
     source_group: str = ""
@@ -80,7 +78,7 @@ class ServingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Engines that only read prompts, or only write answers."""
+    """Engines that only read prompts, or only generate answers."""
 
     workers: Degree | None
     batch: Degree | None = None  # requests of one rank of its attention
@@ -96,9 +94,9 @@ def read_row(data: Mapping[str, Any]) -> ServingRow:
 
 
 def side_of(row: ServingRow, name: str) -> Side:
-    """Return the `prefill` or `decode` engines of a row that keeps them apart, in either of the sources' spellings.
+    """Return the `prefill` or `decode` engines of a row with separate pools, in either of two spellings of sources.
 
-    One of them writes 0 for a degree that it does not state. Raises BadInput, naming the field.
+    One of them writes 0 for a degree that is not stated. Raises BadInput, naming the field.
     """
     if isinstance(row.disagg, dict):
         theirs = {
@@ -113,7 +111,7 @@ def side_of(row: ServingRow, name: str) -> Side:
     else:
         theirs = {key: f"{name}_{key}" for key in ("workers", "tp", "ep")}
         stated = {key: getattr(row, field) for key, field in theirs.items()}
-        if getattr(row, f"{name}_dp_attention"):  # as SGLang counts: the attention of every rank of `tp` is its own
+        if getattr(row, f"{name}_dp_attention"):  # in SGLang's terms: every rank of `tp` has its own attention
             stated |= {"dp_attention": stated["tp"], "tp": 1}
     known = {key: value for key, value in stated.items() if value is not None}
     return _fields({"workers": None} | known, Side, {"id": row.id}, theirs)

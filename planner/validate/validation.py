@@ -34,7 +34,7 @@ class Predicted(TypedDict):
 
 
 class Errors(TypedDict):
-    """Signed relative errors; None where the source states nothing to compare."""
+    """Signed relative errors; None if the source has nothing to compare."""
 
     step: float | None
     memory: float | None
@@ -48,7 +48,7 @@ class Within(TypedDict):
 
 
 class About(TypedDict):
-    """What a row is about, so that the rows nearest to a question can be found."""
+    """The subject of a row, for finding the rows nearest to a question."""
 
     model: str
     parameters: int
@@ -58,7 +58,7 @@ class About(TypedDict):
 
 
 class ValidationRow(TypedDict):
-    """A case: predicted, measured and how far apart, or why it was `skipped`."""
+    """A case: predicted, measured and their errors, or why it was `skipped`."""
 
     id: str
     predicted: Predicted | None
@@ -76,7 +76,7 @@ class ValidationRow(TypedDict):
 
 
 class ErrorSummary(TypedDict):
-    """Errors over rows: the mean of their amounts, their mean, the worst, and the share within the range."""
+    """Errors over rows: mean absolute error, mean error, the worst, and the share within the range."""
 
     rows: int
     mean_abs: float
@@ -213,8 +213,7 @@ def measured_step_s(case: Case) -> tuple[float | None, str | None]:
 def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     """Return the predicted bytes that correspond to the source's peak memory, and a description of that quantity.
 
-    What nvidia-smi shows is all that a process holds: what the allocator reserved, NCCL's buffers, and the CUDA
-    context.
+    nvidia-smi shows all memory of a process: what the allocator reserved, NCCL's buffers, and the CUDA context.
     """
     stated = case.measured.get("memory_is")
     description = stated.lower() if isinstance(stated, str) else ""

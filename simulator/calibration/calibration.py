@@ -48,9 +48,10 @@ class Contention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """Which effects are counted; tests/bench/calibration_tables.py shows the error without each. Without `operators`,
-    kernel times come from the datasheet; without `sustained`, clocks are those of a rested GPU; any other effect is
-    left out.
+    """Which effects are counted; tests/bench/calibration_tables.py shows the error without each.
+
+    Without `operators`, kernel times come from the datasheet; without `sustained`, clocks are those of a rested GPU;
+    any other effect is left out.
     """
 
     operators: bool = True

@@ -1,6 +1,7 @@
-"""Which sources a step's time comes from. Shares are of the step: kernels measured with the same shape, kernels from a
-curve through other shapes, the rest from datasheets or assumed. `simulator.calibration.intervals` has the range for
-each.
+"""Which sources a step's time comes from.
+
+Shares are of the step: kernels measured with the same shape, kernels from a curve through other shapes, the rest from
+datasheets or assumed. `simulator.calibration.intervals` has the range for each.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """One collective, costed. `channels` is NCCL's count; `sms` those that other kernels lack (`held_sms`)."""
+    """One collective, costed. `channels` is NCCL's count; `sms` is `held_sms`, the SMs it takes from other kernels."""
 
     algorithm: str
     protocol: str
@@ -81,9 +81,10 @@ def _crossings(op: str, nodes: int) -> float:
 
 @dataclass(slots=True)
 class CollectiveModel:
-    """Times of collectives on one cluster, measured where there are samples. `crossing_s` is added for every crossing
-    of a chain of ranks from one node to another; `network_factor` multiplies the modelled times of collectives between
-    nodes. Both come from measured runs.
+    """Times of collectives on one cluster, measured where there are samples.
+
+    `crossing_s` is added for every crossing of a chain of ranks from one node to another; `network_factor` multiplies
+    the modelled times of collectives between nodes. Both come from measured runs.
     """
 
     cluster: Cluster
@@ -239,7 +240,7 @@ def held_sms(
     seconds than over slower links.
 
     NCCL doubles its channels where links pass a rate (`nccl_model._duplicate`), and then holds twice the SMs for hardly
-    less time. A user who needs the SMs can set `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones.
+    less time. Users can limit that by `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones here.
     """
     held = _channels(comm, op, sizes, options)
     if op in {"all_to_all", "send_recv"}:
@@ -399,8 +400,8 @@ def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Opt
 
 @lru_cache(maxsize=256)
 def _machines_that_switch_otherwise(nccl: NcclMachine) -> tuple[tuple[NcclMachine, float, float], ...]:
-    """Return the machines with slower networks on which NCCL switches at other sizes than on every faster one; each
-    with the size at which the tree ends, and that at which the ring ends.
+    """Return the machines with slower networks on which NCCL changes between tree and ring at other sizes than on every
+    faster one; each with the sizes at which it stops using the tree and the ring.
     """
     machines = [replace(nccl, nic=rate) for rate in (*nccl_model.network_rates(nccl), nccl.nic)]
     fastest = {nccl_model.ring_graph(slower): slower for slower in machines}  # of machines with the same channels
@@ -422,8 +423,7 @@ def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
     choice for each message.
 
     `times` ends with the time of each piece's first size. The curves of two algorithms need not meet where NCCL changes
-    from one to the other. More bytes never take less time, so no message takes longer than the first message of a later
-    piece.
+    from one to the other. More bytes never take less time, so no message takes longer than the first of a later piece.
     """
     count = len(piece)
     behind = np.minimum.accumulate(times[count:][::-1])[::-1]

@@ -82,8 +82,9 @@ class MeasuredCollectives:
     def blend(
         self, op: str, sizes: Floats, shape: GroupShape, model: Model, ratios: Ratios | None = None
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return (seconds, mask of those from samples of this op and group). `ratios` caches measured over modelled
-        times of `model`.
+        """Return (seconds, mask of those from samples of this op and group).
+
+        `ratios` caches measured over modelled times of `model`.
         """
         ratios = {} if ratios is None else ratios
         base = model(op, sizes, shape)
@@ -126,6 +127,7 @@ class MeasuredCollectives:
 
 def _issue_times(samples: tuple[CollectiveSample, ...]) -> dict[str, float]:
     """Return the host's time per eager call, by op: the time of eager calls where the device's time is well below it.
+
     Only sizes measured both eagerly and without the host separate the two.
     """
     alone = {(s.op, s.ranks, s.nodes, s.nbytes): s.time_s for s in samples if s.launch in DEVICE_ALONE}

@@ -120,6 +120,7 @@ def base_type(word: str) -> str:
 
 def projections_named(words: Iterable[str], *, fused: bool) -> tuple[str, ...]:
     """Return the projections that the named modules consist of, each once; `fused`: the model has one attention matrix.
+
     Names that only other models have are ignored if at least one name matches, as PEFT does.
     """
     found: list[str] = []

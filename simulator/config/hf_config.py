@@ -405,8 +405,9 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
 
 
 def _stretched(reader: ConfigReader) -> int:
-    """Return the positions that a scaled rotary embedding reaches: the factor times the number it was trained with. For
-    Llama 3.1's kind, and where no original number is given, this is `max_position_embeddings`.
+    """Return the positions that a scaled rotary embedding reaches: the factor times the number it was trained with.
+
+    For Llama 3.1's kind, and where no original number is given, this is `max_position_embeddings`.
     """
     scaling = reader.config.get("rope_scaling") or reader.config.get("rope_parameters")
     kinds = ("yarn", "linear", "dynamic")

@@ -30,7 +30,9 @@ TENSOR_S = 37e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """`states` has one entry for each state tensor of a parameter: bytes per number, None for the width of what is
-    updated. `passes` counts the tensors of the parameters' size that an update reads or writes, besides the states, the
+    updated.
+
+    `passes` counts the tensors of the parameters' size that an update reads or writes, besides the states, the
     gradient, and reading and writing the parameter. `paged` is the bytes per number of paged states. `per_sm_s` is how
     many numbers an SM updates per second where arithmetic takes longer than memory. `tensor_s` is how long the device
     waits for the host at each tensor (plain tensors only). `matrices` replaces all this for hidden matrices, where

@@ -1,5 +1,7 @@
-"""Make the `Calibration` of a profile; a program does this once, where it reads its inputs. Only samples of the
-software that the profile's head names are used. A profile of other GPUs than the cluster's is not used.
+"""Make the `Calibration` of a profile; a program does this once, where it reads its inputs.
+
+Only samples of the software that the profile's head names are used. A profile of other GPUs than the cluster's is not
+used.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from topology.profile.store import current_samples
 
 
 def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
-    """Return the calibration of `cluster` from `profile`; None without a profile, or if it is of other GPUs. Fitting
-    the runtimes that ran single layers takes a second or two.
+    """Return the calibration of `cluster` from `profile`; None without a profile, or if it is of other GPUs.
+
+    Fitting the runtimes that ran single layers takes a second or two.
     """
     kind = cluster.slowest_kind
     if profile is None or not same_gpu(profile, kind):

@@ -1,10 +1,11 @@
-"""Host times of layers and steps, fitted to all runs of narrow layers at once. A run whose layers are so narrow that
-the device waits for the host takes the host's time: launches, layers that are sharded, divided or recomputed, and the
-step's own work. These add up, so a run is a row with the number of times each cost occurs, and the costs are fitted to
-all rows together. Few calibrations have a run for every cost. A cost without a run has the value of the runtime's
-description, scaled by the speed of this host: hosts are faster or slower as a whole (examples/profiles/hosts.md), and
-every run shows by how much. So costs are fitted by least squares of logarithms around the description. A run is
-weighted by the spread of its steps, a cost by its spread over hosts.
+"""Host times of layers and steps, fitted to all runs of narrow layers at once.
+
+A run whose layers are so narrow that the device waits for the host takes the host's time: launches, layers that are
+sharded, divided or recomputed, and the step's own work. These add up, so a run is a row with the number of times each
+cost occurs, and the costs are fitted to all rows together. Few calibrations have a run for every cost. A cost without a
+run has the value of the runtime's description, scaled by the speed of this host: hosts are faster or slower as a whole
+(examples/profiles/hosts.md), and every run shows by how much. So costs are fitted by least squares of logarithms around
+the description. A run is weighted by the spread of its steps, a cost by its spread over hosts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Rates of the overlap modes fitted to measured times: a few numbers for all shapes, none for a single one. Errors are
-relative, and large ones count linearly instead of squared, so that unexplained times do not bend all rates. The
-logarithms of the rates are fitted, so that they stay above zero.
+"""Rates of the overlap modes fitted to measured times: a few numbers for all shapes, none for a single one.
+
+Errors are relative, and large ones count linearly instead of squared, so that unexplained times do not bend all rates.
+The logarithms of the rates are fitted, so that they stay above zero.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ def mean_error(samples: Sequence[TimedMode], rates: OverlapRates) -> float:
 
 
 def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -> OverlapRates:
-    """Return the rates that minimise the relative errors, each within a factor of `SPAN` of its start. Factors on the
-    host's issue time are fitted as well, one for each operation and mode. Raises ValueError without samples.
+    """Return the rates that minimise the relative errors, each within a factor of `SPAN` of its start.
+
+    Factors on the host's issue time are fitted as well, one for each operation and mode. Raises ValueError without
+    samples.
     """
     if not samples:
         raise ValueError("there is nothing to fit: no samples")

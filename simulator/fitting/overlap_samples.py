@@ -1,8 +1,9 @@
 """Measured overlap modes in the form that the model reads: the parts of every sample, the rates of a profile, and
-shapes with measured times. A part that was not measured is derived: the product of a shard or slice has the share of
-the whole product that the roofline gives it (waves of tiles, weights read again), or the time of a sample of the same
-layer with as many rows. The collective of a slice is derived in the same way. Copies and hops run at the rates of the
-cluster's links.
+shapes with measured times.
+
+A part that was not measured is derived: the product of a shard or slice has the share of the whole product that the
+roofline gives it (waves of tiles, weights read again), or the time of a sample of the same layer with as many rows. The
+collective of a slice is derived in the same way. Copies and hops run at the rates of the cluster's links.
 """
 
 from __future__ import annotations

@@ -353,8 +353,9 @@ class _Fit:
 
     def _with_step(self, host: dict[str, float], step_s: float | None) -> dict[str, float]:
         """Return the host's costs with the time that the device waits for moved out of `rest_s`, and out of what is
-        added to it for ranks that share the work. That time is `step_s` of device-bound runs or, without any, its
-        described share.
+        added to it for ranks that share the work.
+
+        That time is `step_s` of device-bound runs or, without any, its described share.
         """
         if "rest_s" not in host:
             return host if step_s is None else {**host, "step_s": step_s}

@@ -1,7 +1,9 @@
 """The time of a kernel on a GPU, from its datasheet: the longer of arithmetic and memory traffic, with known
-inefficiencies. Matmuls lose time to partial tiles (edges), the partial last wave, and filling and draining the pipeline
-along k. All other kernels take bytes over bandwidth. No kernel takes less than a few microseconds. All functions take
-plan-table columns and return seconds.
+inefficiencies.
+
+Matmuls lose time to partial tiles (edges), the partial last wave, and filling and draining the pipeline along k. All
+other kernels take bytes over bandwidth. No kernel takes less than a few microseconds. All functions take plan-table
+columns and return seconds.
 """
 
 from __future__ import annotations
@@ -122,9 +124,10 @@ def matmul_utilization(
     ramp_k: float,
     wave_floor: float = 0.0,
 ) -> Floats:
-    """Return the share of the arithmetic rate that the best of `tiles` reaches, split along k or not. Partial tiles
-    waste arithmetic, the last wave leaves SMs idle (at most 1 - `wave_floor` of several waves), and a tile reaches half
-    the rate at k = `ramp_k`.
+    """Return the share of the arithmetic rate that the best of `tiles` reaches, split along k or not.
+
+    Partial tiles waste arithmetic, the last wave leaves SMs idle (at most 1 - `wave_floor` of several waves), and a
+    tile reaches half the rate at k = `ramp_k`.
     """
     # All tiles in one array operation: with few products a loop over them takes most of the time. With many products,
     # including the splits as well would be three times slower, since the arrays exceed the cache.
@@ -161,7 +164,9 @@ def efficiency(architecture: str) -> Efficiency:
 
 def unaligned(work: Work) -> NDArray[np.bool_]:
     """Return whether the matrices of a batch are not aligned to 16 bytes, since their width is no multiple of 8
-    elements. The matrices of experts are aligned, since each begins with a whole row.
+    elements.
+
+    The matrices of experts are aligned, since each begins with a whole row.
     """
     ends = (np.asarray(work.k) % ALIGNED > 0) | (np.asarray(work.n) % ALIGNED > 0)
     return np.asarray((np.asarray(work.batch) > 1) & (np.asarray(work.grouped_rows) == 0) & ends)

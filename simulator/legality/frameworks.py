@@ -37,7 +37,7 @@ class KvHeads(StrEnum):
 
     DIVIDE = "divide"  # refused
     REPLICATE = "replicate"  # copies heads; the degree must be a multiple of their number
-    SLOW = "slow"  # accepts it, with attention undivided
+    SLOW = "slow"  # accepts it, but does not divide attention
 
 
 class ExpertGrid(StrEnum):

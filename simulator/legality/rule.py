@@ -54,8 +54,9 @@ UNKNOWN_MODEL = cast(Model, _NotKnown())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleFacts:
-    """The inputs of a rule besides the plan. No rule fails because of an unknown property of the machine. Without a
-    runtime there are no findings about types, optimizer and compilation. With `UNKNOWN_MODEL` use
+    """The inputs of a rule besides the plan. No rule fails because of an unknown property of the machine.
+
+    Without a runtime there are no findings about types, optimizer and compilation. With `UNKNOWN_MODEL` use
     `problems_without_model` only.
     """
 

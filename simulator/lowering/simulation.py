@@ -139,9 +139,11 @@ def breakdown_s(run: Run) -> dict[str, float]:
     """Return where the step's time goes on the rank that computes longest; the parts add up to the step.
 
     Each moment counts once, with this priority: compute, exposed communication, copies, waiting for partners (bubble),
-    the host where it alone was busy, else bubble. The account (`simulator.analytical.account`) instead names a wait by
-    what ends it: a wait that a late launch ends counts to the host even if a partner was also late. Steps agree, as do
-    the sums of communication, bubble and host; in host-bound steps the division into these three may differ.
+    the host where it alone was busy, else bubble.
+
+    The account (`simulator.analytical.account`) instead names a wait by what ends it: a wait that a late launch ends
+    counts to the host even if a partner was also late. Steps agree, as do the sums of communication, bubble and host;
+    in host-bound steps the division into these three may differ.
     """
     trace = run.trace
     slowest = max(trace.ranks, key=lambda rank: (trace.busy_s(rank, tr.COMPUTE), -rank))

@@ -49,9 +49,10 @@ class AsyncStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteStep:
-    """Products and their collective in one of the executor's modes: one launch that takes as long as both together. The
-    host takes `kernel.host_s` for the first call and `more_host_s` for the others; copies of `hop_s` each represent the
-    shards.
+    """Products and their collective in one of the executor's modes: one launch that takes as long as both together.
+
+    The host takes `kernel.host_s` for the first call and `more_host_s` for the others; copies of `hop_s` each represent
+    the shards.
     """
 
     mode: str

@@ -4,18 +4,19 @@ parts alone.
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each alongside one batched product of another slice
     ring            W - 1 hops to the neighbour, each alongside the product of the shard at hand
-    copy_engine pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end
-    or, for large shards, during its products: partial sums travel round the ring in halves fused one kernel, tiles in
-    the order in which pieces arrive; a reduce-scatter adds in the last tiles one_shot, two_shot all-reduce of a small
-    tensor in one or two exchanges multimem one_shot in the switch: modelled only, the executor refuses it (NVLink
-    multicast stays off)
+    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
+                    end, or, for large shards, during its products: partial sums travel round the ring in halves
+    fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
+    one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
+    multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
 All are pipelines of two stages, moving and multiplying, with equal steps. In such a pipeline the slower stage decides,
 so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the analytical model
 and the simulation share every line here. Times of device and host are separate, and the longer decides; for small
-shapes that is the host. `OverlapRates` has few rates, physical and the same for all shapes;
-`simulator.fitting.overlap_fit` fits them to measured times. Where the same shape was measured, `choose` uses the
-measurement.
+shapes that is the host.
+
+`OverlapRates` has few rates, physical and the same for all shapes; `simulator.fitting.overlap_fit` fits them to
+measured times. Where the same shape was measured, `choose` uses the measurement.
 
 The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
 possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
@@ -75,9 +76,11 @@ LARGEST_ADDED_BYTES = 2**27
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends to each
-    other rank. Several products may share a gather, or add up before a scatter: times are of all of them together,
-    `first_s` is that of the first (0: there is only one). `queued_s` is how long the moving stream is still busy when
-    the operation begins.
+    other rank.
+
+    Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is
+    that of the first (0: there is only one). `queued_s` is how long the moving stream is still busy when the operation
+    begins.
     """
 
     ranks: Value

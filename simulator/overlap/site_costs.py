@@ -56,9 +56,13 @@ class SiteRates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
     """The products of one pair, numbers or columns: seconds of all rows, of a shard and of a slice, the host's
-    launches, and sizes. `streamed_s` is the time of one shard when several run on `STREAMS` streams at once. `first_s`
-    is the first product's time on all rows, `first_columns` its width; `elements` counts weight elements; `count` 0
-    means no product. `weight_s` is the time of weight gradients, which belong to the pair in `userbuffers` only.
+    launches, and sizes.
+
+    `streamed_s` is the time of one shard when several run on `STREAMS` streams at once.
+
+    `first_s` is the first product's time on all rows, `first_columns` its width; `elements` counts weight elements;
+    `count` 0 means no product. `weight_s` is the time of weight gradients, which belong to the pair in `userbuffers`
+    only.
     """
 
     seconds: Value = 0.0
@@ -156,6 +160,7 @@ def copy_s_per_byte(groups: GroupTimes) -> Value:
 
 def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: bool, site: SiteRates) -> Value:
     """Return the device seconds of a pair, never less than its products alone. A measured shape has its measured time.
+
     `regathers`: with a gather before it on the moving stream, as for a backward scatter, whose time was not measured.
     """
     operation = OPERATION[op]

@@ -1,9 +1,10 @@
-"""Join kernels and collectives of a pass that run at the same time into pairs, with their time together. Rings pass
-keys and values on while attention works on earlier ones. In a mode of the executor a gather runs with the products that
-read what it gathers, a scatter with those whose results add up to what it scatters (except weight gradients), as in
-executor/overlap/autograd.py; they are moved next to each other. torch's graph pass only takes products that are next to
-a collective (`simulator.overlap.torch_async`). A kernel is paired with one collective at most, and no pair extends past
-another collective between tensor-parallel ranks.
+"""Join kernels and collectives of a pass that run at the same time into pairs, with their time together.
+
+Rings pass keys and values on while attention works on earlier ones. In a mode of the executor a gather runs with the
+products that read what it gathers, a scatter with those whose results add up to what it scatters (except weight
+gradients), as in executor/overlap/autograd.py; they are moved next to each other. torch's graph pass only takes
+products that are next to a collective (`simulator.overlap.torch_async`). A kernel is paired with one collective at
+most, and no pair extends past another collective between tensor-parallel ranks.
 
 Plans differ in what they run and pair: for some plans (`rows`) a step is part of a pair, for the others it keeps its
 own place.

@@ -61,9 +61,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One collective, or message to a neighbour, that the next kernel waits for. `nbytes` is nccl-tests' size,
-    `alone_s` its seconds, `call_s` the host's. `modes` has each plan's overlap mode; None if no plan has one. `tensor`
-    as in `Kernel.reads`.
+    """One collective, or message to a neighbour, that the next kernel waits for.
+
+    `nbytes` is nccl-tests' size, `alone_s` its seconds, `call_s` the host's. `modes` has each plan's overlap mode; None
+    if no plan has one. `tensor` as in `Kernel.reads`.
     """
 
     rows: Rows
@@ -135,8 +136,10 @@ class Ring:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """A tensor-parallel collective and the kernels that run at the same time: together they take `together_s`, and
-    `issue_s` of the host. `copy_s` is the time of a shard by copy engine; `piece_s` that of one piece where torch's
-    graph pass divides products by rank.
+    `issue_s` of the host.
+
+    `copy_s` is the time of a shard by copy engine; `piece_s` that of one piece where torch's graph pass divides
+    products by rank.
     """
 
     rows: Rows

@@ -83,12 +83,13 @@ def pipeline_program(
     early_receives: bool = True,
     finish: Callable[[CodeWriter, int], None] | None = None,
 ) -> Program:
-    """Return a program that runs `schedule`, in which `body(code, action, rank)` writes an action. `finish(code, rank)`
-    writes what follows a rank's last action and its message: the optimizer must not delay the gradient that the
-    previous rank waits for.
+    """Return a program that runs `schedule`, in which `body(code, action, rank)` writes an action.
 
-    `groups["pp"]` are the pipelines; position s in each is pipeline rank s, and `ranks_of(s)` lists the ranks there. An
-    overlapped pair is passed to `body` as one action. The body works on the `compute` stream, or joins it before it
+    `finish(code, rank)` writes what follows a rank's last action and its message: the optimizer must not delay the
+    gradient that the previous rank waits for.
+
+    `groups["pp"]` are the pipelines; position s in each is pipeline rank s, and `ranks_of(s)` lists the ranks there.
+    An overlapped pair is passed to `body` as one action. The body works on the `compute` stream, or joins it before it
     returns. With `early_receives` a message can arrive while the rank still computes. Without, a receive is launched
     after the compute before it, as in torch.distributed.pipelining and Megatron, since a waiting receive would hold
     SMs.

@@ -1,5 +1,7 @@
 """A schedule's table in a form that can be walked once: the passes of all ranks, each after those that it needs, and
-their kinds. A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
+their kinds.
+
+A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
 """
 
 from __future__ import annotations

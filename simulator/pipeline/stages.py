@@ -23,11 +23,12 @@ from simulator.runtimes.parts import PipelineSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1. Column c of a
-    plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` equal ranks. A full layout has a column for every
-    rank; a merged one has a column for each kind of rank, the first of its kind, which is enough for sums and maxima
-    over ranks. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there are
-    none.
+    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
+
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` equal ranks. A full layout has a
+    column for every rank; a merged one has a column for each kind of rank, the first of its kind, which is enough for
+    sums and maxima over ranks. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero
+    where there are none.
     """
 
     dense: NDArray[np.int64]
@@ -81,7 +82,9 @@ def _filled_in_turn(model_layers: int, stages: int, head_weight: float) -> tuple
 
 def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[float, float]:
     """Return for how many layers the embedding and the head count when layers are divided into `stages`: see
-    `PipelineSpec`. Megatron-LM subtracts them from the layers of their stages, down to none
+    `PipelineSpec`.
+
+    Megatron-LM subtracts them from the layers of their stages, down to none
     (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). With `ends_fill_stages` the head counts
     if the layers then divide, else both ends do; if the layers still do not divide, every stage is stated
     (`needs_layout`).
@@ -105,9 +108,10 @@ def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
 
 
 def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
-    """Return the number of dense and MoE layers on pipeline ranks under every plan. `merged`: one column for each kind
-    of rank instead of one for each rank. Where a schedule keeps different numbers of micro batches on the ranks of a
-    kind, the column stands for the first of them.
+    """Return the number of dense and MoE layers on pipeline ranks under every plan.
+
+    `merged`: one column for each kind of rank instead of one for each rank. Where a schedule keeps different numbers of
+    micro batches on the ranks of a kind, the column stands for the first of them.
     """
     folded = where(table.schedule, lambda kind: kind.v_shaped)
     own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
@@ -212,8 +216,9 @@ def _count_modes(
 
 def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
     """Return the least number of micro batches in flight on a pipeline rank when the first of them begins its backward
-    pass, shape (plans, columns of `rank`), in units of one micro batch through all of the rank's layers. `rank` has
-    pipeline ranks, -1 for none; by default every rank. Raises BadPlan for a schedule that is not known.
+    pass, shape (plans, columns of `rank`), in units of one micro batch through all of the rank's layers.
+
+    `rank` has pipeline ranks, -1 for none; by default every rank. Raises BadPlan for a schedule that is not known.
     """
     held = _by_schedule(table, rank, np.ones(len(table)), lambda kind: kind.in_flight)
     return np.maximum(held, 1.0)

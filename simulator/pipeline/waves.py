@@ -1,5 +1,6 @@
-"""The passes of a schedule in waves: a pass needs only passes of earlier waves. So the passes of a wave, at most one
-for each rank, can be walked at once.
+"""The passes of a schedule in waves: a pass needs only passes of earlier waves.
+
+So the passes of a wave, at most one for each rank, can be walked at once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ NOT_YET = np.iinfo(np.intp).max
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """One end of every message, at its receiver or at its sender. `turn` is the pass there, `number` the index of the
-    message among that pass's; `source` and `target` are ranks. A rank sends the messages of one stage in one direction
-    one after the other; `slot` numbers such sequences.
+    """One end of every message, at its receiver or at its sender.
+
+    `turn` is the pass there, `number` the index of the message among that pass's; `source` and `target` are ranks. A
+    rank sends the messages of one stage in one direction one after the other; `slot` numbers such sequences.
     """
 
     turn: Ints

@@ -1,7 +1,8 @@
-"""Check a program without running it; these checks are the specification of a Program. They have four parts: events are
-recorded once and before they are waited for; every use of a buffer is defined, not freed, and ordered after the writes
-it needs by streams and events; the ranks of a group agree on every collective and every message has two ends; and the
-program ends. Symmetric ranks are checked once.
+"""Check a program without running it; these checks are the specification of a Program.
+
+They have four parts: events are recorded once and before they are waited for; every use of a buffer is defined, not
+freed, and ordered after the writes it needs by streams and events; the ranks of a group agree on every collective and
+every message has two ends; and the program ends. Symmetric ranks are checked once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The critical path of a step: a chain of spans, each of which began when the one before it had ended. A simulation
-starts everything as early as possible, so what a span waited for ended at the moment it began: the previous span of its
-stream, another stream of its rank, the host that issued it, or, for a transfer, what its last rank did before. The
-chain is followed backwards from the end of the step. In a measured trace there are gaps; there the last span that ended
-before is taken.
+"""The critical path of a step: a chain of spans, each of which began when the one before it had ended.
+
+A simulation starts everything as early as possible, so what a span waited for ended at the moment it began: the
+previous span of its stream, another stream of its rank, the host that issued it, or, for a transfer, what its last rank
+did before. The chain is followed backwards from the end of the step. In a measured trace there are gaps; there the last
+span that ended before is taken.
 """
 
 from __future__ import annotations

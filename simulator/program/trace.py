@@ -86,17 +86,19 @@ class Trace:
         return length_s(union(_interval(span) for span in self.of(rank, stream, category)))
 
     def exposed_s(self, rank: int, category: str = COMMUNICATION, behind: str = COMPUTE) -> float:
-        """Return the seconds in which `category` ran on `rank` while nothing of `behind` did. Overlapping spans count
-        once.
+        """Return the seconds in which `category` ran on `rank` while nothing of `behind` did.
+
+        Overlapping spans count once.
         """
         shown = union(_interval(span) for span in self.of(rank, category=category))
         cover = union(_interval(span) for span in self.of(rank, category=behind))
         return length_s(difference(shown, cover))
 
     def breakdown_s(self, rank: int) -> dict[str, float]:
-        """Return the seconds of `rank` by part; the parts add up to the end of the trace. Each moment counts for the
-        first part that applies: compute, (exposed) communication, copy, waiting for partners, the host alone, and
-        `idle`.
+        """Return the seconds of `rank` by part; the parts add up to the end of the trace.
+
+        Each moment counts for the first part that applies: compute, (exposed) communication, copy, waiting for
+        partners, the host alone, and `idle`.
         """
         seen: list[Interval] = []
         parts: dict[str, float] = {}

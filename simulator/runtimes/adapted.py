@@ -1,10 +1,11 @@
-"""The operators of a model in which only adapters, or only some modules, are trained. A frozen product computes the
-gradient of its input and not that of its weight, so autograd does not save its input. LoRA adds two thin products that
-read the same input after dropout, and whose scaled result is added to that of the frozen product
-(peft/tuners/lora/layer.py, `Linear.forward`; torchtune/modules/peft/lora.py does the same). A packed weight is unpacked
-to a 16-bit copy before its product, forward and backward, which is freed after it (bitsandbytes/autograd/_functions.py,
-`MatMul4Bit`; torchao/dtypes/nf4tensor.py, `LinearNF4`). The parameters of DoRA's and IA3's vectors are not counted:
-they are less than a thousandth of a percent of a model's.
+"""The operators of a model in which only adapters, or only some modules, are trained.
+
+A frozen product computes the gradient of its input and not that of its weight, so autograd does not save its input.
+LoRA adds two thin products that read the same input after dropout, and whose scaled result is added to that of the
+frozen product (peft/tuners/lora/layer.py, `Linear.forward`; torchtune/modules/peft/lora.py does the same). A packed
+weight is unpacked to a 16-bit copy before its product, forward and backward, which is freed after it
+(bitsandbytes/autograd/_functions.py, `MatMul4Bit`; torchao/dtypes/nf4tensor.py, `LinearNF4`). The parameters of DoRA's
+and IA3's vectors are not counted: they are less than a thousandth of a percent of a model's.
 """
 
 from __future__ import annotations
@@ -291,9 +292,10 @@ def _backward_only(name: str, product: OperatorSpec, reads: tuple[str, ...], wri
 
 
 def _keeping_what_is_needed(operators: Sequence[OperatorSpec], *, own_copy: bool) -> list[OperatorSpec]:
-    """Return the operators with frozen products that save their input only if a weight gradient needs it. In a
-    description the first of several products that read one input saves it for all. An adapter reads that input, or its
-    `own_copy` of it, which is saved already.
+    """Return the operators with frozen products that save their input only if a weight gradient needs it.
+
+    In a description the first of several products that read one input saves it for all. An adapter reads that input, or
+    its `own_copy` of it, which is saved already.
     """
     found = list(operators)
     group: list[int] = []

@@ -250,8 +250,9 @@ def attention_implementation(runtime: Runtime) -> str:
 
 def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together at the start of the loss's backward pass, one tuple per moment; the largest
-    decides. `cut`: tensor-parallel ranks divide the vocabulary. A head that is frozen with everything else has no
-    gradient.
+    decides.
+
+    `cut`: tensor-parallel ranks divide the vocabulary. A head that is frozen with everything else has no gradient.
     """
     layer, adapter = spec_for(runtime).layer, runtime.adapter
     fused = next((part for part in ("linear_loss", "loss") if part in {*runtime.fused} & {*layer.fused_head_peaks}), "")

@@ -175,7 +175,9 @@ class HostSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """Operators by part of the network. `head_peak`: tensors alive together at the start of the loss's backward pass,
-    by moment. `head_at_once`: the loss computes its gradients in the forward pass, where these tensors are then alive.
+    by moment.
+
+    `head_at_once`: the loss computes its gradients in the forward pass, where these tensors are then alive.
     `head_left`: tensors of the loss's forward pass that are freed by then, and whose blocks in the allocator's pool are
     too small for the backward pass. Both apply to a loss that is not compiled, unless `compiled_head_peak` is given.
     `cut_head_peak` and `compiled_cut_head_peak` replace them where tensor-parallel ranks divide the vocabulary.
@@ -242,10 +244,12 @@ class RecomputeModes(dict[str, RecomputeSpec]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolsSpec:
-    """Our tools for a runtime; a field is empty where there is none. `layers` and `trainer`: the runtime whose layers
-    the executor runs in a calibration, and whose training step it runs for a plan. `export`: the target of `planner
-    export` for its plans; `program`: what launchers start. `log`: the format of its log lines; `logs_reserved`: their
-    memory is the allocator's reserved bytes. `compiles`: torch.compile can be switched on and off.
+    """Our tools for a runtime; a field is empty where there is none.
+
+    `layers` and `trainer`: the runtime whose layers the executor runs in a calibration, and whose training step it runs
+    for a plan. `export`: the target of `planner export` for its plans; `program`: what launchers start. `log`: the
+    format of its log lines; `logs_reserved`: their memory is the allocator's reserved bytes. `compiles`: torch.compile
+    can be switched on and off.
     """
 
     layers: Literal["", "own", "torchtitan"] = ""
@@ -271,9 +275,10 @@ class EarlierSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec:
-    """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`. A kind is given
-    by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`) and `balanced` loads of
-    experts; what is not given matches any run.
+    """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`.
+
+    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`) and `balanced`
+    loads of experts; what is not given matches any run.
     """
 
     experts: bool = False
@@ -287,7 +292,9 @@ class RecipeSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterSpec:
     """A newer generation of the software: stated versions from `since` on, or months from `since_date` on; `overrides`
-    as in `EarlierSpec`. The loss divides a rank's sequence into `loss_pieces` equal pieces.
+    as in `EarlierSpec`.
+
+    The loss divides a rank's sequence into `loss_pieces` equal pieces.
     """
 
     since: str

@@ -1,4 +1,5 @@
 """The operators of a layer whose products run in float8 or float4, with the operators that quantise their inputs.
+
 Quantising operators are part of the sequence, so they are timed, launched and recomputed like any other.
 """
 
@@ -15,11 +16,12 @@ from simulator.kernels.operators import OperatorSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecisionSpec:
     """How a runtime computes products in a low type: its default `recipe`, and the products that stay `wide` (patterns
-    of operator names; the head and the embedding always do). `after_norm`: products whose input a norm may write in the
-    low type itself. `gathers_tokens`: tensor-parallel ranks gather quantised tokens. `gathers_weights`: parameters are
-    stored, and gathered over data-parallel ranks, in the low type; otherwise 16-bit parameters are quantised once per
-    step. `keeps`: inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an
-    earlier operator saves.
+    of operator names; the head and the embedding always do).
+
+    `after_norm`: products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel ranks
+    gather quantised tokens. `gathers_weights`: parameters are stored, and gathered over data-parallel ranks, in the low
+    type; otherwise 16-bit parameters are quantised once per step. `keeps`: inputs of products, by name, that are saved
+    in the low type in addition to the 16-bit tensor that an earlier operator saves.
     """
 
     recipe: str

@@ -25,11 +25,14 @@ State = Literal["parameters", "gradients", "optimizer"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """Parameters of one rank before data-parallel sharding, by part of the network. Arrays of shape (plans,) or
-    constants. Where some are frozen (`simulator.step.frozen`), the counts are in numbers of the type of products, as
-    data-parallel ranks gather them; `stored` has the counts in numbers of the type that trained parameters are stored
-    in, `trained` those with gradients and optimizer state. Where an optimizer updates hidden `matrices` differently
-    (`simulator.step.muon`), `kept` counts all parameters in numbers with the state of the others, and `orthogonal_s` is
-    the additional seconds for the matrices of each part.
+    constants.
+
+    Where some are frozen (`simulator.step.frozen`), the counts are in numbers of the type of products, as data-parallel
+    ranks gather them; `stored` has the counts in numbers of the type that trained parameters are stored in, `trained`
+    those with gradients and optimizer state.
+
+    Where an optimizer updates hidden `matrices` differently (`simulator.step.muon`), `kept` counts all parameters in
+    numbers with the state of the others, and `orthogonal_s` is the additional seconds for the matrices of each part.
     """
 
     dense_layer: Floats

@@ -68,7 +68,9 @@ def compiled(host: HostSpec) -> HostSpec:
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
     """Return the host seconds of one layer's forward and backward pass besides its launches, each of shape (plans,):
-    means over micro batches, of which DDP may act on the last only. `sparse`: for a layer with experts.
+    means over micro batches, of which DDP may act on the last only.
+
+    `sparse`: for a layer with experts.
     """
     host, reduced = spec.host, 1.0 if spec.ddp.every_micro_batch else 1.0 / table.micro_batches
     sharded = table.fully_sharded
@@ -109,8 +111,9 @@ def step_host_s(host: HostSpec, context: CostContext) -> Floats:
 
 
 def slowest(ranks: Floats, spread: float) -> Floats:
-    """Return the time of the slowest of `ranks` processes that wait for each other, over their median. `spread` is
-    their standard deviation over the median; the expected largest of normal values is from Blom (1958).
+    """Return the time of the slowest of `ranks` processes that wait for each other, over their median.
+
+    `spread` is their standard deviation over the median; the expected largest of normal values is from Blom (1958).
     """
     if not spread:
         return np.ones(len(ranks))

@@ -1,6 +1,8 @@
 """The interface of a pipeline rank to the walk through a step; its methods are called in the order in which its host
-issues work. Amounts have shape (plans,) for all plans walked at once. `simulator.lowering` writes instructions for one
-plan, `simulator.analytical.rank_timeline` counts clocks and bytes for many.
+issues work.
+
+Amounts have shape (plans,) for all plans walked at once. `simulator.lowering` writes instructions for one plan,
+`simulator.analytical.rank_timeline` counts clocks and bytes for many.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 Fully sharded (FSDP2, torch.distributed.fsdp `fully_shard`): every unit's parameters are gathered just before use, the
 next unit's while this one computes; its gradients are scattered when its backward pass ends, and with hybrid sharding
 summed over replicas on a stream of their own. Gathers and scatters share one communicator and therefore one stream
-here. Copies into and out of flat buffers run on the compute stream. Otherwise gradients stay whole: reduced in buckets
-during the backward pass that computes them (DDP) or after the last one, or scattered to a sharded optimizer (ZeRO-1),
-also during that backward pass if the runtime overlaps (then updated parameters are gathered during the next step's
-first forward pass), and, with sharded gradients (ZeRO-2), after each micro batch.
+here. Copies into and out of flat buffers run on the compute stream.
+
+Otherwise gradients stay whole: reduced in buckets during the backward pass that computes them (DDP) or after the last
+one, or scattered to a sharded optimizer (ZeRO-1), also during that backward pass if the runtime overlaps (then updated
+parameters are gathered during the next step's first forward pass), and, with sharded gradients (ZeRO-2), after each
+micro batch.
 """
 
 from __future__ import annotations

@@ -37,12 +37,14 @@ class Elements:
 class Unit:
     """One wrapped module: a block, and the elements of its parameters on a rank before sharding, as data-parallel ranks
     gather them, with routed experts separate. Where some are frozen, `trained` counts those with gradients and
-    optimizer state, and `stored` the numbers that are stored (`simulator.step.held.Parameters`). `words` are its
-    recompute modes, shape (plans,); `wrapped` is whether it is recomputed under some mode. Of the elements that
-    products use, `kept_cast` belong to modules that run once, whose 16-bit copies the backward pass keeps under
-    autocast, and `recast` to recomputed ones. `orthogonal` is the work on its hidden matrices, where an update
-    orthogonalises their momentum. `tensors` is the number of its trained parameters. The unit stands for `repeats`
-    equal units in a row.
+    optimizer state, and `stored` the numbers that are stored (`simulator.step.held.Parameters`).
+
+    `words` are its recompute modes, shape (plans,); `wrapped` is whether it is recomputed under some mode. Of the
+    elements that products use, `kept_cast` belong to modules that run once, whose 16-bit copies the backward pass keeps
+    under autocast, and `recast` to recomputed ones. `orthogonal` is the work on its hidden matrices, where an update
+    orthogonalises their momentum.
+
+    `tensors` is the number of its trained parameters. The unit stands for `repeats` equal units in a row.
     """
 
     name: str
@@ -189,8 +191,9 @@ KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 
 
 def folded(units: Sequence[Unit]) -> list[Unit]:
-    """Return a stage's units with equal neighbours folded into one, except the first two and the last two of them. So
-    the folded unit comes third in either direction, where the steady state has begun: earlier units still wait for
+    """Return a stage's units with equal neighbours folded into one, except the first two and the last two of them.
+
+    So the folded unit comes third in either direction, where the steady state has begun: earlier units still wait for
     traffic of the model's ends.
     """
     found: list[Unit] = []

@@ -1,8 +1,9 @@
-"""The gradient buckets of DeepSpeed's ZeRO, memory besides parameters, gradients and optimizer state. A gradient is
-copied to a contiguous bucket when it is computed. A full bucket is flattened and cast to the type of the reduction on a
-stream of its own, whose blocks the compute stream cannot reuse; the rank's shard of it is kept there. The optimizer
-updates float32 copies, for which float32 gradients are made (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py;
-runtime/fp16/unfused_optimizer.py without ZeRO).
+"""The gradient buckets of DeepSpeed's ZeRO, memory besides parameters, gradients and optimizer state.
+
+A gradient is copied to a contiguous bucket when it is computed. A full bucket is flattened and cast to the type of the
+reduction on a stream of its own, whose blocks the compute stream cannot reuse; the rank's shard of it is kept there.
+The optimizer updates float32 copies, for which float32 gradients are made (deepspeed/runtime/zero/stage_1_and_2.py,
+stage3.py; runtime/fp16/unfused_optimizer.py without ZeRO).
 """
 
 from __future__ import annotations

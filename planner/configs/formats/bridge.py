@@ -114,8 +114,9 @@ def precision_flags(word: str) -> Settings:
 
 
 def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:
-    """Return changes of flags as changes of a dump's paths, without flags that only command lines need. A `flat` file
-    has no sections.
+    """Return changes of flags as changes of a dump's paths, without flags that only command lines need.
+
+    A `flat` file has no sections.
     """
     found: JsonObject = {}
     for flag, value in changes.items():

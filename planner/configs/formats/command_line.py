@@ -73,8 +73,9 @@ class Flag:
 
 class CommandLine(Document):
     """`takes_value(flag)` is whether a value follows the flag: True, False, or None if unknown. `variables` are set
-    outside the text and override those that it sets. `launcher` names the flags of programs that start the program:
-    torchrun, srun, a profiler, numactl.
+    outside the text and override those that it sets.
+
+    `launcher` names the flags of programs that start the program: torchrun, srun, a profiler, numactl.
     """
 
     def __init__(
@@ -192,8 +193,9 @@ class CommandLine(Document):
         self.settings[flag.name] = True if value is None else typed(self.expanded(value))
 
     def expanded(self, word: str, inside: frozenset[str] = frozenset()) -> str:
-        """Return a word without quotes and with known variables replaced; others are left as written. `inside` are the
-        variables being looked up: one that refers to itself is the environment's.
+        """Return a word without quotes and with known variables replaced; others are left as written.
+
+        `inside` are the variables being looked up: one that refers to itself is the environment's.
         """
         bare = _unquoted(word)[0]
 
@@ -292,8 +294,9 @@ class CommandLine(Document):
 
 class Overrides(CommandLine):
     """A command whose program takes `key=value` words, as Hydra and MaxText have them; keys with a dot are read
-    anywhere, since scripts collect them in arrays, others only after the program or if they are in `plain`. Settings
-    inside a condition are in `conditional` instead, since the branch taken is unknown.
+    anywhere, since scripts collect them in arrays, others only after the program or if they are in `plain`.
+
+    Settings inside a condition are in `conditional` instead, since the branch taken is unknown.
     """
 
     def __init__(

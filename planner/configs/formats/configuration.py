@@ -42,11 +42,13 @@ class CheckFlags:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """A file that was read. `settings` are read by the `table`; `rules` is the framework whose rules apply, and
-    `runtime` the one that runs its plans, if different. `model` is the model that the file describes or names; None if
-    it is not known, and then `unknown_model` is what the file says about it; `no_cost` is why the cost is not modelled
-    for any model. `gpus` is the number that the file is for, on `machines` hosts; with `in_a_comment` this and
-    `cluster` are from a comment. `behaves_as` is the version whose step is predicted, if it is not `version`. `given`
-    are facts outside its keys. `edit` makes a new text from changed settings.
+    `runtime` the one that runs its plans, if different.
+
+    `model` is the model that the file describes or names; None if it is not known, and then `unknown_model` is what the
+    file says about it; `no_cost` is why the cost is not modelled for any model. `gpus` is the number that the file is
+    for, on `machines` hosts; with `in_a_comment` this and `cluster` are from a comment. `behaves_as` is the version
+    whose step is predicted, if it is not `version`. `given` are facts outside its keys. `edit` makes a new text from
+    changed settings.
     """
 
     framework: str

@@ -49,8 +49,9 @@ def bounded(text: str, where: str) -> str:
 
 
 def _refuse_slow(text: str, where: str) -> None:
-    """Raise BadInput for more parts, or more open brackets, than any configuration has. PyYAML takes some 20 us per
-    part, and more with many open brackets.
+    """Raise BadInput for more parts, or more open brackets, than any configuration has.
+
+    PyYAML takes some 20 us per part, and more with many open brackets.
     """
     depth = 0
     for parts, mark in enumerate(re.findall(r"[][{},\n]", text), start=1):

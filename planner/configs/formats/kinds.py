@@ -49,8 +49,10 @@ WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that express neith
 
 
 def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuration:
-    """Return a configuration together with the line that starts it. Raises BadInput (exit 2) if it cannot be read, is
-    of no known kind, or if the line states something that the file states too.
+    """Return a configuration together with the line that starts it.
+
+    Raises BadInput (exit 2) if it cannot be read, is of no known kind, or if the line states something that the file
+    states too.
     """
     name = Path(where).name.lower()
     if name.endswith(".toml"):

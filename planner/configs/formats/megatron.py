@@ -85,8 +85,9 @@ LENGTH = frozenset({"--seq-length", "--max-position-embeddings"})
 def over_model(
     defaults: Settings, own: Settings, paths: dict[str, str], model: Model | None
 ) -> tuple[Settings, Model | None]:
-    """Return the flags of a tool that builds a named model, and the model if no shape is changed. `own` are the flags
-    that the file sets; `paths` has each flag that it states, on or off.
+    """Return the flags of a tool that builds a named model, and the model if no shape is changed.
+
+    `own` are the flags that the file sets; `paths` has each flag that it states, on or off.
     """
     base = {**defaults, **({} if model is None else model_flags(model))}
     flags = {**{flag: value for flag, value in base.items() if flag not in paths}, **own}
@@ -152,8 +153,9 @@ def _as_flags(
 
 
 def read_dump(document: YamlDocument, where: str) -> Configuration:
-    """Return the configuration of a Megatron-Bridge recipe's dump. It has hundreds of fields, most with defaults that
-    do not matter; those in `costly` change a step or its memory.
+    """Return the configuration of a Megatron-Bridge recipe's dump.
+
+    It has hundreds of fields, most with defaults that do not matter; those in `costly` change a step or its memory.
     """
     flags, paths = bridge.flags_of(document.settings)
 

@@ -32,8 +32,10 @@ class Described:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlFormat:
     """A tool. A file with all keys of one of `marks` belongs to it; `runtime` runs its plans, and `rules` is the
-    framework whose rules apply, if different. `ready` converts a file's settings to those that the table reads, and
-    `gpus` returns the number of GPUs they are for.
+    framework whose rules apply, if different.
+
+    `ready` converts a file's settings to those that the table reads, and `gpus` returns the number of GPUs they are
+    for.
     """
 
     framework: str
@@ -52,8 +54,9 @@ class YamlFormat:
         return any(mark <= settings.keys() for mark in self.marks)
 
     def configuration(self, document: Document, said: Settings | None = None, at: str = "") -> Configuration:
-        """Return the configuration of a file, or of `said`, its settings below the path `at`. Raises BadInput for
-        impossible values.
+        """Return the configuration of a file, or of `said`, its settings below the path `at`.
+
+        Raises BadInput for impossible values.
         """
         said = document.settings if said is None else said
         settings = self.ready(said)

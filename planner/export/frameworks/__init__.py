@@ -1,1 +1,1 @@
-"""One framework a file: how it spells a plan, and the file that is exported for it."""
+"""One framework per file: its keys for a plan, and the exported file."""

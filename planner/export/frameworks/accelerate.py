@@ -82,7 +82,7 @@ def _refuse(plan: Plan) -> None:
 
 
 def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
-    """Return what the file cannot express of `plan`, which is written with recompute mode `recompute`."""
+    """Return the settings of `plan` that the file cannot express; its recompute mode is `recompute`."""
     not_expressed = [f"sequence length {job.question.workload.seq_len}: set it in the program"]
     not_expressed.append(
         f"micro batch {plan.micro_batch_size} and {job.micro_batches} accumulated: set them in the program "
@@ -104,7 +104,7 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
 
 
 def _program_needs(job: ExportJob, distributed: str) -> list[str]:
-    """Return what the user's program decides of types: accelerate's own choices are others than the plan's."""
+    """Return notes on types that the user's program decides: accelerate's own choices differ from the plan's."""
     runtime, needs = job.question.runtime, []
     if runtime.param_dtype != "float32":
         needs.append(

@@ -1,4 +1,4 @@
-"""How accelerate's YAML spells a plan, in both directions.
+"""Convert between plans and accelerate's YAML.
 
 Keys: `commands/config/config_args.py` (ClusterConfig), `commands/launch.py` and `parallelism_config.py` of 1.15.0. Its
 mesh axes are dp_replicate, dp_shard, cp, sp, tp, the last fastest.
@@ -39,11 +39,11 @@ _WORDS = {
     (False, False): "SHARD_GRAD_OP",
     (True, True): "HYBRID_SHARD",
     (True, False): "HYBRID_SHARD_ZERO2",
-}  # by whether there are replicas, and whether parameters are gathered again
+}  # by (replicas, parameters are gathered again)
 
 
 def kind(facts: Facts) -> str:
-    """Return the distributed type: nothing is sharded in replicas alone."""
+    """Return the distributed type; with replicas only, nothing is sharded."""
     if facts["zero_stage"] is not None:
         return "DEEPSPEED"
     if facts["dp_shard"] * facts["tp"] * facts["cp"] > 1:
@@ -64,7 +64,7 @@ def _write_mesh(facts: Facts) -> Settings:
 
 
 def _first_version(facts: Facts) -> bool:
-    """Return whether a file that is about FSDP 1 can stay so."""
+    """Return whether a file for FSDP 1 can stay so."""
     plain = facts["tp"] == facts["cp"] == 1 and facts["dp_replicate"] in {1, facts.get("hosts")}
     return plain and facts.get("fsdp_version") == 1
 
@@ -111,7 +111,7 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
     words = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", None: "no"}
     lowered = {key: str(value).lower() if value is not False else "no" for key, value in settings.items()}
     compute = one_of(lowered, "mixed_precision", words, "no")
-    if compute is None:  # everything in the type that the program loads the model in
+    if compute is None:  # everything has the type in which the program loads the model
         stored = facts.get("param_dtype", "float32")
         return {"compute_dtype": stored, "param_dtype": stored, "reduce_dtype": stored}
     if facts["zero_stage"] is not None:  # DeepSpeed keeps 16-bit parameters and masters in float32

@@ -1,7 +1,7 @@
 """DeepSpeed: the JSON file that `deepspeed.initialize` takes.
 
 JSON has no comments, so the header is a section of its own, which DeepSpeed ignores. Its `train_batch_size` is left out
-alongside AutoTP: see `deepspeed_fields`.
+with AutoTP: see `deepspeed_fields`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _preset(model: Model) -> str:
 
 
 def _program_needs(job: ExportJob, stage: int) -> list[str]:
-    """Return what the user's program has to do for a plan that JSON alone does not make."""
+    """Return what the user's program must do for a plan that JSON alone cannot express."""
     plan, needs = job.plan, []
     if plan.pp > 1:
         layers = f", of layers that are tensor-parallel over {plan.tp} ranks by themselves" if plan.tp > 1 else ""

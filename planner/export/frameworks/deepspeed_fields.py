@@ -1,4 +1,4 @@
-"""How DeepSpeed's JSON spells a plan, in both directions.
+"""Convert between plans and DeepSpeed's JSON.
 
 Keys and defaults: `deepspeed/runtime/constants.py`, `runtime/config.py`, `runtime/zero/config.py`,
 `runtime/tensor_parallel/config.py`, `module_inject/auto_ep_config.py` of 0.19.8.
@@ -25,7 +25,7 @@ def write_batch(facts: Facts) -> Settings:
     steps = facts["global_batch_size"] // (dp * facts["micro_batch_size"])
     settings = {"train_micro_batch_size_per_gpu": facts["micro_batch_size"], "gradient_accumulation_steps": steps}
     # DeepSpeedConfig checks the three against all ranks before AutoTP makes its groups, and would refuse the right
-    # total. A pipeline's own grid tells it the right number of ranks.
+    # total. With a pipeline it takes the number of ranks from the pipeline's grid.
     return (
         settings
         if facts["tp"] > 1 and facts["pp"] == 1
@@ -57,14 +57,14 @@ def read_batch(settings: Settings, facts: Facts) -> Facts:
 def _write_context(facts: Facts) -> Settings:
     if facts["cp"] == 1:
         return {}
-    # Without the data-parallel size no mesh is made, and every rank reads sequences of its own.
+    # Without the data-parallel size there is no mesh, and every rank reads different sequences.
     return {"sequence_parallel_size": facts["cp"], "data_parallel_size": facts["dp_replicate"] * facts["dp_shard"]}
 
 
 def _read_context(settings: Settings, _: Facts) -> Facts:
     cp = whole(settings, "sequence_parallel_size", 1)
     if cp > 1 and "data_parallel_size" not in settings:
-        return {"cp": 1, "cp_method": None}  # DeepSpeed makes no mesh without it, and ignores the degree
+        return {"cp": 1, "cp_method": None}  # without it DeepSpeed makes no mesh and ignores the degree
     return {"cp": cp, "cp_method": "all_to_all" if cp > 1 else None}
 
 
@@ -110,7 +110,7 @@ def _read_offload(settings: Settings, facts: Facts) -> Facts:
 
 
 def _device(settings: Settings, key: str) -> str:
-    """Return the device that a kind of state is offloaded to. Raises BadInput for one that is not described."""
+    """Return the device that a kind of state is offloaded to. Raises BadInput for a device that is not modelled."""
     device = str(settings.get(f"{key}.device") or "none").lower()
     if device == "nvme":
         raise NotModelled(f"{key}.device nvme is not modelled", remedy="cpu or none in its place")
@@ -134,7 +134,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
     if len(on) > 1:
         raise BadInput("bf16 and fp16 are both enabled", why="DeepSpeed trains in one of them")
     compute = {"bf16": "bfloat16", "fp16": "float16"}[on[0]] if on else "float32"
-    # Without a word gradients are communicated in the type of the model.
+    # By default gradients are communicated in the type of the model.
     stated = settings.get("communication_data_type")
     reduce = one_of(settings, "communication_data_type", COMMUNICATION, "fp32") if stated is not None else compute
     return {"compute_dtype": compute, "param_dtype": compute, "reduce_dtype": reduce}
@@ -148,13 +148,13 @@ _TP = ("tensor_parallel.autotp_size", "tensor_parallel.tp_overlap_comm")
 
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
-    """Return the optimizer that the file names, if it does: `adam` decouples its weight decay."""
+    """Return the optimizer that the file names, if it names one; `adam` decouples its weight decay."""
     word = str(settings.get(_OPTIMIZER) or "auto").lower()
     return {} if word == "auto" else {"optimizer": "adamw" if word == "adam" else word}
 
 
 TABLE: Table = (
-    # In JSON there is no pipeline: the program's PipelineModule has it.
+    # JSON has no keys for pipelines; they are in the program's PipelineModule.
     Entry(
         keys=(),
         write=lambda _: {},

@@ -28,7 +28,7 @@ CONNECTIONS = Variable(
 BLACKWELL = 100
 
 
-# Without arguments of the user's the script runs on made-up data, so that it starts as it stands.
+# Without the user's arguments the script runs on generated data, so that it starts unchanged.
 TRIAL = (
     "--mock-data",
     "--tokenizer-type=NullTokenizer",
@@ -94,9 +94,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap,"
             " which has its own"
         )
-    if (
-        runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights
-    ):  # Megatron-LM's own meaning of it
+    if runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights:  # Megatron-LM's definition
         not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compute_dtype == "float4":
         not_expressed.append("products in float4: written as bfloat16; add --fp4-format and --fp4-recipe")
@@ -123,7 +121,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
 
 
 def _model_not_expressed(model: Model) -> list[str]:
-    """Return what of the model the flags of pretrain_gpt.py cannot express."""
+    """Return the parts of the model that flags of pretrain_gpt.py cannot express."""
     not_expressed = []
     if model.windowed_layers:
         not_expressed.append(

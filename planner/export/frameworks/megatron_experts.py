@@ -1,4 +1,4 @@
-"""How Megatron-LM spells what a plan says of experts: degrees, capacity, dispatcher and overlap, in both directions.
+"""Convert between a plan's settings of experts (degrees, capacity, dispatcher, overlap) and Megatron-LM's flags.
 
 Source: `megatron/core/model_parallel_config.py` and `megatron/core/transformer/transformer_config.py` of megatron-core
 0.19.2.
@@ -52,7 +52,7 @@ def _write_dispatcher(facts: Facts) -> Settings:
 
 
 def _read_dispatcher(settings: Settings, facts: Facts) -> Facts:
-    """Read the dispatcher; "" is that of recipes, `alltoall`."""
+    """Read the dispatcher; "" is the default of recipes, `alltoall`."""
     word = str(settings.get(_DISPATCH[0], "allgather" if facts.get("moe") else "alltoall"))
     if word == "flex" or truth(settings, _DISPATCH[2]):
         word = str(settings.get(_DISPATCH[1], "deepep"))

@@ -1,4 +1,4 @@
-"""How Megatron-LM spells a plan: flags of `pretrain_gpt.py`, in both directions.
+"""Convert between plans and flags of Megatron-LM's `pretrain_gpt.py`.
 
 Flags and defaults: `megatron/training/arguments.py` and the dataclasses it reads, as megatron-core 0.19.2 ships them.
 Its default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/core/parallel_state.py`), which is that of
@@ -140,7 +140,7 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
 
 
 def _spread(layers: int, pp: int, virtual: int) -> str:
-    """Return the flags under which so many layers spread over the stages."""
+    """Return the flags that divide this number of layers over the stages."""
     facts: Facts = {"pp": pp, "virtual_stages": virtual, "layers": layers, "layers_per_stage": ()}
     settings = _write_pipeline(facts)
     if _LAYOUT in settings:
@@ -164,8 +164,8 @@ def layers_of_layout(said: object) -> tuple[int, ...]:
 
 
 def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[int, ...]:
-    """Return layers by stage where the first or the last pipeline rank has a number of its own, which its virtual
-    stages share equally, as those of the other ranks (`TransformerConfig.__post_init__`).
+    """Return the layers by stage if the first or the last pipeline rank has a number of its own; each rank's layers are
+    divided equally over its virtual stages (`TransformerConfig.__post_init__`).
     """
     ends = [whole(settings, flag) if flag in settings else None for flag in _ENDS]
     ranks = pp - sum(end is not None for end in ends)
@@ -184,7 +184,7 @@ def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[
 
 
 def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
-    """Return layers by stage where the embedding or the loss counts as a layer of its stage."""
+    """Return the layers by stage if the embedding or the loss counts as a layer of its stage."""
     first, last = (int(flag in settings) for flag in _COUNTED)
     if (layers + first + last) % stages:
         raise BadInput(f"{layers} layers with {' and '.join(_COUNTED)} do not spread over {stages} stages")
@@ -282,7 +282,7 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
         raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
     length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
-    # Without a global batch it is one micro batch a data-parallel rank.
+    # The default global batch is one micro batch per data-parallel rank.
     return {
         "micro_batch_size": micro,
         "seq_len": length,
@@ -291,7 +291,7 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
 
 
 def _read_ramp(settings: Settings, facts: Facts) -> Facts:
-    """Read nothing: a step is one of the full batch. Raises BadInput for a ramp that Megatron-LM stops at."""
+    """Read no fact: a step has the full batch. Raises BadInput for a ramp that Megatron-LM refuses."""
     if _RAMP not in settings:
         return {}
     said = str(require_said(_RAMP, settings[_RAMP])).split()
@@ -300,7 +300,7 @@ def _read_ramp(settings: Settings, facts: Facts) -> Facts:
     first, increment = int(said[0]), int(said[1])
     together = facts["micro_batch_size"] * facts["dp_replicate"] * facts["dp_shard"]
     rest = facts["global_batch_size"] - first
-    # RampupBatchsizeNumMicroBatchesCalculator of megatron-core 0.12: each batch on the way is divided, too.
+    # RampupBatchsizeNumMicroBatchesCalculator of megatron-core 0.12: intermediate batches must divide, too.
     if increment < 1 or rest < 0 or rest % increment or first % together or increment % together:
         raise BadInput(
             f"{_RAMP} {first} {increment} up to {facts['global_batch_size']} sequences does not divide by {together} a"

@@ -1,4 +1,4 @@
-"""How Megatron-LM spells a model's shapes: flags of `pretrain_gpt.py`, in both directions.
+"""Convert between a model's shapes and flags of Megatron-LM's `pretrain_gpt.py`.
 
 Flags and defaults: `megatron/training/arguments.py` and the dataclasses it reads, as megatron-core 0.19.2 ships them.
 """
@@ -21,7 +21,7 @@ FUSED_MASK = "--no-create-attention-mask-in-dataloader"
 
 
 def set_flags(values: Settings) -> Settings:
-    """Return the flags that are set: values other than False and None."""
+    """Return the flags that are set: those with values other than False and None."""
     return {flag: value for flag, value in values.items() if value is not None and value is not False}
 
 
@@ -44,7 +44,7 @@ def model_flags(model: Model) -> Settings:
         "--swiglu": model.gated_mlp,
         "--disable-bias-linear": not model.mlp_bias,
         "--add-qkv-bias": model.qkv_bias and not model.mlp_bias,
-        # With latent attention it is the norms on the compressed vectors, which every such network has.
+        # With latent attention these are the norms on the compressed vectors, which all such models have.
         "--qk-layernorm": model.qk_norm or latent is not None,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
         "--attention-dropout": dropout,
@@ -77,11 +77,11 @@ def model_flags(model: Model) -> Settings:
 
 
 def has_dropout(model: Model) -> bool:
-    """Return whether the model was predicted with dropout, as GPTs are."""
+    """Return whether the model was predicted with dropout, as GPT models are."""
     return runtime_spec("megatron-lm").dropout and model.family in {"gpt", "gpt2"}
 
 
-# Flags whose value nothing here reads, as no shape or cost follows from it.
+# Flags whose value is not read, since no shape or cost depends on it.
 MODEL_KEYS = frozenset(
     {
         "--num-layers",
@@ -120,7 +120,7 @@ MODEL_KEYS = frozenset(
         "--max-position-embeddings",
     }
 )
-# Flags of networks whose layers are of other kinds, and what those are.
+# Flags of models with other kinds of layers, and the name of the kind.
 _OTHER_LAYERS = {
     r"--(is-)?hybrid-.*|--mamba-.*": "a hybrid of state-space and attention layers",
     r"--linear-.*|--experimental-attention-variant": "linear attention",
@@ -130,12 +130,12 @@ _OTHER_LAYERS = {
     r"--(model|dataset)-provider|--language-model-checkpoint": "a language model among other parts",
     r"--spec": "layers of the program's own",
 }
-# Vocabularies of tokenizers whose own file is not at hand: GPT-2's, Llama 2's.
+# Vocabularies of tokenizers whose file is not available: GPT-2's, Llama 2's.
 _VOCABULARIES = {"gpt2bpetokenizer": 50257, "llama2tokenizer": 32000}
 
 
 def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...]]:
-    """Return the model that flags describe, and what was assumed of it. Raises BadInput for shapes that are not
+    """Return the model that flags describe, and assumptions about it. Raises BadInput for shapes that are not
     stated.
     """
     for flag in settings:
@@ -203,7 +203,7 @@ def _same_sizes(one: Model, other: Model) -> bool:
 
 
 def _family(moe: MixtureOfExperts | None, latent: LatentAttention | None, *, gated: bool, plain: bool) -> str:
-    """Return the family whose operators a model of these parts runs; `plain`: a GPT, with dropout or learned
+    """Return the family whose operators a model with these parts runs; `plain`: a GPT, with dropout or learned
     positions.
     """
     if latent:
@@ -268,8 +268,8 @@ def _pattern(text: str, layers: int) -> list[int]:
 
 
 def _vocabulary(settings: Settings, shape: tuple[int, ...], assumed: list[str]) -> int:
-    """Return the vocabulary; what is not stated is that of the named tokenizer, or of a known model of this shape:
-    layers, width, heads, key/value heads, feed-forward width.
+    """Return the vocabulary; the default is that of the named tokenizer, or of a known model with this shape: layers,
+    width, heads, key/value heads, feed-forward width.
     """
     for flag in ("--vocab-size", "--padded-vocab-size"):
         if flag in settings:

@@ -1,4 +1,5 @@
-"""Numbers of a known model that cost nothing, as flags of Megatron-LM: of rotary embeddings, norms, and the router.
+"""Numbers of a known model that do not affect its cost, as flags of Megatron-LM: for rotary embeddings, norms, and the
+router.
 
 Flags: `megatron/training/arguments.py` and `TransformerConfig` of megatron-core 0.19.2. Numbers: config.json of the
 model; a model that is known by its shape alone has none.
@@ -19,7 +20,7 @@ BIAS_RATE = 1e-3
 
 
 def number_flags(model: Model) -> dict[str, Any]:
-    """Return the flags of what is known; nothing where only the shape is."""
+    """Return the flags of known numbers; empty if only the shape is known."""
     config = _config(model)
     flags: dict[str, Any] = {}
     if "rms_norm_eps" in config:
@@ -38,7 +39,7 @@ def number_flags(model: Model) -> dict[str, Any]:
 
 
 def _config(model: Model) -> dict[str, Any]:
-    """Return the config.json of a shipped model; nothing for any other, be it alike in all but its positions."""
+    """Return the config.json of a shipped model; empty for any other, even one that differs only in its positions."""
     if model.name not in shipped_models():
         return {}
     config = dict(read_json(SHIPPED / f"{model.name}.json"))
@@ -50,7 +51,7 @@ def _router_flags(config: dict[str, Any]) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     loss = config.get("router_aux_loss_coef", config.get("aux_loss_alpha"))
     if loss is not None:
-        # DeepSeek's loss is of each sequence, the others' of all tokens.
+        # DeepSeek's loss is per sequence, the others' over all tokens.
         kind = "seq_aux_loss" if config.get("seq_aux") else "aux_loss"
         flags |= {"--moe-router-load-balancing-type": kind, "--moe-aux-loss-coeff": loss}
     if config.get("scoring_func") == "sigmoid" and loss is not None:

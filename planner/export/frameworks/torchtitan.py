@@ -1,4 +1,4 @@
-"""What all versions of torchtitan cannot express of a plan."""
+"""Settings of a plan that no version of torchtitan can express."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TITLE = "torchtitan"
 
 
 def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tuple[str, ...]]:
-    """Return the job with its sharding as FSDP2 degrees, what torchtitan does not express of it, and notes.
+    """Return the job with its sharding as FSDP2 degrees, the settings that torchtitan cannot express, and notes.
 
-    Raises Infeasible for what it cannot run.
+    Raises Infeasible for a plan that it cannot run.
     """
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.ep_overlap != "none" and not (title.endswith("0.2.2") and schedule_kind(fsdp.schedule_name).pairs):

@@ -2,8 +2,8 @@
 
 0.3.0 reads no TOML (`config/manager.py`): `--module` and `--config` choose a function, `--section.key` overrides the
 configuration that it returns, and activation checkpointing is a subcommand, which must be last. The function is a
-module of its own, written next to the command: the functions that torchtitan ships cover few models. Its loss is in one
-piece, or in 8 as in theirs where the plan was predicted for 0.3.0.
+module of its own, written next to the command: the functions that torchtitan ships cover few models. Its loss has one
+piece, or 8 as in torchtitan's functions if the plan was predicted for 0.3.0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         not_expressed = (*not_expressed, f"recompute {coarse}: {title} selects operators; written as selective")
     settings = settings_of(COMMAND_LINE, facts)
     mode = settings.pop(SUBCOMMAND)
-    # The predicted step is without CUDA graphs.
+    # The step was predicted without CUDA graphs.
     settings["training.disable_cuda_graphs"] = True
     chosen = {"--module": CONFIG_MODULE, "--config": CONFIG_FUNCTION}
     words = ["-m", "torchtitan.train", *(f"{key}={value}" for key, value in chosen.items())]

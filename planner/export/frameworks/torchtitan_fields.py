@@ -1,4 +1,4 @@
-"""How torchtitan spells a plan: the keys of 0.2.2 (TOML) and of 0.3.0 (command line), in both directions.
+"""Convert between plans and torchtitan's keys: those of 0.2.2 (TOML) and of 0.3.0 (command line).
 
 Sources: torchtitan 0.2.2 `config/job_config.py`, 0.3.0 `config/configs.py` and `trainer.py`. Its mesh axes are
 pp, dp_replicate, dp_shard, cp, tp, the last fastest (`distributed/parallel_dims.py`), as `rank_grid` does. Defaults
@@ -41,7 +41,7 @@ RECOMPUTE = {
     "selective-op": ("selective", "op"),
 }
 SUBCOMMAND = "activation_checkpoint"
-# 0.3.0 selects operators only; every second block is written as that, and said so.
+# 0.3.0 only selects operators; every second block is written as that, with a note.
 RECOMPUTE_0_3 = {"none": "none", "full": "full", "selective-op": "selective"}
 
 _DEGREE = "parallelism.{}_degree"
@@ -71,7 +71,7 @@ DEGREES: Table = (
     Entry(
         keys=(_OFFLOAD,),
         write=lambda facts: {_OFFLOAD: True} if facts["offload"] == "parameters" else {},
-        # Only what FSDP wraps is offloaded.
+        # Only parameters that FSDP wraps are offloaded.
         read=lambda settings, facts: {
             "offload": "parameters" if truth(settings, _OFFLOAD) and facts["dp_shard"] * facts["cp"] > 1 else "none"
         },
@@ -142,13 +142,13 @@ def stage_modules(facts: Facts, plan: Plan, head: str) -> list[list[str]]:
 
 
 def _plan(facts: Facts) -> Plan:
-    """Return the part of a plan that decides stages."""
+    """Return the part of a plan that decides its stages."""
     names = ("pp", "schedule", "virtual_stages", "layers_per_stage")
     return Plan(**{name: facts[name] for name in names})
 
 
 def pipeline(head: str) -> Entry:
-    """The pipeline of a version whose output projection is called `head`."""
+    """The pipeline settings of a version whose output projection has this name."""
 
     def write(facts: Facts) -> Settings:
         if facts["pp"] == 1:
@@ -203,7 +203,7 @@ def _layer_counts(modules: object) -> list[int]:
 
 
 def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
-    """Return the stages as a list, or without it where it is what torchtitan would do by itself."""
+    """Return the stages as a list, or nothing if torchtitan would split the model in the same way."""
     stages = len(counts) // facts["pp"]
     even = Plan(pp=facts["pp"], virtual_stages=stages, schedule=found["schedule"])
     same = stage_layers(facts.get("layers", sum(counts)), even, runtime_spec("torchtitan").pipeline) == tuple(counts)
@@ -211,7 +211,7 @@ def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
 
 
 def _uneven(layers: int, stages: int, less: list[int]) -> list[int]:
-    """Return layers by stage where the ends hold `less` layers (pipeline_parallel.py,
+    """Return the layers by stage if the ends hold `less` layers (pipeline_parallel.py,
     generate_llm_fqn_per_model_part).
     """
     total = layers + sum(less)
@@ -313,7 +313,7 @@ def _read_converters(settings: Settings, facts: Facts) -> Facts:
     return {"compute_dtype": "float8" if low else facts["compute_dtype"]}
 
 
-_IN_BACKWARD = "optimizer.early_step_in_backward"  # of 0.2.2, gone in 0.3
+_IN_BACKWARD = "optimizer.early_step_in_backward"  # a key of 0.2.2 that 0.3 does not have
 SAVERS = Entry(
     keys=(_IN_BACKWARD,),
     write=lambda facts: {_IN_BACKWARD: True} if OPTIMIZER_IN_BACKWARD in facts["savers"] else {},
@@ -328,10 +328,10 @@ TOML: Table = (
     Entry(keys=(_BESIDE,), write=_write_experts_beside, read=_read_experts_beside),
     Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
     COMPILE,
-    # Converters swap layers for such of low precision; which of them to name depends on torchao, so none is written.
+    # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
     Entry(keys=("model.converters",), write=lambda _: {}, read=_read_converters),
-    # 0.2.2 has no switch: tensor parallelism is always with sequence parallelism.
+    # 0.2.2 has no switch: tensor parallelism always includes sequence parallelism.
     Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
     Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
 )

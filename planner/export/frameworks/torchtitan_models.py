@@ -1,4 +1,4 @@
-"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written alongside the
+"""The model of a plan for torchtitan: one that it ships, or a flavor of a shipped class, written next to the
 configuration.
 
 torchtitan builds models by name. 0.2.2 imports the module that `experimental.custom_import` names before it looks one
@@ -24,7 +24,7 @@ CONFIG_FUNCTION = "planned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """A model by its name there. `files` are Python modules that have to lie in the working directory."""
+    """A model by its name in torchtitan. `files` are Python modules that must be in the working directory."""
 
     module: str
     flavor: str
@@ -51,8 +51,7 @@ def toml_model(model: Model, workload: Workload, version: str) -> NamedModel:
 def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pieces: bool) -> NamedModel:
     """Return the model for 0.3.0, as a module with a configuration function. Raises Infeasible.
 
-    `loss_in_pieces`: head and loss of an eighth of the sequence at a time, which is what torchtitan's own functions
-    have.
+    `loss_in_pieces`: head and loss for an eighth of the sequence at a time, as in torchtitan's own functions.
     """
     try:
         known = shipped_model("torchtitan", version, model)
@@ -88,7 +87,7 @@ def registry_model(model: Model, workload: Workload, version: str, *, loss_in_pi
 
 
 def _starting_config(version: str, module: str, flavor: str, parameters: int) -> str:
-    """Return the configuration function of a module that is for this flavor, or for the one nearest in size."""
+    """Return the configuration function in a module for this flavor, or for the one nearest in size."""
     known = schema("torchtitan", version)
     sizes: dict[str, int] = {one["flavor"]: one["parameters"] for one in known["models"] if one["module"] == module}
     for_flavor: dict[str, str] = {
@@ -105,7 +104,7 @@ def _starting_config(version: str, module: str, flavor: str, parameters: int) ->
 
 
 def _not_a_llama(model: Model, workload: Workload) -> str:
-    """Return what a model has that torchtitan's Llama and Qwen3 classes have not, or nothing."""
+    """Return parts of a model that torchtitan's Llama and Qwen3 classes do not have; empty if there are none."""
     moe = model.moe
     has = {
         "latent attention of other shapes": model.latent is not None,
@@ -130,7 +129,8 @@ def _arguments(values: Mapping[str, object]) -> str:
 
 
 def _llama_flavor(model: Model) -> str:
-    # The class computes int(multiplier * int(8/3 dim)) and rounds up to multiple_of: half a unit more survives the int.
+    # The class computes int(multiplier * int(8/3 dim)) and rounds up to multiple_of: half a unit more protects against
+    # truncation.
     multiplier = (model.ffn + 0.5) / int(2 * 4 * model.hidden / 3)
     arguments = {
         "dim": model.hidden,
@@ -185,7 +185,7 @@ _REGISTRY_IMPORTS = (
 
 
 def _registry_shapes(model: Model) -> str:
-    """Return a function that builds the shapes as llama3's own flavors do, and its entry among them."""
+    """Return a function that builds the shapes like llama3's own flavors, and its entry among them."""
     embedding = "_EMBEDDING_SKIP_INIT" if model.tied_embeddings else "_EMBEDDING_INIT"
     return (
         '\ndef shapes(attn_backend, tp_gemm_backend="default"):\n'

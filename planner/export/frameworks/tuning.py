@@ -1,9 +1,9 @@
-"""Files of tools that tune models, with adapters or without: torchtune, axolotl, LLaMA-Factory, NeMo AutoModel.
+"""Files of fine-tuning tools, with or without adapters: torchtune, axolotl, LLaMA-Factory, NeMo AutoModel.
 
 Keys: recipes/configs/llama3_1/8B_{full,lora,qlora}*.yaml of torchtune 0.6 (@bd2a0fc7); src/axolotl/utils/schemas of
 axolotl 0.18 (@067b021c), and what its validation.py refuses; hparams/ of LLaMA-Factory 0.9 (@ff6d4d12) with
 TrainingArguments of transformers 5.3; recipes/, components/distributed/config.py and components/_peft/lora.py of NeMo
-AutoModel (@36044ad3). `planner.configs.formats` reads the same keys. What no key says is refused by name.
+AutoModel (@36044ad3). `planner.configs.formats` reads the same keys. A setting without a key is refused by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from topology.errors import Infeasible
 
 
 def _refuse_others(title: str, what: str, asked: Iterable[str], known: Iterable[str]) -> None:
-    """Raise Infeasible for what is not written in a tool's keys."""
+    """Raise Infeasible for settings without keys in a tool's file."""
     if lacking := [word for word in asked if word not in set(known)]:
         raise Infeasible(
             f"no file of {title} is written with {what} {', '.join(lacking)}",
@@ -51,7 +51,7 @@ def _savers_of(runtime: Runtime) -> set[str]:
 
 
 def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[str, ...]) -> tuple[ExportJob, list[str]]:
-    """Return the job as a tool can write it, and what that leaves out. Raises Infeasible."""
+    """Return the job as a tool can write it, and the settings that are left out. Raises Infeasible."""
     adapter, runtime = job.question.runtime.adapter, job.question.runtime
     plan, notes = to_fsdp_degrees(job.plan, title)
     degrees = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep") if getattr(plan, axis) > 1]
@@ -78,7 +78,7 @@ def _optimizer(job: ExportJob, title: str, words: dict[str, str]) -> str:
 
 
 def _torch_words(plan: Plan) -> dict[str, str]:
-    """Return the optimizers' classes. bitsandbytes' update no DTensors (its issue 1633), torchao's do."""
+    """Return the optimizers' classes. bitsandbytes' do not update DTensors (its issue 1633), torchao's do."""
     if plan.dp_shard == plan.tp == plan.cp == 1:
         return TORCH
     kept = {name: word for name, word in TORCH.items() if not word.startswith("bitsandbytes.")}
@@ -86,7 +86,7 @@ def _torch_words(plan: Plan) -> dict[str, str]:
 
 
 def _replicas_alone(plan: Plan, title: str) -> bool:
-    """Return whether ranks are replicas. Raises Infeasible next to a mesh of other axes, which shards."""
+    """Return whether ranks are replicas. Raises Infeasible with other mesh axes, which require sharding."""
     replicas = plan.dp_shard == 1 and plan.dp_replicate > 1
     if replicas and plan.tp * plan.cp > 1:
         raise Infeasible(
@@ -117,11 +117,11 @@ def _draft(job: ExportJob, settings: Settings, left_out: Iterable[str], run: lis
 
 
 def write_torchtune(job: ExportJob) -> Draft:
-    """Return a recipe's configuration: of `full_finetune_distributed`, or `lora_finetune_distributed`."""
+    """Return the configuration of a recipe: `full_finetune_distributed`, or `lora_finetune_distributed`."""
     title, adapter = "torchtune 0.6", job.question.runtime.adapter
-    # Tensor parallelism asks for a plan of modules by model (`tensor_parallel_plan`), which is not written.
+    # Tensor parallelism requires a plan of modules for each model (`tensor_parallel_plan`), which is not written.
     axes = ("dp_shard",) if adapter else ("dp_replicate", "dp_shard")
-    in_backward = () if adapter or job.micro_batches > 1 else (OPTIMIZER_IN_BACKWARD,)  # else its recipes refuse it
+    in_backward = () if adapter or job.micro_batches > 1 else (OPTIMIZER_IN_BACKWARD,)  # its recipes refuse others
     job, left_out = _written(job, title, axes, (CHUNKED_LOSS, ACTIVATION_OFFLOAD, *in_backward))
     plan, runtime = job.plan, job.question.runtime
     if runtime.param_dtype != runtime.compute_dtype:
@@ -180,14 +180,14 @@ def write_axolotl(job: ExportJob) -> Draft:
     """Return axolotl's file, which `axolotl train` starts under accelerate."""
     title, adapter = "axolotl 0.18", job.question.runtime.adapter
     axes = ("dp_replicate", "dp_shard", "tp", "cp")
-    away = (ACTIVATION_OFFLOAD,) if job.plan.recompute != "none" else ()  # which it has with checkpoints alone
+    away = (ACTIVATION_OFFLOAD,) if job.plan.recompute != "none" else ()  # axolotl has this with checkpoints only
     job, left_out = _written(job, title, axes, (LINEAR_LOSS, *away))
     plan, runtime = job.plan, job.question.runtime
     _replicas_alone(plan, title)
     words = {**HUGGING_FACE}
     if plan.tp > 1:
         words = {name: word for name, word in words.items() if not word.endswith("8bit")}
-    elif plan.dp_shard > 1:  # bitsandbytes' does not run on DTensors; torchao's does
+    elif plan.dp_shard > 1:  # bitsandbytes' optimizer does not run on DTensors; torchao's does
         words["adamw8bit"] = "adamw_torch_8bit"
     settings: Settings = {
         "base_model": hub_name(job.question.model.name),
@@ -203,7 +203,7 @@ def write_axolotl(job: ExportJob) -> Draft:
     settings |= {"tensor_parallel_size": plan.tp} if plan.tp > 1 else {}
     if plan.sequence_parallel and plan.tp > 1:
         left_out.append("sequence parallelism: transformers' plan of each model says where it is used")
-    if plan.cp > 1:  # asks for flash-attn's own kernels
+    if plan.cp > 1:  # requires flash-attn's own kernels
         settings |= {"context_parallel_size": plan.cp, "attn_implementation": "flash_attention_2"}
     if plan.dp_shard > 1:
         settings |= {
@@ -276,7 +276,7 @@ def write_factory(job: ExportJob) -> Draft:
 
 
 def write_automodel(job: ExportJob) -> Draft:
-    """Return AutoModel's file, for its FSDP2 or, where nothing is sharded, DDP: its mesh asks for some shards."""
+    """Return AutoModel's file, for its FSDP2 or, if nothing is sharded, DDP: its mesh requires sharding."""
     title, adapter = "NeMo AutoModel", job.question.runtime.adapter
     job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
     plan, runtime = job.plan, job.question.runtime
@@ -313,7 +313,7 @@ def write_automodel(job: ExportJob) -> Draft:
             "peft.target_modules": sorted(trained_modules(adapter, title)),
             "peft.dim": adapter.rank,
             "peft.dropout": adapter.dropout,
-            "peft.dropout_position": "pre",  # of what adapters read, as it is costed; else of what they give
+            "peft.dropout_position": "pre",  # of adapters' inputs, as it is costed; the default is outputs
             "peft.use_dora": adapter.kind == DORA,
         }
         settings |= {"quantization.load_in_4bit": True} if _packed(adapter) else {}

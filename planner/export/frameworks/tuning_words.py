@@ -1,4 +1,4 @@
-"""Names that tools for tuning give optimizers, models and the matrices that adapters go to."""
+"""Names that fine-tuning tools use for optimizers, models and matrices with adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 PLAIN_LOSS = "torch.nn.CrossEntropyLoss"
-# As torchtune's and AutoModel's recipes name classes.
+# Names of classes in torchtune's and AutoModel's recipes.
 TORCH = {
     "adamw": "torch.optim.AdamW",
     "adamw8bit": "bitsandbytes.optim.AdamW8bit",
@@ -44,7 +44,7 @@ _BUILDERS = re.compile(r"(llama2|llama3|llama3_1|llama3_2|llama3_3|mistral|gemma
 
 
 def trained_modules(adapter: Adapter, title: str) -> set[str]:
-    """Return the matrices of a decoder that adapters go to, by their names in transformers. Raises Infeasible."""
+    """Return the names in transformers of the matrices with adapters. Raises Infeasible."""
     if ALL_LINEAR in adapter.target_modules:
         return set(_MATRICES.values())
     parts = {part for word in adapter.target_modules for part in MODULES[word.lower()]}
@@ -54,7 +54,7 @@ def trained_modules(adapter: Adapter, title: str) -> set[str]:
 
 
 def torchtune_model(name: str) -> str:
-    """Return the builder of a model. Raises Infeasible for one that torchtune does not have."""
+    """Return the builder of a model. Raises Infeasible if torchtune has none."""
     word = re.sub(r"[^a-z0-9]+", "_", name.rpartition("/")[2].casefold()).strip("_")
     if not (found := _BUILDERS.fullmatch(word)):
         raise Infeasible(

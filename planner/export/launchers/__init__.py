@@ -1,1 +1,1 @@
-"""One launcher a file: it starts a framework's program on the hosts of a plan."""
+"""One launcher per file: each starts a framework's program on the hosts of a plan."""

@@ -1,4 +1,4 @@
-"""The program that launchers start: that of the framework of the plan, with the plan in its arguments and files."""
+"""The program that launchers start: the program of the plan's framework, with the plan in its arguments and files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topology import codec
 from topology.errors import Infeasible
 
 OWN = "YOUR_PROGRAM.py"
-# What is appended to a job's command goes to the program.
+# Arguments appended to a job's command are passed to the program.
 APPENDED = ShellExpression('"$@"')
 
 
@@ -54,10 +54,10 @@ def _with_file(draft: Draft, name: str, text: str) -> Draft:
 
 
 def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[Variable, ...]:
-    """Return what is set on every node besides the environment that every plan assumes.
+    """Return the variables set on every node, besides those that every plan assumes.
 
-    NCCL finds its ports itself, but cannot know that a port that is present is down. If there is one, the ports that
-    are up are named exactly (the leading =).
+    NCCL finds its ports itself but does not recognise ports that are down; if there are any, the ports that are up are
+    named exactly (the leading =).
     """
     if hosts.count == 1 or len(job.question.cluster.groups) != 1:
         return draft.environment

@@ -1,8 +1,8 @@
 """SkyPilot: a task file. Fields: `sky/utils/schemas.py` of 0.14.1.
 
 `num_nodes` machines run the same `run` script, with their number in SKYPILOT_NODE_RANK and all addresses in
-SKYPILOT_NODE_IPS. The folder of the task file is copied to them (`workdir`). What `sky launch --env ARGUMENTS=...` says
-goes to the program.
+SKYPILOT_NODE_IPS. The folder of the task file is copied to them (`workdir`). `sky launch --env ARGUMENTS=...` passes
+arguments to the program.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from topology.codec import JsonObject
 VERSION = "22.05"
 NODE = ShellExpression('"$SLURM_NODEID"')
 ADDRESS = ShellExpression('"$head"')
-CORES_PER_GPU = 8  # of a part of a node, for data loading; a whole node is taken with all its cores
+CORES_PER_GPU = 8  # cores per GPU for a part of a node, for data loading; a whole node comes with all its cores
 GIB_PER_GPU = 64
 TIME = "01:00:00"
 
@@ -54,8 +54,8 @@ def write(job: ExportJob) -> Draft:
     lines, placed = device_lines(hosts, NODE)
     extra = node_environment(job, hosts, draft)
     started = torchrun_words(hosts, node_rank=NODE, address=ADDRESS)
-    # Every node runs the same lines; the shell on the node fills in its number. Words after the script's name are the
-    # arguments of that shell.
+    # Every node runs the same lines; the shell on the node fills in its number. Words after the script's name are that
+    # shell's arguments.
     inner = f"{lines}{draft.body}exec {command([*started, *words])}\n"
     node = [
         "srun",
@@ -91,8 +91,8 @@ def write(job: ExportJob) -> Draft:
 
 
 def _resources(hosts: Hosts) -> JsonObject:
-    """Return what a job takes of its nodes: all of them, or a part that goes with its GPUs."""
-    # With GPUs of its own choice too: SLURM may give the job some of them, renumbered.
+    """Return the options for a job's resources: whole nodes, or a part that goes with its GPUs."""
+    # Whole nodes also if the plan chooses GPUs: SLURM may otherwise allocate others and renumber them.
     if hosts.gpus_to_request == hosts.installed:
         return {"exclusive": None, "mem": 0}
     return {"cpus-per-gpu": CORES_PER_GPU, "mem-per-gpu": f"{GIB_PER_GPU}G"}

@@ -1,7 +1,7 @@
 """Kubernetes: a TrainJob of Kubeflow Trainer, `trainer.kubeflow.org/v1alpha1`.
 
 The operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which torchrun
-reads. What is added to `spec.trainer.args` goes to the program.
+reads. Arguments in `spec.trainer.args` are passed to the program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(job: ExportJob) -> Draft:
         )
     extra = (*node_environment(job, hosts, draft), *placed)
     variables = (*job.environment(), *extra)
-    # Each container has a file system of its own, so that each writes the files.
+    # Each container has its own file system, so each writes the files.
     script = f"{file_lines(draft.files)}{draft.body}exec {command(['torchrun', *words])}\n"
     document = train_job(
         slug(job.name),

@@ -1,1 +1,1 @@
-"""A serving plan for the engines that people run: commands, a compose file, a Kubernetes deployment."""
+"""Write a serving plan for serving engines: commands, a compose file, a Kubernetes deployment."""

@@ -17,7 +17,7 @@ PORT = 8000
 def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, port: int = PORT) -> list[str]:
     """Return the words of the command for one engine of `pool`; `model` is its name on the hub, `longest` in tokens.
 
-    Raises Infeasible for what no flag of an engine says.
+    Raises Infeasible for settings without a flag.
     """
     writers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
     program = engine_of(deployment.engine).program
@@ -65,7 +65,7 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     engine = engine_of("sglang")
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--host", "0.0.0.0", "--port", str(port)]  # noqa: S104
     words += ["--tp-size", str(pool.ranks), "--pp-size", str(pool.pp)]
-    if pool.dp_attention > 1:  # attention with its own requests lives inside tensor parallelism there
+    if pool.dp_attention > 1:  # there, attention with its own requests is part of tensor parallelism
         words += ["--attn-dp-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--ep-size", str(pool.ep)]

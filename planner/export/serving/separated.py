@@ -1,6 +1,6 @@
-"""A separated plan as files: engines that read, engines that write, and the router that clients talk to.
+"""A disaggregated plan as files: engines for prompts, engines for answers, and the router for clients.
 
-The cache travels by NIXL. SGLang: sglang/srt/server_args.py (disaggregation) and sglang_router/router_args.py. vLLM:
+The cache is sent by NIXL. SGLang: sglang/srt/server_args.py (disaggregation) and sglang_router/router_args.py. vLLM:
 docs/features/nixl_connector_usage.md, whose router is toy_proxy_server.py of its repository
 (tests/v1/kv_connector/nixl_integration).
 """
@@ -18,15 +18,15 @@ from simulator.serving.engine import engine_of
 from topology.codec import JsonObject
 from topology.errors import Infeasible
 
-BOOTSTRAP_PORT = 8998  # where an engine of SGLang that reads tells the others how to fetch its cache; its default
-SIDE_CHANNEL_PORT = 5600  # the same of vLLM's, one for each rank of attention with its own requests; its default
+BOOTSTRAP_PORT = 8998  # port at which an SGLang prompt engine tells others how to fetch its cache (default)
+SIDE_CHANNEL_PORT = 5600  # the same for vLLM, one port for each rank of attention with its own requests (default)
 PROXY = "toy_proxy_server.py"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - NCCL's, in the container
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine of a plan: what it does, its place among those of its kind, and its pool."""
+    """One engine of a plan: its task, its index among those with the same task, and its pool."""
 
     mode: str  # prefill or decode
     number: int
@@ -39,7 +39,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine is found: the port of its server, and the one at which its cache is fetched."""
+    """The address of an engine: its server's port, and the port at which its cache is fetched."""
 
     host: str
     port: int = PORT
@@ -51,7 +51,7 @@ def _is_vllm(deployment: Deployment) -> bool:
 
 
 def require_separable(deployment: Deployment) -> None:
-    """Raise Infeasible for an engine whose parts cannot be started apart."""
+    """Raise Infeasible for an engine whose parts cannot be started separately."""
     if engine_of(deployment.engine).program not in {"sglang", "vllm"}:
         raise Infeasible(
             "engines that only read or only write are started for SGLang and vLLM",
@@ -106,14 +106,14 @@ def engine_words(deployment: Deployment, engine: Engine, model: str, longest: in
 
 
 def engine_environment(deployment: Deployment, address: Address) -> dict[str, str]:
-    """Return what an engine reads of its environment: vLLM's address at which its cache is fetched."""
+    """Return an engine's environment: for vLLM, the address at which its cache is fetched."""
     if not _is_vllm(deployment):
         return {}
     return {"VLLM_NIXL_SIDE_CHANNEL_HOST": address.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(address.fetched_at)}
 
 
 def router_words(deployment: Deployment, addresses: dict[Engine, Address], *, proxy: str = PROXY) -> list[str]:
-    """Return the command of the router before all engines."""
+    """Return the command of the router for all engines."""
     words = ["--host", "0.0.0.0", "--port", str(PORT)]  # noqa: S104
     if _is_vllm(deployment):
         for name, mode in (("prefiller", "prefill"), ("decoder", "decode")):
@@ -128,7 +128,7 @@ def router_words(deployment: Deployment, addresses: dict[Engine, Address], *, pr
 
 
 def _fetched_at(deployment: Deployment, place: int) -> int:
-    """Return the port at which the cache of one of several engines on a host is fetched."""
+    """Return the port at which one of several engines' caches on a host is fetched."""
     if _is_vllm(deployment):
         widest = max(pool.dp_attention for pool in (deployment.pool, deployment.prefill or deployment.pool))
         return SIDE_CHANNEL_PORT + place * widest
@@ -136,7 +136,7 @@ def _fetched_at(deployment: Deployment, place: int) -> int:
 
 
 def _script(deployment: Deployment, engines: list[Engine], model: str, longest: int) -> str:
-    """Return a script of one node that starts all engines, each on its own GPUs, and the router before them."""
+    """Return a script for one node that starts all engines, each on its own GPUs, and the router."""
     lines = ["#!/usr/bin/env bash"]
     if _is_vllm(deployment):
         lines.append(f"# {PROXY}: of vLLM's repository, tests/v1/kv_connector/nixl_integration, next to this file.")
@@ -156,7 +156,7 @@ def _script(deployment: Deployment, engines: list[Engine], model: str, longest: 
 
 
 def _compose(deployment: Deployment, engines: list[Engine], model: str, longest: int, image: str) -> JsonObject:
-    """Return one service an engine, found by its name, and the router, whose port is the only one that is published."""
+    """Return one service per engine, found by its name, and the router, the only one whose port is published."""
     addresses = {engine: Address(engine.name, PORT, _fetched_at(deployment, 0)) for engine in engines}
     services: JsonObject = {}
     first = 0
@@ -188,7 +188,9 @@ def _compose(deployment: Deployment, engines: list[Engine], model: str, longest:
 def _kubernetes(
     deployment: Deployment, engines: list[Engine], model: str, longest: int, image: str
 ) -> list[JsonObject]:
-    """Return a StatefulSet of each kind of engine with the service that names its pods, and the router with its own."""
+    """Return a StatefulSet for each kind of engine, with the service that names its pods, and the router with
+    its own.
+    """
     addresses = {
         engine: Address(f"{engine.name}.{engine.mode}", PORT, _fetched_at(deployment, 0)) for engine in engines
     }
@@ -232,7 +234,7 @@ def _kubernetes(
 
 
 def _pod_environment(deployment: Deployment, address: Address) -> list[JsonObject]:
-    """Return the environment of a pod, which is fetched from at its own address."""
+    """Return the environment of a pod, whose cache is fetched at its own address."""
     found = engine_environment(deployment, address)
     own = {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return [{"name": name, **(own if name.endswith("_HOST") else {"value": value})} for name, value in found.items()]

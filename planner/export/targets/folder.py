@@ -1,4 +1,4 @@
-"""A plan for every tool that can run it: one folder, with one README that says how each file is started."""
+"""A plan for every tool that can run it: one folder, with a README on how to start each file."""
 
 from __future__ import annotations
 

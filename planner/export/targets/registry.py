@@ -1,4 +1,4 @@
-"""The export targets, and the header of exported files: which plan it is, and what the file does not express."""
+"""The export targets, and the header of exported files: the plan, and the settings that the file does not express."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
-    more = () if target in TUNING else more  # whose files say it all
+    more = () if target in TUNING else more  # launchers whose files contain everything
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))

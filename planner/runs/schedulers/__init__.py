@@ -1,1 +1,1 @@
-"""One scheduler a file: how it takes a job, says how the job stands, and ends it."""
+"""One scheduler per file: how it accepts a job, reports its state, and ends it."""

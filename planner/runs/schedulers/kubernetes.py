@@ -1,4 +1,4 @@
-"""Kubernetes, by kubectl: what a manifest creates.
+"""Kubernetes, by kubectl: the objects of a manifest.
 
 Sources: kubectl get; conditions and their reasons of a Job (batch/v1), of a JobSet and of a TrainJob.
 """
@@ -14,7 +14,7 @@ from planner.runs.schedulers.scheduler import ASK_S, SchedulerState, Submission,
 from topology import codec
 from topology.codec import JsonObject
 
-ENDINGS = {"Complete": "completed", "Completed": "completed", "Failed": "failed"}  # conditions of what has ended
+ENDINGS = {"Complete": "completed", "Completed": "completed", "Failed": "failed"}  # conditions of a job that has ended
 KINDS = frozenset({"Job", "JobSet", "TrainJob"})
 
 
@@ -69,7 +69,7 @@ def _conditions(text: str) -> list[JsonObject]:
 
 
 def _cause(condition: JsonObject) -> str:
-    """Return our word for why a job failed, where Kubernetes ended it."""
+    """Return our cause for a job that Kubernetes ended."""
     if condition.get("reason") == "DeadlineExceeded":
         return "timeout"
     return "disrupted" if "DisruptionTarget" in str(condition.get("message")) else ""

@@ -25,16 +25,16 @@ from topology.errors import BadInput, PlannerError, UserError
 LAUNCHERS = ("local", "torchrun", "slurm", "ray", "kubernetes", "jobset", "trainjob")
 IN_CONTAINERS, ON_VOLUMES = ("kubernetes", "jobset", "trainjob"), ("kubernetes", "jobset")
 PORT = 29400  # torchrun's own default
-PORTS = 1000  # from there on: jobs that share a node meet at ports of their own
+PORTS = 1000  # first of the ports used, so that jobs that share a node have different ones
 SLURM_PORT = f"$(({PORT} + SLURM_JOB_ID % {PORTS}))"
 # A DNS label, which Kubernetes requires; Slurm accepts any name.
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
 PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
 HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
 VOLUME = re.compile(r"([a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?):(/[A-Za-z0-9_./@+=-]*)")
-JOIN_S = 30.0  # in a job whose nodes start together
+JOIN_S = 30.0  # seconds to wait in a job whose nodes start together
 NAMES, NAMED = 'names=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)\n', ' --names="$names"'
-STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
+STARTING_S = 300  # seconds beyond the budget for the scheduler to start the nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class LauncherJob:
     python: str = "python3"
     on_cpus: bool = False
     volume: str | None = None  # CLAIM:/mount/path, of a persistent volume claim that all nodes mount
-    exclusive: bool = False  # nothing else on its nodes, which would be timed, too
+    exclusive: bool = False  # no other job on its nodes, which would disturb the measurement
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -116,7 +116,7 @@ def collect_command(job: LauncherJob) -> list[str]:
 
 
 def save_advice(job: LauncherJob) -> str:
-    """Return how to add the run to the store that planner runs lists, which a run on one host does itself."""
+    """Return how to add the run to the store that planner runs lists; a run on one host is added automatically."""
     return f"to save it: planner runs --add {shlex.quote(str(job.directory))}"
 
 
@@ -137,7 +137,8 @@ def slurm(job: LauncherJob) -> JobFile:
         raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
     minutes = math.ceil((job.budget_s + STARTING_S) / 60)
     agent = shlex.join(node_command(job, endpoint=None, join_s=JOIN_S)) + f' --endpoint="$head:{SLURM_PORT}"'
-    # A job that is preempted or loses a node ends: started again, it would measure again what may be reported already.
+    # A job that is preempted or loses a node is not requeued: it would repeat measurements that may be reported
+    # already.
     options = {**slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.gpus_per_node), "no-requeue": None}
     options |= {"exclusive": None} if job.exclusive else {}
     agent, names = (agent + NAMED, NAMES) if job.nodes > 1 else (agent, "")
@@ -206,7 +207,7 @@ def ray_file(words: Sequence[str], path: Path, name: str, advice: tuple[str, ...
 def require_settings(
     launcher: str, *, image: str | None = None, volume: str | None = None, endpoint: str | None = None
 ) -> None:
-    """Raise UserError where a launcher needs one of these settings and has it not, or has no use for it."""
+    """Raise UserError if a launcher lacks one of these settings, or has one that it does not use."""
     uses = {"image": (image, IN_CONTAINERS), "volume": (volume, ON_VOLUMES), "endpoint": (endpoint, ("torchrun",))}
     for name, (value, launchers) in uses.items():
         if value is not None and launcher not in launchers:
@@ -257,7 +258,7 @@ def jobset(job: LauncherJob, command: Sequence[str] = ()) -> JobFile:
 
 
 def _pods(job: LauncherJob, launcher: str, names: Sequence[str], command: Sequence[str]) -> Pods:
-    """Return the pods of a job. Raises UserError where image or volume are missing."""
+    """Return the pods of a job. Raises UserError if image or volume are missing."""
     require_settings(launcher, image=job.image, volume=job.volume)
     claim, _, mount = str(job.volume).partition(":")
     if not job.directory.is_relative_to(mount):

@@ -1,4 +1,4 @@
-"""What the nodes of a job answered that looked at itself (`executor.launch.node_check`), judged."""
+"""Judge the answers of a job's nodes that checked themselves (`executor.launch.node_check`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODE_CHECK = "executor.launch.node_check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """One thing that was looked at. `severity` is error where a job would fail by it."""
+    """One check. `severity` is error if a job would fail because of it."""
 
     code: str
     severity: str
@@ -26,12 +26,12 @@ class Checked:
 
 
 def error(code: str, what: str, why: str, remedy: str) -> Checked:
-    """Return what a job would fail by."""
+    """Return the checks that would make a job fail."""
     return Checked(code=code, severity=ERROR, what=what, why=why, remedy=remedy)
 
 
 def worst_first(found: Iterable[Checked]) -> list[Checked]:
-    """Return what was found, faults first."""
+    """Return the checks, faults first."""
     return sorted(found, key=lambda one: (ERROR, WARNING, INFO).index(one.severity))
 
 
@@ -49,7 +49,7 @@ def _answer(line: str) -> JsonObject | None:
 
 
 def judge_nodes(answers: Sequence[Mapping[str, Any]], nodes: int, gpus: int) -> list[Checked]:
-    """Return what the answers of nodes say."""
+    """Return the checks in the nodes' answers."""
     found: list[Checked] = []
     names = [str(one["node"]) for one in answers]
     if len(answers) < nodes:
@@ -83,7 +83,7 @@ def judge_nodes(answers: Sequence[Mapping[str, Any]], nodes: int, gpus: int) -> 
 
 
 def _names_and_ports(answers: Sequence[Mapping[str, Any]]) -> list[Checked]:
-    """Return what keeps nodes from meeting: at the first node, at the port of the rendezvous."""
+    """Return what prevents nodes from connecting to the rendezvous on the first node."""
     found: list[Checked] = []
     first = next((name for name in answers[0]["resolved"]), None)
     hosts = {str(one["node"]): str(one["host"]) for one in answers}

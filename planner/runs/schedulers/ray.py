@@ -1,7 +1,7 @@
 """Ray, by the job API of its dashboard, which needs no package of Ray here.
 
-The address is that of Ray's own command line: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS where it is one of HTTP, else
-this machine's port 8265; RAY_AUTH_TOKEN is sent where it is set.
+The address is found as by Ray's command line: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS if it is an HTTP address, else
+port 8265 of this machine; RAY_AUTH_TOKEN is sent if it is set.
 
 Source: Ray's documentation, "Ray Jobs REST API" (/api/jobs/, states of a job).
 """
@@ -33,7 +33,7 @@ LOST_CODE = "exit code 75"  # of executor.launch.ray_nodes
 
 @dataclass(frozen=True, slots=True)
 class Ray:
-    """Jobs have names that we give: an answer that is lost leaves none unknown."""
+    """We give jobs their names, so a lost answer leaves no job unknown."""
 
     collects: bool = True
 
@@ -76,7 +76,7 @@ class NotThere(PlannerError):
 
 
 def address() -> str:
-    """Return the address of the dashboard. Raises UserError where what is set is none."""
+    """Return the address of the dashboard. Raises UserError for an invalid setting."""
     named = os.environ.get("RAY_API_SERVER_ADDRESS", "")
     other = os.environ.get("RAY_ADDRESS", "")
     found = named or (other if other.startswith("http") else LOCAL)
@@ -87,12 +87,12 @@ def address() -> str:
 
 
 def job_log(job: str) -> str:
-    """Return what a job printed. Raises PlannerError."""
+    """Return the output of a job. Raises PlannerError."""
     return str(ask("GET", f"/api/jobs/{quote(job)}/logs").get("logs", ""))
 
 
 def ask(method: str, path: str, body: JsonObject | None = None) -> JsonObject:
-    """Return what the dashboard answers. Raises NotThere, or PlannerError where it refuses or is away."""
+    """Return the dashboard's answer. Raises NotThere, or PlannerError if it refuses or is unreachable."""
     url = address()
     token = os.environ.get("RAY_AUTH_TOKEN")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}

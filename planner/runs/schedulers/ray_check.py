@@ -1,4 +1,4 @@
-"""Whether Ray has what a job needs: what its nodes declare, and what a short job finds on them.
+"""Check that Ray has what a job needs: from what its nodes declare, and from a short job on them.
 
 Source: Ray's documentation, "Ray Jobs REST API" and the state API (/api/v0/nodes).
 """
@@ -33,7 +33,7 @@ ROOM_S, CHECK_S, POLL_S = 30, 120.0, 1.0
 
 
 def check_ray(nodes: int, gpus_per_node: int | None, *, folder: Path, python: str = "python3") -> list[Checked]:
-    """Return what was found, faults first. Without `gpus_per_node` a job asks for as many as nodes declare."""
+    """Return the checks, faults first. Without `gpus_per_node` a job requests as many as nodes declare."""
     try:
         version = ask("GET", "/api/version")
         listed = ask("GET", "/api/v0/nodes")

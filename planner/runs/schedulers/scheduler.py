@@ -1,4 +1,4 @@
-"""What every scheduler is asked, and what it was given."""
+"""The interface of schedulers, and the record of a submission."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Protocol
 
 from planner.runs.schedulers.launchers import JobFile
 
-ASK_S = 30.0  # for a scheduler to answer
+ASK_S = 30.0  # seconds for a scheduler to answer
 MOST_LOG_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What a scheduler was given. `said` is its answer; None while it is being asked.
+    """A submission. `said` is the scheduler's answer; None before it.
 
-    `job` is the name that we gave to the job, where the scheduler lets us; `task` the index of a job in an array.
+    `job` is the name that we gave the job, if the scheduler allows it; `task` the index of a job in an array.
     """
 
     launcher: str
@@ -40,36 +40,36 @@ class Submission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerState:
-    """What a scheduler says of a job. `over` is None where it did not answer."""
+    """The state of a job at its scheduler. `over` is None if it did not answer."""
 
     word: str
     over: bool | None
 
 
 class Scheduler(Protocol):
-    """Raises PlannerError, OSError or TimeoutExpired where the scheduler cannot be asked."""
+    """Raises PlannerError, OSError or TimeoutExpired if the scheduler cannot be asked."""
 
     @property
     def collects(self) -> bool:
-        """Whether the job makes the report of its nodes' records itself."""
+        """Whether the job itself makes the report from its nodes' records."""
 
     def named(self, name: str) -> str | None:
-        """Return the name of a new job, where we give it."""
+        """Return the name of a new job, if we give it."""
 
     def submit(self, file: JobFile, job: str | None) -> str:
-        """Hand over a job and return the answer. Raises PlannerError where it is refused."""
+        """Hand over a job and return the answer. Raises PlannerError if it is refused."""
 
     def state(self, folder: Path, submission: Submission) -> SchedulerState:
-        """Return how a job stands."""
+        """Return the state of a job."""
 
     def cancel(self, folder: Path, submission: Submission) -> None:
-        """End a job; one that has ended stays as it is."""
+        """End a job; a job that has ended is left alone."""
 
     def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
-        """Return why a job ended that is over with `word`, in our words for causes."""
+        """Return the cause for a job that is over with state `word`."""
 
     def last_words(self, folder: Path, submission: Submission) -> str:
-        """Return the last line that a job printed; nothing where there is none."""
+        """Return the last line of a job's output; empty if there is none."""
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -87,6 +87,6 @@ def log_tail(folder: Path, pattern: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of what a command said."""
+    """Return the last line of a command's output."""
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else "no word"

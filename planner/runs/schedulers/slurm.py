@@ -16,7 +16,7 @@ from planner.runs.schedulers.launchers import JobFile
 from planner.runs.schedulers.scheduler import SchedulerState, Submission, last_line, log_tail, run
 
 LOGS = "slurm-*.txt"
-MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill", re.IGNORECASE)  # as slurmstepd says it
+MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill", re.IGNORECASE)  # in slurmstepd's words
 ACTIVE = frozenset(
     [
         "PENDING",
@@ -39,7 +39,7 @@ ACTIVE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """Jobs are known by the number that sbatch says."""
+    """Jobs are known by the number that sbatch prints."""
 
     collects: bool = True
 
@@ -71,8 +71,8 @@ class Slurm:
             run(["scancel", submission.number])
 
     def ended_as(self, folder: Path, submission: Submission, word: str) -> str:
-        """Slurm says "failed" of a job whose nodes it took away where it ended by itself within its grace, and of one
-        that held more memory than it may where its steps are watched by polling.
+        """Slurm's state is "failed" for a job that ended by itself within the grace time after its nodes were taken,
+        and, if memory is watched by polling, for a job that exceeded its memory.
         """
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             shown = run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
@@ -87,6 +87,6 @@ class Slurm:
 
 
 def _memory_line(folder: Path) -> str:
-    """Return the line in which a job's log says that memory was over; nothing where none does."""
+    """Return the line of a job's log that reports exceeded memory; empty if there is none."""
     lines = log_tail(folder, LOGS).splitlines()
     return next((line.strip() for line in lines if MEMORY.search(line)), "")

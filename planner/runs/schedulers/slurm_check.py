@@ -1,4 +1,4 @@
-"""Whether Slurm has what a job needs, before one is queued: what it declares, and what a short job finds on its nodes.
+"""Check that Slurm has what a job needs before one is queued: from what it declares, and from a short job on its nodes.
 
 Sources: sinfo(1), srun(1), gres.conf(5).
 """
@@ -43,7 +43,7 @@ class _Declared:
 
 
 def check_slurm(nodes: int, gpus_per_node: int | None, *, folder: Path, python: str = "python3") -> list[Checked]:
-    """Return what was found, faults first. Without `gpus_per_node` a job asks for as many as nodes declare."""
+    """Return the checks, faults first. Without `gpus_per_node` a job requests as many as nodes declare."""
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if missing:
         why = "they are installed where jobs may be submitted"
@@ -60,7 +60,7 @@ def check_slurm(nodes: int, gpus_per_node: int | None, *, folder: Path, python: 
 
 
 def _declared() -> list[_Declared] | Checked:
-    """Return the nodes of the default partition, or of all where there is none; or why Slurm does not say."""
+    """Return the nodes of the default partition, or all nodes without one; or why Slurm does not list them."""
     asked = _run(["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%G"])
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"code {asked.returncode}"
@@ -101,7 +101,7 @@ def _look_at_nodes(nodes: int, gpus: int, *, folder: Path, python: str) -> list[
     names = "$(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd, -)"
     options = ["--job-name=meshwright-doctor", f"--nodes={nodes}", "--ntasks-per-node=1", "--time=2", "--quiet"]
     options += [f"--immediate={NODES_FREE_S}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-    # The names are known inside the job alone, to a shell whose script is fixed and whose words are arguments.
+    # The names are only known inside the job, to a shell with a fixed script whose words are arguments.
     script = (
         f'names="{names}"; exec "$0" -m {NODE_CHECK} --names="$names" --file="$1"'
         f' --endpoint="${{names%%,*}}:{SLURM_PORT}"'

@@ -1,1 +1,1 @@
-"""What the service keeps: jobs in a database, files on disk by digest."""
+"""Storage of the service: jobs in a database, files on disk by digest."""

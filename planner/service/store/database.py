@@ -16,7 +16,7 @@ from topology.errors import PlannerError, UserError
 
 WAIT_S = 10.0  # for another writer
 MIGRATIONS = Path(__file__).parent / "migrations"
-MIGRATION_LOCK = 7_245_117_330  # any number that is ours
+MIGRATION_LOCK = 7_245_117_330  # key of our advisory lock: any fixed number
 
 
 def connect(url: str, folder: Path) -> Engine:
@@ -73,7 +73,7 @@ def _engine(url: URL) -> Engine:
     def prepare(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where `begin` below says so
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")  # an accepted job survives the loss of power
+        connection.execute("PRAGMA synchronous = FULL")  # an accepted job survives a loss of power
         connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(made, "begin")

@@ -26,7 +26,7 @@ class Files:
         return self._folder / sha256[:2] / sha256
 
     def add_text(self, text: str) -> str:
-        """Keep a text and return its digest. Raises PlannerError where it cannot be written."""
+        """Keep a text and return its digest. Raises PlannerError if it cannot be written."""
         return self._add(text.encode(), hashlib.sha256(text.encode()).hexdigest())
 
     def add_file(self, source: Path) -> str:
@@ -36,7 +36,7 @@ class Files:
         return self._add(source, sha256)
 
     def read_text(self, sha256: str) -> str:
-        """Return a text that was kept. Raises PlannerError where it is gone."""
+        """Return a stored text. Raises PlannerError if it is missing."""
         try:
             return self.path(sha256).read_text(encoding="utf-8")
         except OSError as error:
@@ -52,7 +52,7 @@ class Files:
     def _add(self, source: bytes | Path, sha256: str) -> str:
         target = self.path(sha256)
         with suppress(OSError):
-            os.utime(target)  # young again, for `forget`
+            os.utime(target)  # updates its time, for `forget`
             return sha256
         temporary = target.with_name(f".{uuid.uuid4().hex}")
         try:

@@ -2,7 +2,7 @@
 
 A server that starts a job holds it by a lease, which it renews, and by a fence, the number of that start. What it
 writes counts only while the job runs with this fence, so a server that was believed dead cannot end a job that another
-has started again. Times are the database's own, so servers need no common clock.
+one has restarted. Times are those of the database, so servers need no common clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topology.errors import PlannerError
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 ENDED = frozenset({DONE, FAILED, CANCELLED})
 MAX_LINE = 500
-MOST_STARTS = 100  # of a job whose server or process is ended again and again: it may be what ends it
+MOST_STARTS = 100  # starts of a job whose server or process keeps dying: the job itself may be the cause
 
 ENDED_TWICE = codec.to_json(
     {
@@ -41,12 +41,12 @@ class KeyTaken(PlannerError):
 
 
 class TooMany(PlannerError):
-    """A user has as many jobs waiting as one may have."""
+    """A user has reached the limit of waiting jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A job that this server may start. `fence` goes with everything that it writes about it."""
+    """A job that this server may start. Everything that it writes about the job includes `fence`."""
 
     job: str
     owner: str
@@ -92,9 +92,9 @@ class Jobs:
     def submit(
         self, *, owner: str, command: str, request: str, digest: str, key: str | None, starts: int, most_waiting: int
     ) -> tuple[str, bool]:
-        """Accept a job and return its id and whether it is new: a request with a known key is the job that it was.
+        """Accept a job and return its id and whether it is new: a request with a known key returns the earlier job.
 
-        Raises KeyTaken where the key belongs to another request, TooMany where `most_waiting` jobs of the owner wait.
+        Raises KeyTaken if the key belongs to another request, TooMany if `most_waiting` jobs of the owner wait.
         """
         job = uuid.uuid4().hex
         with self._engine.begin() as connection:
@@ -117,7 +117,7 @@ class Jobs:
         return job, True
 
     def read(self, owner: str, job: str) -> JsonObject | None:
-        """Return a job's row with its `artifacts`; None where this user has none of this id."""
+        """Return a job's row with its `artifacts`; None if this user has no job with this id."""
         with self._reading.connect() as connection:
             row = connection.execute(select(JOBS).where(JOBS.c.id == job, JOBS.c.owner == owner)).mappings().first()
             if row is None:
@@ -168,10 +168,10 @@ class Jobs:
         only: Iterable[str] | None = None,
         most_running: int | None = None,
     ) -> Claim | None:
-        """Start the oldest waiting job of the user with the fewest running jobs; None where nothing waits.
+        """Start the oldest waiting job of the user with the fewest running jobs; None if none waits.
 
-        Commands named in `without`, and others than `only`, are left for later, and so are the jobs of users of whom
-        `most_running` run.
+        Commands in `without`, commands not in `only`, and jobs of users with `most_running` running jobs are left for
+        later.
         """
         others = JOBS.alias()
         running = (
@@ -212,7 +212,7 @@ class Jobs:
             connection.execute(_held(claim).values(progress=line[:MAX_LINE]))
 
     def end(self, claim: Claim, ending: JobEnd) -> bool:
-        """End a job; return False, and change nothing, where another server or a cancellation came first."""
+        """End a job; return False, and change nothing, if another server or a cancellation was first."""
         values = {"state": ending.state, "exit_code": ending.exit_code, "result": ending.result, "error": ending.error}
         with self._engine.begin() as connection:
             ended = _held(claim).values(
@@ -228,7 +228,7 @@ class Jobs:
     def give_back(self, claim: Claim, *, started: bool) -> None:
         """Let another start a job that this server cannot finish. One that may not start again fails.
 
-        With `started` False, the start does not count, MOST_STARTS times at most: it was not the work that ended.
+        With `started` False this start does not count (at most MOST_STARTS times), since the work itself did not fail.
         """
         with self._engine.begin() as connection:
             if not started:
@@ -237,9 +237,10 @@ class Jobs:
             connection.execute(_held(claim).values(**self._again()))
 
     def sweep(self) -> int:
-        """Give back the jobs whose leases ran out, since their server is gone; return how many.
+        """Give back the jobs whose leases expired because their server is gone; return how many.
 
-        The start of a question does not count, since what ended was the server; a run may have been measuring.
+        The start of a question does not count, since the server failed; that of a run does, since it may have been
+        measuring.
         """
         gone = (JOBS.c.state == RUNNING) & (JOBS.c.lease_until_s < self._now)
         asked = update(JOBS).where(gone, JOBS.c.command.not_in(RUNS), JOBS.c.fence < MOST_STARTS)
@@ -248,7 +249,7 @@ class Jobs:
             return int(connection.execute(update(JOBS).where(gone).values(**self._again())).rowcount)
 
     def left(self, jobs: Collection[str]) -> set[str]:
-        """Return the ids, of these, of questions on which no server works."""
+        """Return those of these ids that are questions on which no server works."""
         asked = JOBS.c.id.in_(jobs) & JOBS.c.command.not_in(RUNS) & (JOBS.c.state != RUNNING)
         with self._reading.connect() as connection:
             return set(connection.execute(select(JOBS.c.id).where(asked)).scalars())
@@ -261,7 +262,7 @@ class Jobs:
             return int(connection.execute(delete(JOBS).where(old)).rowcount)
 
     def _again(self) -> JsonObject:
-        """Return what makes a running job wait again, or fail where it has no start left."""
+        """Return the changes that let a running job wait again, or fail if it has no start left."""
         may = JOBS.c.starts_left > 0
         return {
             "state": case((may, QUEUED), else_=FAILED),
@@ -279,7 +280,7 @@ class Jobs:
 
 
 def _held(claim: Claim) -> Any:
-    """Return an update of a job as long as its claim holds."""
+    """Return an update of a job that applies only while its claim holds."""
     return update(JOBS).where(JOBS.c.id == claim.job, JOBS.c.fence == claim.fence, JOBS.c.state == RUNNING)
 
 

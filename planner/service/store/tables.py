@@ -21,7 +21,7 @@ JOBS = Table(
     Column("started_s", Float),
     Column("finished_s", Float),
     Column("server", String(64)),  # which server works on it
-    Column("fence", Integer, nullable=False),  # how often it was started: who holds an older one is refused
+    Column("fence", Integer, nullable=False),  # number of its starts; writes with a lower number are refused
     Column("starts_left", Integer, nullable=False),
     Column("lease_until_s", Float),
     Column("exit_code", Integer),

@@ -1,1 +1,1 @@
-"""A deployment run by the executor: what is asked of it, what is predicted of that, and both side by side."""
+"""A deployment run by the executor: its request, its prediction, and the comparison."""

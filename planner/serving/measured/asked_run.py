@@ -1,4 +1,4 @@
-"""From a serving question to what the executor is asked to run, with the prediction made before it runs."""
+"""Make the executor's request for a serving question, with the prediction made before the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
-ENGINE = "meshwright"  # of engines.toml: the executor
+ENGINE = "meshwright"  # the executor's name in engines.toml
 DECODED, CONTEXTS = (1, 4, 16, 64), (512, 2048, 4096, 16384)
 PROMPTS = (512, 2048, 8192, 16384)
 DECODE, PREFILL = "decode", "prefill"
@@ -24,7 +24,7 @@ DECODE, PREFILL = "decode", "prefill"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step to time: `batch` answers that go on with `context` tokens each, or so many prompts of that length read."""
+    """A step to time: `batch` answers in progress with `context` tokens each, or as many prompts of that length."""
 
     phase: str
     batch: int
@@ -33,7 +33,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedRun:
-    """One run of the executor. `step_s` has a time for each of `steps`, `seen` what clients of each load would see."""
+    """One run of the executor. `step_s` has the predicted time of each of `steps`, `seen` what clients of each load
+    would see.
+    """
 
     question: ServingQuestion
     deployment: Deployment
@@ -81,8 +83,8 @@ def asked_run(
     loads: Mapping[str, Traffic] | None = None,
     prefill: Pool | None = None,
 ) -> AskedRun:
-    """Return the run of one engine under the executor, predicted. Raises BadPlan for what the executor does not
-    serve.
+    """Return the run of one engine under the executor, predicted. Raises BadPlan for deployments that the executor
+    cannot serve.
     """
     notes = []
     if question.engine != ENGINE:

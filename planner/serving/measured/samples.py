@@ -1,4 +1,4 @@
-"""What a serving run measured, as samples of a profile: steps, sums over ranks, the host's time between steps."""
+"""Samples of a profile from a serving run: steps, all-reduces, and the host's time between steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from topology.profile.samples import Provenance
 from topology.profile.serving_samples import ServingSample
 from topology.profile.store import merge, run_name
 
-LEAST_STEPS = 20  # of a load: fewer say little of the host
-BYTES = 2  # of a number that is summed
+LEAST_STEPS = 20  # steps of a load; fewer say little of the host
+BYTES = 2  # bytes of a number in an all-reduce
 
 
 def samples_of(document: Mapping[str, Any]) -> tuple[list[ServingSample], list[CollectiveSample]]:
@@ -76,9 +76,9 @@ def _between(document: Mapping[str, Any]) -> Iterator[JsonObject]:
 
 
 def add_to_profile(document: Mapping[str, Any], path: Path) -> int:
-    """Add a run's samples to the profile at `path`, which is made where there is none; return how many.
+    """Add a run's samples to the profile at `path`, which is created if it does not exist; return how many.
 
-    Raises BadInput where they are of different GPUs, or the run was not on a GPU.
+    Raises BadInput if the GPUs differ, or if the run was not on a GPU.
     """
     versions: Mapping[str, Any] = next((note for note in document.get("notes", ()) if note["kind"] == "versions"), {})
     device = str(versions.get("device", ""))

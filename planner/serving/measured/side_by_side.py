@@ -1,4 +1,4 @@
-"""What was predicted of a serving run, and what the executor measured."""
+"""Predictions of a serving run next to the executor's measurements."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ WAYS = {"own": "ours, with the norm", "nccl": "NCCL"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One figure. Seconds, or tokens a second where `what` says so; `way` is the all-reduce it was measured with."""
+    """One figure, in seconds, or in tokens per second if `what` states so; `way` is the all-reduce with which it was
+    measured.
+    """
 
     what: str
     predicted: float
     measured: float
     way: str = ""
-    predicted_for: bool = True  # whether the prediction is of this way
+    predicted_for: bool = True  # whether the prediction is for this all-reduce
 
     @property
     def error(self) -> float:
-        """Relative: 0.1 where 10 % more was predicted than measured."""
+        """Relative: 0.1 if the prediction is 10 % above the measurement."""
         return self.predicted / self.measured - 1
 
 
 def step_rows(document: Mapping[str, Any]) -> list[Compared]:
-    """Return the timed steps of an executor's report, in the order asked; of several all-reduces the predicted
-    first.
+    """Return the timed steps of an executor's report, in the order of the request; with several all-reduces the
+    predicted one first.
     """
     request = document["request"]
     predicted = {
@@ -56,7 +58,7 @@ def step_rows(document: Mapping[str, Any]) -> list[Compared]:
 
 
 def load_rows(document: Mapping[str, Any]) -> dict[str, list[Compared]]:
-    """Return by load what clients saw; a load that was not answered whole is left out."""
+    """Return what clients saw, by load; loads that were not completed are left out."""
     found = {}
     for load in document["loads"]:
         if not load["complete"] or not load["answers"]:
@@ -79,7 +81,7 @@ def load_rows(document: Mapping[str, Any]) -> dict[str, list[Compared]]:
 
 
 def measured_latency(answers: Sequence[Mapping[str, float]]) -> dict[str, Distribution]:
-    """Return the distributions that `simulator.serving.latency` makes of simulated answers, of measured ones."""
+    """Return the distributions of measured answers, as `simulator.serving.latency` makes them of simulated ones."""
     arrived, first, done, tokens = (
         np.array([one[name] for one in answers]) for name in ("arrival_s", "first_s", "done_s", "tokens")
     )
@@ -137,7 +139,7 @@ def _print_table(heading: str, rows: Sequence[tuple[str, Compared]]) -> None:
 
 
 def _loads_way(document: Mapping[str, Any]) -> str:
-    """Return the all-reduce that the prediction is of: the first that was asked and measured."""
+    """Return the all-reduce of the prediction: the first that was requested and measured."""
     measured = {step["all_reduce"] for step in document["steps"]}
     return next((way for way in document["request"]["all_reduces"] if way in measured), "")
 

@@ -1,5 +1,4 @@
-"""What is asked of a serving plan: from flags and a file of requests to a question, and what releases of engines can
-do.
+"""Questions about serving: made from flags and a file of requests, and checked against what releases of engines can do.
 
 May import `simulator`, `topology` and `io`; the search and the answers are the folder above.
 """

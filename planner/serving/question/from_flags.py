@@ -1,4 +1,4 @@
-"""From the flags of `--task serve` to a question, with what was left unsaid."""
+"""Make a serving question of the flags of `--task serve`, with a list of assumptions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from topology.rates.reach import cluster_caveats
 
 MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
-VARY = 0.2  # requests of one length would begin and end together, as no real ones do
-FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats that engines do not make of 16 bits while they load
+VARY = 0.2  # requests of equal length would begin and end together, unlike real ones
+FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats to which engines cannot convert 16-bit weights while loading
 ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingFlags:
-    """What a command states of a serving question and of one deployment; None is what nobody stated.
+    """What a command states of a serving question and of one deployment; None means not stated.
 
     Lengths are in tokens, targets in seconds, `request_rate` in requests a second. `replicas` to `prefill` are parts of
     a deployment; commands that choose one take none of them.
@@ -80,12 +80,12 @@ class ServingFlags:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        """Raise UserError for a model or cluster that is said and empty."""
+        """Raise UserError for a model or cluster that is stated and empty."""
         refuse_empty(model=self.model, cluster=self.cluster)
 
 
 def flags_of_search(asked: Suggest) -> ServingFlags:
-    """Return what a search for deployments is asked. Raises UserError for what is no number of GPUs."""
+    """Return the flags of a search for deployments. Raises UserError for an invalid number of GPUs."""
     counts = asked.gpus
     if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
         raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
@@ -104,7 +104,7 @@ def flags_of_search(asked: Suggest) -> ServingFlags:
 
 
 def serving_question(flags: ServingFlags) -> ServingQuestion:
-    """Return the question of a command's flags. Raises UserError for what cannot be, naming the flag."""
+    """Return the question of a command's flags. Raises UserError, naming the flag, for impossible values."""
     whole = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
     machine = _cut(whole, flags.gpus)
     defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
@@ -151,7 +151,9 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
 
 
 def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
-    """Return so many GPUs of the machine of a command's flags. Raises UserError where it does not come in that size."""
+    """Return this number of GPUs of the machine in a command's flags. Raises UserError if it does not exist in that
+    size.
+    """
     return _cut(read_cluster(flags.cluster or CLUSTER, gpus, gpu=flags.gpu), gpus)
 
 
@@ -161,7 +163,7 @@ def _cut(machine: Cluster, gpus: int | None) -> Cluster:
 
 
 def _refuse_unknown_to(engine: str, flags: ServingFlags) -> None:
-    """Raise UserError for a setting of the scheduler that an engine does not have."""
+    """Raise UserError for a scheduler setting that an engine does not have."""
     asked = (
         ("--two-batch-overlap", flags.two_batch_overlap, OVERLAPS_BATCHES),
         ("--receive-every", (flags.receive_every or 1) > 1, RECEIVES),
@@ -175,7 +177,7 @@ def _refuse_unknown_to(engine: str, flags: ServingFlags) -> None:
 
 
 def speculation_of(draft: int | None, accepted: float | None, model: Model) -> Speculation | None:
-    """Return what is stated of drafted tokens. Raises UserError where a half of it is, or cannot be."""
+    """Return the stated speculative decoding. Raises UserError if only half of it is stated, or if it is impossible."""
     if draft is None and accepted is None:
         return None
     if draft is None or accepted is None or accepted > draft:
@@ -194,7 +196,7 @@ def speculation_of(draft: int | None, accepted: float | None, model: Model) -> S
 
 
 def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:
-    """Return what is assumed of formats, and which checkpoint a format needs that engines do not convert to."""
+    """Return the assumptions about formats, and the checkpoint that a format needs if engines do not convert to it."""
     said = []
     if flags.weights is None:
         said.append(f"weights in {stored}, as the checkpoint has them" if stored else "weights in bfloat16")
@@ -204,7 +206,7 @@ def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:
 
 
 def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: list[str]) -> MeasuredServing | None:
-    """Return what the profile of `flags` says of an engine, and note what it does not; None without a profile.
+    """Return the engine's samples in the profile of `flags`, with notes on what is missing; None without a profile.
 
     Raises BadInput for a profile that cannot be, Stale for one in doubt where flags are strict.
     """
@@ -237,7 +239,7 @@ def _refuse_beyond(model: Model, traffic: Traffic) -> None:
 
 
 def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str]) -> Traffic:
-    """Return what clients send to a model of so many positions (0: not known).
+    """Return the traffic for a model with this number of positions (0: unknown).
 
     Raises UserError for flags that exclude each other, BadInput for a file of requests.
     """
@@ -254,7 +256,7 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
         concurrency = CLIENTS_PER_GPU * gpus
         assumed.append(f"{concurrency:,} clients ({CLIENTS_PER_GPU} per GPU), each asking again when it is answered")
     vary = VARY if flags.vary is None else flags.vary
-    short = min(1.0, 0.8 * positions / (PROMPT + ANSWER)) if positions else 1.0  # the longest vary by a fifth
+    short = min(1.0, 0.8 * positions / (PROMPT + ANSWER)) if positions else 1.0  # the longest are a fifth longer
     prompt, answer = (
         Lengths(mean=_said(given, int(short * default), what, assumed), low=1 - vary, high=1 + vary)
         for given, default, what in ((flags.isl, PROMPT, "a prompt"), (flags.osl, ANSWER, "an answer"))
@@ -275,7 +277,7 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
 
 
 def _refuse_beside(flags: ServingFlags, flag: str, others: tuple[str, ...]) -> None:
-    """Raise UserError where a flag that says the same in another way was given too."""
+    """Raise UserError if another flag for the same quantity was given too."""
     stated = [name for name in others if getattr(flags, name) is not None]
     if stated:
         names = ", ".join("--" + name.replace("_", "-") for name in stated)
@@ -287,7 +289,7 @@ def _refuse_beside(flags: ServingFlags, flag: str, others: tuple[str, ...]) -> N
 
 
 def _traced(requests: tuple[Request, ...], cached: float) -> Traffic:
-    """Return the traffic of a file; its means stand where one length is asked for."""
+    """Return the traffic of a file; its means are used where one length is needed."""
     prompt = round(sum(request.prompt for request in requests) / len(requests))
     output = round(sum(request.output for request in requests) / len(requests))
     return Traffic(

@@ -1,4 +1,4 @@
-"""What is asked of a serving plan: the model, the machine, the requests, the engine, and what counts."""
+"""A question about serving: the model, the machine, the requests, the engine, and the objective."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ServingQuestion:
     """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not given.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
-    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured` is
-    what a profile says.
+    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured`
+    has samples of a profile.
     """
 
     model: Model
     cluster: Cluster
     traffic: Traffic
     engine: str = "vllm"
-    release: str = ""  # of the engine; empty: the one that is described
+    release: str = ""  # release of the engine; empty: the one that is described
     weights: str = "bfloat16"
     kv_cache: str = "bfloat16"
     max_num_seqs: int = 0
@@ -49,11 +49,13 @@ class ServingQuestion:
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise BadCluster where nothing can be predicted, since rates of the GPUs are not known."""
+        """Raise BadCluster if rates of the GPUs are unknown, so that nothing can be predicted."""
         require_plannable(self.cluster)
 
     def of_engine(self, engine: str) -> Self:
-        """Return the question of another engine, without settings that it lacks; a profile is of the one before."""
+        """Return the question for another engine, without settings that it lacks and without the profile of the
+        previous engine.
+        """
         known = engine_of(engine)
         return replace(
             self,

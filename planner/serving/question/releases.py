@@ -1,4 +1,6 @@
-"""Which release of an engine can do what a deployment needs: facts in releases.toml, each with its source."""
+"""Which releases of an engine have the features that a deployment needs: facts in releases.toml, each with its
+source.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
 HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
 HYBRIDS_SINCE = "2026-04-05"  # when it was packaged (the wheel on PyPI)
-# From where on the published times of TensorRT-LLM's host are (NVIDIA/TensorRT-LLM pull request 10273, issue 13957).
+# First release to which the published times of TensorRT-LLM's host apply (NVIDIA/TensorRT-LLM pull request 10273, issue
+# 13957).
 HOST_HIDDEN_FROM = "1.2.0rc0"
 WORDS = {
     "pipeline_parallel": "pipeline parallelism",
@@ -41,7 +44,7 @@ Release = tuple[tuple[int, ...], int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """`since` has it, `absent` lacks it; an empty `absent` is not known."""
+    """`since` has it, `absent` lacks it; an empty `absent` is unknown."""
 
     since: str
     absent: str
@@ -50,7 +53,7 @@ class Fact:
 
 @cache
 def facts() -> dict[str, dict[str, Fact]]:
-    """Return what is known by engine and feature."""
+    """Return the facts by engine and feature."""
     text = (resources.files("planner") / "serving" / "question" / "releases.toml").read_text("utf-8")
     return {
         engine: {name: convert(fact, Fact, where=f"releases.toml [{engine}.{name}]") for name, fact in table.items()}
@@ -59,7 +62,7 @@ def facts() -> dict[str, dict[str, Fact]]:
 
 
 def parse_release(text: str) -> Release:
-    """Return a release in an order that sorts: 0.4.6rc1, 0.4.6, 0.4.6.post2, 0.4.10. Raises BadInput."""
+    """Return a key by which releases sort: 0.4.6rc1, 0.4.6, 0.4.6.post2, 0.4.10. Raises BadInput."""
     found = _RELEASE.fullmatch(text.strip())
     if found is None:
         raise BadInput(f"{text[:40]!r} is not a release", remedy="write it as PyPI does: 0.8.3, 0.4.6.post2")
@@ -85,7 +88,7 @@ def split_engine(text: str) -> tuple[str, str]:
 
 
 def vllm_of(release: str) -> str:
-    """Return the engine that describes a release of vLLM; one that is not stated, or not readable, is an older one."""
+    """Return our engine for a release of vLLM; an older one if the release is not stated or not readable."""
     try:
         return "vllm" if parse_release(release) >= parse_release(OVERLAPS_FROM) else "vllm013"
     except BadInput:
@@ -93,8 +96,8 @@ def vllm_of(release: str) -> str:
 
 
 def sglang_of(release: str, date: str = "") -> str:
-    """Return the engine that describes a release of SGLang; one that is not stated is the one of the date, or else the
-    present one, and one that is not readable, such as a nightly build, an older one.
+    """Return the engine that describes a release of SGLang; by default that of the date, or else the present one; an
+    older one if the release is not readable, such as a nightly build.
     """
     if not release:
         return "sglang059" if date and date < HYBRIDS_SINCE else "sglang"
@@ -105,7 +108,7 @@ def sglang_of(release: str, date: str = "") -> str:
 
 
 def trtllm_of(release: str) -> str:
-    """Return the engine that describes a release of TensorRT-LLM; one that is not stated, or not readable, is 1.0."""
+    """Return our engine for a release of TensorRT-LLM; 1.0 if the release is not stated or not readable."""
     try:
         found = parse_release(release)
     except BadInput:
@@ -133,7 +136,9 @@ def needed(model: Model, deployment: Deployment) -> Iterator[str]:
 
 
 def too_old(model: Model, deployment: Deployment, release: str) -> tuple[str, ...]:
-    """Return what a release of the deployment's engine lacks, with the release that has it; nothing for no release."""
+    """Return the features that a release of the deployment's engine lacks, with the release that has them; empty if no
+    release is stated.
+    """
     if not release:
         return ()
     engine = engine_of(deployment.engine)

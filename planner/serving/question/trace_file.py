@@ -19,7 +19,7 @@ FIELDS = ("arrival_s", "prompt", "output")
 def read_trace(path: str) -> tuple[Request, ...]:
     """Return the requests of a file in order of arrival: JSON lines, or CSV with a heading, each with FIELDS.
 
-    Raises BadInput, naming the line, for what is none.
+    Raises BadInput, naming the line, for an invalid request.
     """
     text = read_text(path)
     rows = _csv_rows(path, text) if Path(path).suffix.lower() == ".csv" else _json_rows(path, text)
@@ -58,7 +58,7 @@ def _json_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 
 def read_request(row: Mapping[str, Any], where: str) -> Request:
-    """Return a request by its FIELDS. Raises BadInput for what is missing or no number in its range."""
+    """Return a request by its FIELDS. Raises BadInput for a field that is missing or not a number in its range."""
     values = [row.get(name) for name in FIELDS]
     most = (MAX_SECONDS, MAX_TOKENS, MAX_TOKENS)
     for name, value, limit in zip(FIELDS, values, most, strict=True):

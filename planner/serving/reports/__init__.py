@@ -1,1 +1,1 @@
-"""A serving answer for people and for programs: tables, sentences, documents."""
+"""A serving answer as text and as JSON: tables, sentences, documents."""

@@ -1,4 +1,4 @@
-"""Serving answers as JSON: the keys that other programs read."""
+"""Serving answers as JSON."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def comparison_document(found: ServingComparison, files: Sequence[str]) -> JsonO
 
 
 def listed_document(rank: int, plan: ServingPlan) -> JsonObject:
-    """Return a deployment of a search by the keys of a listed plan."""
+    """Return a deployment of a search with the keys of a listed plan."""
     return {
         "rank": rank,
         "plan": plan_document(plan.deployment),
@@ -144,7 +144,7 @@ def _shown(row: Row | ServingPlan) -> JsonObject:
 
 
 def way_out_document(out: WayOut) -> JsonObject:
-    """Return what the targets allow: the most load within them and, where they do not hold, what would meet them."""
+    """Return what the targets allow: the most load within them and, if they do not hold, changes that meet them."""
     most = None
     if out.most is not None:
         quantity = "clients" if out.most.question.traffic.concurrency else "requests_per_s"
@@ -171,7 +171,7 @@ def _sweep(sweep: Sweep) -> JsonObject:
 
 
 def price_per_million(question: ServingQuestion, estimate: ServingEstimate) -> float | None:
-    """Return the price of a million output tokens, or None where no price of a GPU was given."""
+    """Return the price of a million output tokens, or None without a price of a GPU."""
     if not question.gpu_price_per_hour:
         return None
     return question.gpu_price_per_hour / 3600 / estimate.output_tokens_per_s_per_gpu.value * 1e6

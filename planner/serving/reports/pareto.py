@@ -1,4 +1,4 @@
-"""The picture of users against GPUs, as text, as CSV and as JSON: the same points in each."""
+"""Throughput per user and per GPU as text, as CSV and as JSON, with the same points in each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values_of(point: ParetoPoint) -> dict[str, float]:
 
 
 def about(point: ParetoPoint) -> str:
-    """Return a point in words."""
+    """Return a point as text."""
     seen = point.plan.estimate
     where = f"{deployment_text(point.plan.deployment)}, {engine_of(point.engine).title}, {point.clients} clients"
     rates = ", ".join(f"{two_digits(value)} {name}" for name, value in values_of(point).items())
@@ -85,13 +85,13 @@ def pareto_csv(found: Pareto) -> str:
 
 
 def title(found: Pareto) -> str:
-    """Return which model is served on what."""
+    """Return the question's model and machine as text."""
     machine = found.question.cluster
     return f"{found.question.model.name} on {machine.gpu_count} x {machine.slowest_kind.title}"
 
 
 def print_pareto(found: Pareto) -> None:
-    """Print the points that none beats, the fastest users first."""
+    """Print the Pareto-optimal points, the fastest users first."""
     screen = console()
     engines = ", ".join(dict.fromkeys(engine_of(point.engine).title for point in found.points))
     screen.print(

@@ -1,4 +1,4 @@
-"""One deployment for people: what clients would see, where the time goes, memory, what else would win, a comparison."""
+"""One deployment as text: what clients would see, where the time goes, memory, changes of the answer, a comparison."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = {
 
 
 def words(name: str) -> str:
-    """Return a part of an account in words."""
+    """Return a part of an account as text."""
     return NAMES.get(name, name.replace("_", " "))
 
 

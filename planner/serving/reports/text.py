@@ -1,4 +1,4 @@
-"""A serving search for people: the sentence that answers, a table of 80 columns, memory, what it rests on."""
+"""A serving search as text: a sentence with the answer, a table of 80 columns, memory, and what it is based on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topology.units import GIB, two_digits
 
 
 def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str, out: WayOut = NOTHING) -> None:
-    """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
+    """Print the answer; times have as many digits as their range allows. `start` starts one engine."""
     screen = console()
     question, best = result.question, result.plans[0]
     sentence = answer_sentence(question, best.deployment, best.estimate, meets=True)
@@ -50,7 +50,7 @@ def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start
 
 
 def way_out_lines(out: WayOut, *, meets: bool) -> list[str]:
-    """Return the most load within the targets and, where they do not hold, each change that meets them."""
+    """Return the most load within the targets and, if they do not hold, each change that meets them."""
     lines = []
     most = out.most
     if most is not None and meets:
@@ -107,7 +107,7 @@ def answer_sentence(
 
 
 def load_text(traffic: Traffic) -> str:
-    """Return what clients send in a few words."""
+    """Return the traffic of clients in a few words."""
     if traffic.trace:
         return f"{len(traffic.trace)} requests of a file"
     clients = "1 client" if traffic.concurrency == 1 else f"{traffic.concurrency} clients"
@@ -125,7 +125,7 @@ def _cells(plan: ServingPlan) -> list[str]:
 
 
 def print_memory(question: ServingQuestion, estimate: ServingEstimate) -> None:
-    """Print what a GPU's memory holds, and the cache in vLLM's own words, to compare with its log."""
+    """Print the memory of a GPU, and the cache in the words of vLLM's log, for comparison."""
     room, traffic = estimate.room, question.traffic
     longest = traffic.prompt.mean + traffic.output.mean
     parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in room.by_category.items())
@@ -143,7 +143,7 @@ def _print_break_even(question: ServingQuestion, best: ServingPlan) -> None:
 
 
 def break_even_text(found: BreakEven) -> str:
-    """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
+    """Return whether tensor parallelism is faster for a single answer, and up to which all-reduce time."""
     return (
         f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}:"
         f" {two_digits(found.token_s * 1e3)} and {two_digits(found.fewer_token_s * 1e3)} ms per token."
@@ -168,7 +168,7 @@ def _print_load(load: Sequence[Row]) -> None:
 
 
 def _notes(result: ServingResult) -> list[str]:
-    """Return what the answer rests on, each once."""
+    """Return the assumptions of the answer, each once."""
     many = len(result.plans)
     lines = [f"{many:,} deployment{'s' if many != 1 else ''} simulated, all that are legal; {result.seconds:.1f} s."]
     if result.rejected:

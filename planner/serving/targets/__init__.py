@@ -1,1 +1,1 @@
-"""Targets of a question: the most load that holds them, and what else would meet those that do not hold."""
+"""Targets of a question: the most load within them, and changes that meet targets that do not hold."""

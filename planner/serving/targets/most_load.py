@@ -14,15 +14,15 @@ from simulator.serving.server import OutOfTime
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible
 
-STEP = 1.03  # loads that are nearer to each other are not distinguished
-MOST_TIMES, MOST_CLIENTS = 16, 1024  # the load that was asked about, and clients, up to which more are tried
-SERVED_AT_ONCE = 64  # clients a GPU that show what can be answered a second
-LEAST_PART = 64  # of a rate that was asked about, how small a part is tried
+STEP = 1.03  # loads closer than this are not distinguished
+MOST_TIMES, MOST_CLIENTS = 16, 1024  # largest load tried, as a multiple of the question's, and in clients
+SERVED_AT_ONCE = 64  # clients per GPU that show how many requests can be answered per second
+LEAST_PART = 64  # smallest part of the question's rate that is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MostLoad:
-    """`load` is clients of a closed loop or requests a second; `more` says that more than it was not tried."""
+    """`load` is the number of clients of a closed loop, or requests per second; `more`: larger loads were not tried."""
 
     question: ServingQuestion
     plan: ServingPlan
@@ -31,7 +31,7 @@ class MostLoad:
 
     @property
     def flag(self) -> str:
-        """The flag that asks about this load."""
+        """The flag for this load."""
         return load_flag(self.question)
 
 
@@ -57,10 +57,10 @@ def at_load(question: ServingQuestion, load: float) -> ServingQuestion:
 def most_load(
     question: ServingQuestion, deployments: Iterable[Deployment], *, until_s: float = math.inf
 ) -> MostLoad | None:
-    """Return the most load under which one of the deployments holds the targets, and which.
+    """Return the most load under which one of the deployments holds the targets, and that deployment.
 
-    None for a file of requests, a question without targets, and where even one client, or a 64th of the rate, is too
-    much. Ends with what is known at `until_s` of `time.monotonic`.
+    None for a file of requests, a question without targets, and if even one client, or a 64th of the rate, is too much.
+    Returns what is known at `until_s` of `time.monotonic`.
     """
     if question.traffic.trace or not (question.ttft_s or question.tpot_s):
         return None
@@ -74,7 +74,7 @@ def most_load(
 
 
 def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | None, until_s: float) -> MostLoad | None:
-    """Return the most load that a deployment holds where that is more than the best of others, or None."""
+    """Return the most load that a deployment holds if it exceeds the best of the others, or None."""
     asked, whole = asked_load(question), bool(question.traffic.concurrency)
     begin = asked if best is None else max(best.load * STEP, best.load + whole)
     found = _holds(question, deployment, begin, until_s)
@@ -91,7 +91,7 @@ def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | No
 
 
 def _less(question: ServingQuestion, deployment: Deployment, asked: float, until_s: float) -> MostLoad | None:
-    """Return the most load below what was asked about, from one client or a part of the rate on."""
+    """Return the most load below the question's, starting from one client or a part of the rate."""
     low = 1.0 if question.traffic.concurrency else asked / LEAST_PART
     found = _holds(question, deployment, low, until_s) if low < asked else None
     while found is not None:
@@ -104,7 +104,7 @@ def _less(question: ServingQuestion, deployment: Deployment, asked: float, until
 
 
 def _between(found: MostLoad, high: float, until_s: float) -> MostLoad:
-    """Halve the interval between what holds and what does not."""
+    """Halve the interval between a load that holds and one that does not."""
     whole = bool(found.question.traffic.concurrency)
     while high > found.load * STEP and not (whole and high <= found.load + 1):
         middle = (high + found.load) / 2
@@ -117,8 +117,8 @@ def _between(found: MostLoad, high: float, until_s: float) -> MostLoad:
 
 
 def _limit(question: ServingQuestion, deployment: Deployment, until_s: float) -> float:
-    """Return the load up to which a deployment is asked: of a rate, what it can answer a second; beyond, requests would
-    wait longer and longer.
+    """Return the largest load to try for a deployment: for a rate, what it can answer per second, since beyond that
+    requests wait ever longer.
     """
     if question.traffic.concurrency:
         return float(max(MOST_CLIENTS, MOST_TIMES * question.traffic.concurrency))

@@ -1,4 +1,4 @@
-"""What would meet targets that no deployment meets: changes of one thing, each simulated before it is listed."""
+"""Changes that meet targets which no deployment meets: single changes, each simulated before it is listed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from simulator.serving.server import OutOfTime
 from topology.cluster import Cluster
 from topology.errors import UserError
 
-HALVINGS = 6  # of prompts and answers that are tried
-GROWTHS = (2, 4, 8)  # factors of the number of GPUs that are tried
-NARROWER = ("float8", "float4")  # formats of weights that are tried where they take less
+HALVINGS = 6  # factors of the lengths of prompts and answers
+GROWTHS = (2, 4, 8)  # factors of the number of GPUs
+NARROWER = ("float8", "float4")  # formats of weights tried if they are smaller
 
 Change = tuple[str, ServingQuestion]
-Machine = Callable[[int], Cluster]  # so many GPUs of the machine that was asked about
+Machine = Callable[[int], Cluster]  # (n): the machine with this number of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Flags to add, the question that they make, and its best deployment, which meets the targets."""
+    """Flags to add, the question with them, and its best deployment, which meets the targets."""
 
     flags: str
     question: ServingQuestion
@@ -35,9 +35,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """`most` is the most load within the targets, of any deployment; `ways` would meet targets that do not hold.
+    """`most` is the most load within the targets over all deployments; `ways` meet targets that do not hold.
 
-    `whole` says that all changes were tried within the time.
+    `whole`: all changes were tried within the time.
     """
 
     most: MostLoad | None = None
@@ -49,10 +49,10 @@ NOTHING = WayOut()
 
 
 def way_out(result: ServingResult, machine: Machine, *, until_s: float = math.inf) -> WayOut:
-    """Return the most load within the targets and, where they do not hold, the nearest change of each kind with which
-    they do. Where none does by itself, changes are tried together with less load.
+    """Return the most load within the targets and, if they do not hold, the nearest change of each kind with which they
+    do. If none does alone, changes are tried together with less load.
 
-    What is not simulated by `until_s` of `time.monotonic` is left out.
+    Changes not simulated by `until_s` of `time.monotonic` are left out.
     """
     question = result.question
     if not (question.ttft_s or question.tpot_s):
@@ -108,7 +108,7 @@ def _narrower(question: ServingQuestion) -> Iterator[Change]:
 
 
 def _other_engines(question: ServingQuestion) -> Iterator[Change]:
-    """Yield the other engines that have every setting that was asked for: a command with them is refused elsewhere."""
+    """Yield the other engines that have every setting of the question; for others a command would be refused."""
     settings = question.eager, question.two_batches, question.receive_every
     for name in COMPARED:
         other = question.of_engine(name)
@@ -121,14 +121,14 @@ def _other_engines(question: ServingQuestion) -> Iterator[Change]:
 
 
 def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:
-    """Yield larger machines under the load that was asked about, which is said, as it may have been assumed by GPU."""
+    """Yield larger machines with the question's load, which is stated since it may have been assumed per GPU."""
     load = "" if question.traffic.trace else f" {load_flag(question)}"
     for factor in GROWTHS:
         gpus = question.cluster.gpu_count * factor
         try:
             yield f"--gpus {gpus}{load}", replace(question, cluster=machine(gpus))
         except (UserError, ValueError):
-            continue  # the machine does not come in this size
+            continue  # the machine does not exist in this size
 
 
 def _shorter(question: ServingQuestion, name: str, flag: str) -> Iterator[Change]:

@@ -1,12 +1,11 @@
-"""Products in chunks, alongside the exchange before or after them: a chunk is computed while the next one is on its
-way.
+"""Products in chunks that overlap the exchange before or after them: a chunk is computed while the next one is
+transferred.
 
 A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one
 whose result is summed over ranks may hand its rows over chunk by chunk. Instead of gathering, ranks may pass their
 pieces on around a ring and multiply each as it arrives, or send them to all one after the other; instead of scattering,
 sums go around the ring, or to rank after rank. Or the executor's overlapped kernels do both at once, moving pieces by
-copy engines. Which products are worth it, and which way, is what the simulation of the program says; the numbers are
-the same.
+copy engines. The simulation of the program decides which products are chunked, and in which way; results are the same.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ RING = "ring"  # instead of a number of chunks
 BROADCAST_WAY = "broadcast"
 KERNELS = ("copy_engine", "fused")  # modes of `executor.overlap`
 Chunks = Mapping[str, int | str]  # by result of a product: in how many chunks it runs, or which way
-Tried = Mapping[
-    str, Mapping[int | str, float]
-]  # by result: seconds of the program, by way; 1 is the exchange as a whole
+Tried = Mapping[str, Mapping[int | str, float]]  # by result: seconds of the program, by way; 1 is the whole exchange
 MAX_TRIALS = 96
-GAIN = 0.002  # of the time: less is no reason for more instructions
+GAIN = 0.002  # least relative gain for more instructions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +48,12 @@ class Site:
     exchange: str
     move: TensorMove
     blocks: int
-    rows: int  # of a rank's piece, that chunks divide
+    rows: int  # number of elements of a rank's piece that chunks divide
     shared: bool = False
     kernels: bool = False
 
     def gathers(self, move: TensorMove) -> bool:
-        """Return whether a move ends with a gather that runs in chunks, with the product."""
+        """Return whether a move ends with a gather that can run in chunks with the product."""
         return self.exchange == ALL_GATHER and self.move is move
 
     @property
@@ -64,7 +61,7 @@ class Site:
         return self.move.steps[-1 if self.exchange == ALL_GATHER else 0].collectives[0]
 
     def allows(self, way: int | str) -> bool:
-        """Return whether the product can run in so many chunks, or in a way of another name."""
+        """Return whether the product can run in this number of chunks, or in a named way."""
         if isinstance(way, int):
             return self.rows % way == 0 and self.rows > way
         if way in KERNELS:
@@ -81,9 +78,9 @@ class Site:
 def find_sites(
     problem: ShardingProblem, plan: ShardingPlan, products: frozenset[str], linears: Mapping[str, str]
 ) -> dict[str, Site]:
-    """Return by result the products, of those in `products`, that can run alongside an exchange.
+    """Return by result the products, of those in `products`, that can overlap an exchange.
 
-    `linears` has by result the rows of those that are linear layers.
+    `linears` has by result the rows of linear layers.
     """
     before: dict[str, list[TensorMove]] = {}
     after: dict[str, TensorMove] = {}
@@ -114,7 +111,7 @@ def find_sites(
 
 
 def _is_even(problem: ShardingProblem, step: OperatorStep, moves: Sequence[TensorMove]) -> bool:
-    """Return whether all pieces of a product, and of what is exchanged for it, are equal: chunks are of equal rows."""
+    """Return whether all pieces of a product and of its exchanged tensor are equal, as chunks of equal rows require."""
     used = [*step.option.operands, (problem.operators[step.operator].result.name, step.option.result)]
     used += [(move.tensor, layout) for move in moves for layout in (move.source, *(one.after for one in move.steps))]
     return all(
@@ -125,7 +122,7 @@ def _is_even(problem: ShardingProblem, step: OperatorStep, moves: Sequence[Tenso
 
 
 def _is_used_again(plan: ShardingPlan, site: Site, step: OperatorStep) -> bool:
-    """Return whether other steps use what is gathered for this one."""
+    """Return whether other steps also use the gathered tensor."""
     use = (site.operand, site.move.target)
     others = (s for s in plan.steps if isinstance(s, OperatorStep) and s is not step)
     moves = (m for m in plan.steps if isinstance(m, TensorMove) and m is not site.move)
@@ -201,10 +198,10 @@ def _site(
 
 
 class Ways(Protocol):
-    """What can run alongside its exchange."""
+    """A product that can overlap its exchange."""
 
     def allows(self, way: int | str) -> bool:
-        """Return whether it can run in so many chunks, or in a way of another name."""
+        """Return whether it can run in this number of chunks, or in a named way."""
 
 
 def choose_chunks(
@@ -213,11 +210,11 @@ def choose_chunks(
     seconds: Callable[[Chunks], float],
     deadline: Deadline = NO_DEADLINE,
 ) -> tuple[dict[str, int | str], Tried]:
-    """Return which products run alongside their exchange and how: what makes the program shorter, one group after
-    another.
+    """Return the way of each product that overlaps its exchange, chosen group by group to make the program faster, and
+    the ways that were tried.
 
-    `seconds` is the simulated time of the program with such ways, infinite where it cannot be; products of a group go
-    the same way, and nothing new is tried after `deadline`. Besides, what was tried.
+    `seconds` returns the simulated time of the program with given ways, infinite if impossible; all products of a group
+    have the same way, and nothing is tried after `deadline`.
     """
     chosen: dict[str, int | str] = {}
     best, trials = seconds(chosen), 0

@@ -2,8 +2,8 @@
 
 The file needs torch alone. A linear layer that the plan shards as Megatron does becomes `ColwiseParallel` or
 `RowwiseParallel`; every other module with parameters gets the style that the file defines, with its placements written
-out. What lies between modules is left to DTensor's own propagation, which starts from the planned placements at each of
-them.
+out. Operators between modules are left to DTensor's propagation, which starts from the planned placements of each
+module.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def placed_inputs(mesh, *values):
 
 @dataclass(slots=True)
 class _Part:
-    """A module that has parameters of its own: where they rest and are used, what it takes and gives."""
+    """A module with parameters of its own: their resting and used placements, its inputs and outputs."""
 
     rest: dict[str, Layout] = field(default_factory=dict)
     used: dict[str, Layout] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class _Part:
 
 
 def write_dtensor_file(captured: CapturedProblem, graph: CapturedGraph, plan: ShardingPlan, *, title: str) -> str:
-    """Return the text of the file. Raises Infeasible where an output is left pending, which a caller cannot use."""
+    """Return the text of the file. Raises Infeasible if an output is pending, which a caller cannot use."""
     problem, layouts = captured.problem, plan.choice.layouts
     mesh = problem.mesh
     if any(layouts[name].pending for name in graph.outputs):

@@ -1,4 +1,4 @@
-"""The backward pass of a forward pass that is written: every instruction in reverse, and its dual between ranks.
+"""The backward pass of a written forward pass: every instruction in reverse, with exchanges replaced by their duals.
 
 The gradient of a buffer has a layout that follows from the buffer's own: sharded dims are sharded alike; over a mesh
 axis on which the buffer has copies, every rank has the gradient of its own copy, and their sum is pending; over a mesh
@@ -47,28 +47,28 @@ from simulator.sharded.program import Buffer, Exchange, Kernel
 from topology.errors import Infeasible
 
 FLOATS = frozenset(("f64", "f32", "bf16", "f16", "c64", "c128"))  # what has gradients
-# What no gradient passes: comparisons, and maxima that only keep exponentials in range.
+# Operators without gradients: comparisons, and maxima that only keep exponentials in range.
 _NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices", "detach")
 
 
 @dataclass(slots=True)
 class BackwardWriter:
-    """Writes the backward pass of the works that `out` has so far. `gradients` are the finished ones, by buffer."""
+    """Writes the backward pass of the works in `out`. `gradients` has the finished ones, by buffer."""
 
     out: Writer
-    wanted: Mapping[str, Layout]  # buffers of inputs whose gradients are asked for, and the layout each ends in
-    gradients: dict[str, str] = field(default_factory=dict)  # the latest sum, by buffer
-    finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`, of those that a gradient reaches
+    wanted: Mapping[str, Layout]  # buffers of inputs whose gradients are requested, with the final layout of each
+    gradients: dict[str, str] = field(default_factory=dict)  # the latest partial sum, by buffer
+    finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`, if a gradient reaches it
     _needed: set[str] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
-    _reduced: dict[str, tuple[str, int]] = field(default_factory=dict)  # sums so far, of how many ranks are to come
+    _reduced: dict[str, tuple[str, int]] = field(default_factory=dict)  # sums so far, and how many ranks are to come
 
     def write(self, outputs: Sequence[str]) -> tuple[str, ...]:
         """Write the backward pass that starts from gradients of `outputs`; return the buffers of these gradients.
 
-        Raises Infeasible where something on the way has no gradient.
+        Raises Infeasible if an operator on the way has no gradient.
         """
-        # The backward pass runs micro batches in order, and what they share at the end.
+        # The backward pass runs micro batches in order, and their shared part at the end.
         works = sorted(self.out.works, key=lambda work: -work.micro_batch if work.micro_batch >= 0 else -inf)
         self._find_needed(works)
         seeds = []
@@ -77,7 +77,7 @@ class BackwardWriter:
                 "no result depends on anything that a gradient is asked of", remedy="a parameter among inputs"
             )
         for name in outputs:
-            if name not in self._needed:  # numbers of experts, an input as it is: its gradient goes nowhere
+            if name not in self._needed:  # rows by expert, an unchanged input: it needs no gradient
                 seeds.append(self._part(name, whole=self._copied(name)))
                 continue
             seeds.append(self._contribution(name, whole=self._copied(name)))
@@ -96,18 +96,18 @@ class BackwardWriter:
                     self._unshard(work)
                 else:
                     self._kernel(work)
-            for name in work.reads:  # as early as it is complete, so that its reduction runs alongside what follows
+            for name in work.reads:  # as soon as it is complete, so that its reduction overlaps what follows
                 reached = name in self.gradients and name not in self.finished
                 if name in self.wanted and first_use[name] == number and reached:
                     self.finished[name] = self._finish(name, self.wanted[name])
-        for name, layout in self.wanted.items():  # what is a result as it is, and nothing reads
+        for name, layout in self.wanted.items():  # a result that is an unchanged input, and that nothing reads
             if name in self.gradients and name not in self.finished:
                 self.out.stage, self.out.micro_batch = 0 if staged else None, -1
                 self.finished[name] = self._finish(name, layout)
         return tuple(seeds)
 
     def _find_needed(self, works: Sequence[Work]) -> None:
-        """Find the buffers on a path from wanted inputs."""
+        """Find the buffers on a path from the inputs whose gradients are wanted."""
         self._needed = set(self.wanted)
         for work in works:
             passes = not (isinstance(work.do, Kernel) and work.do.op.startswith(_NOT_DIFFERENTIATED))
@@ -116,13 +116,13 @@ class BackwardWriter:
                 self._needed |= {n for n in work.writes if self.out.buffers[n].dtype in FLOATS}
 
     def _contribution(self, name: str, whole: Container[str] = ()) -> str:
-        """Return a new buffer for a part of the gradient of buffer `name`, which may be all of it."""
+        """Return a new buffer for a part of the gradient of buffer `name`; it may be all of it."""
         gradient = self._part(name, whole)
         self.gradients.setdefault(name, gradient)
         return gradient
 
     def _part(self, name: str, whole: Container[str] = ()) -> str:
-        """Return a new buffer for a part of a gradient, which over the axes in `whole` is the same on all ranks."""
+        """Return a new buffer for a part of a gradient; over the axes in `whole` it is the same on all ranks."""
         number = self._counts.get(name, 0)
         self._counts[name] = number + 1
         pending = {axis: "sum" for axis in self._copied(name) if axis not in whole}
@@ -134,7 +134,7 @@ class BackwardWriter:
         return tuple(axis for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending)
 
     def _whole(self, name: str) -> frozenset[str]:
-        """Return the mesh axes on which buffer `name` has copies whose gradient is the same on all ranks, not
+        """Return the mesh axes on which buffer `name` has copies whose gradient is the same on all ranks rather than
         pending.
         """
         return frozenset(self._copied(name)) - set(self.out.buffers[self.gradients[name]].pending)
@@ -203,7 +203,7 @@ class BackwardWriter:
         self._add_up(source, part)
 
     def _local_dual(self, work: Work, exchange: Exchange) -> None:
-        """Write the dual of a gather or a sum whose gradient all ranks have: their own slice of it, or all of it."""
+        """Write the dual of a gather or a sum whose gradient all ranks have: each takes its slice of it, or all."""
         (source,), (target,) = work.reads, work.writes
         incoming = {"tensor": self.gradients[target]}
         own = [exchange.dim, exchange.blocks, list(exchange.axes)]
@@ -217,7 +217,7 @@ class BackwardWriter:
         self._add_up(source, part)
 
     def _reduce(self, work: Work, exchange: Exchange) -> None:
-        """Write the reduction of a piece's gradient to the rank that has the piece; the last one has those of all
+        """Write the reduction of a piece's gradient to the rank with the piece; the last one sums those of all
         ranks.
         """
         (source,), (target,) = work.reads, work.writes
@@ -268,7 +268,7 @@ class BackwardWriter:
             self._add_up(name, part)
 
     def _finish(self, name: str, target: Layout) -> str:
-        """Bring the gradient of the input buffer `name` into `target`, reducing what is pending; return its buffer."""
+        """Convert the gradient of the input buffer `name` to `target`, reducing pending sums; return its buffer."""
         gradient = self.gradients[name]
         about = self.out.buffers[gradient]
         here = Layout(about.dims, tuple((a, about.pending[a]) for a in self.out.mesh.names if a in about.pending))
@@ -282,7 +282,7 @@ class BackwardWriter:
         return gradient
 
 
-@lru_cache(maxsize=4096)  # a program is written again for every way in which its products may run
+@lru_cache(maxsize=4096)  # cached, since the program is written again for every way in which its products may run
 def _path(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, source: Layout, target: Layout
 ) -> tuple[RedistributionStep, ...]:

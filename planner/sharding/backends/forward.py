@@ -1,6 +1,6 @@
 """A plan's steps as instructions on two streams: kernels on a rank's own pieces, and exchanges between ranks.
 
-Every instruction waits for the events of what it reads, so a gather runs alongside a product that does not need it.
+Every instruction waits for the events of the buffers it reads, so a gather overlaps a product that does not need it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from topology.errors import Infeasible
 
 @dataclass(slots=True)
 class ForwardWriter:
-    """Writes the forward pass of a plan. `versions` has the buffer of every tensor in every layout it is in."""
+    """Writes the forward pass of a plan. `versions` has the buffer of every tensor in each of its layouts."""
 
     problem: ShardingProblem
     plan: ShardingPlan
@@ -35,25 +35,25 @@ class ForwardWriter:
     out: Writer
     chunks: Mapping[str, tuple[Site | RingSite, int | str]] = field(
         default_factory=dict
-    )  # by result: products that run in so many chunks
-    split: frozenset[str] = frozenset()  # inputs of which every micro batch has its own
+    )  # by result: products in this number of chunks
+    split: frozenset[str] = frozenset()  # inputs with a value for every micro batch
     micro_batches: int = 1
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)
     inputs: dict[str, str] = field(
         default_factory=dict
     )  # buffers by input; of those in `split`, by `x[0]`, `x[1]`, ...
     outputs: list[str] = field(default_factory=list)  # buffers of all results, those of the first micro batch first
-    suffix: str = ""  # of buffers of the micro batch that is written
+    suffix: str = ""  # of the buffers of the present micro batch
     _once: set[str] = field(default_factory=set)  # tensors that are the same for all micro batches
     _scopes: dict[tuple[int, int], dict[tuple[str, Layout], str]] = field(default_factory=dict)
 
     def write(self, outputs: Sequence[str]) -> None:
-        """Write all steps, for one micro batch after another. Raises Infeasible where a rank's pieces are not equal."""
+        """Write all steps, for one micro batch after another. Raises Infeasible if ranks' pieces are not equal."""
         if self.problem.routed:
             raise Infeasible("routed tokens are not run by this back end", remedy="leave them out")
         layouts = self.plan.choice.layouts
         self._once = {name for name in self.problem.inputs if name not in self.split}
-        for operator in self.problem.operators:  # what is computed of parameters alone is computed once
+        for operator in self.problem.operators:  # results of parameters only are computed once
             if all(name in self._once for name, _ in operator.operands):
                 self._once.add(operator.result.name)
         for number in range(self.micro_batches):
@@ -76,7 +76,7 @@ class ForwardWriter:
         return self.problem.operators[step.operator].result.name in self._once
 
     def _enter(self, stage: int, number: int) -> None:
-        """Look at the buffers of a stage and a micro batch: at first its inputs, and what all micro batches share."""
+        """Switch to the buffers of a stage and a micro batch: at first its inputs, and what all micro batches share."""
         if self.problem.stages is not None:
             self.out.stage = stage
         key = (stage, number)
@@ -96,7 +96,7 @@ class ForwardWriter:
         return 0 if self.problem.stages is None or made is None else self.problem.stages.operator_stages[made]
 
     def version(self, tensor: str, layout: Layout) -> str:
-        """Return the buffer of `tensor` in `layout`, a new one where there is none yet."""
+        """Return the buffer of `tensor` in `layout`, a new one if there is none yet."""
         key = (tensor, layout)
         if key not in self.versions:
             number = sum(name == tensor for name, _ in self.versions)
@@ -117,7 +117,7 @@ class ForwardWriter:
         here, steps = move.source, move.steps
         site, _ = self.chunks.get(move.consumer, (None, 1))
         if site is not None and site.gathers(move):
-            steps = steps[:-1]  # the last one runs in chunks, with the product
+            steps = steps[:-1]  # the last gather runs in chunks with the product
         for step in steps:
             if (move.tensor, step.after) not in self.versions:
                 source = self.version(move.tensor, here)
@@ -126,7 +126,7 @@ class ForwardWriter:
             here = step.after
 
     def _send(self, move: TensorMove) -> None:
-        """Write the message of a tensor to the stage that uses it, where it has the same layout."""
+        """Write the message of a tensor to the stage that uses it, with the same layout."""
         stages = self.problem.stages
         assert stages is not None  # noqa: S101 - by the caller
         there = stages.operator_stages[self.problem.graph.producers[move.consumer]]

@@ -1,7 +1,8 @@
-"""What the kernels of a written program take: products and attention by their work, all others by the bytes they move.
+"""Times of the kernels of a written program: products and attention by their work, all others by the bytes they move.
 
-A kernel of the backward pass moves the incoming gradient, what autograd kept for it, and the gradients that it makes.
-One that hands the incoming gradient on as it is takes nothing; one that puts it among zeros writes these first.
+A kernel of the backward pass moves the incoming gradient, the tensors that autograd saved for it, and the gradients
+that it computes. A kernel that passes the incoming gradient on unchanged takes no time; one that embeds it in zeros
+writes the zeros first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from topology.errors import Infeasible
 class OverlapTimes:
     """Times of overlapped kernels on a machine whose GPUs the mesh takes in order.
 
-    Of every kernel, `nbytes` are what is gathered or summed in all, and `product` is the work of all rows on one rank.
+    For every kernel, `nbytes` is the total gathered or summed, and `product` the work of all rows on one rank.
     """
 
     machine: Machine
@@ -57,7 +58,7 @@ class OverlapTimes:
     def forward_s(
         self, kind: str, mode: str, axes: tuple[str, ...], nbytes: float, product: KernelWork, roofline: Roofline
     ) -> float:
-        """Return the seconds of a kernel. Raises Infeasible where copy engines do not reach all ranks."""
+        """Return the seconds of a kernel. Raises Infeasible if copy engines do not reach all ranks."""
         op = "all_gather" if kind == GATHER else "reduce_scatter"
         return self._pair_s(op, mode, axes, nbytes, product, roofline)
 
@@ -72,7 +73,7 @@ class OverlapTimes:
         *,
         gradients: int,
     ) -> float:
-        """Return the seconds of a kernel's backward pass, which makes so many gradients."""
+        """Return the seconds of a kernel's backward pass, which computes this number of gradients."""
         once = float(np.asarray(roofline.seconds(product)).item())
         regathers = kind == GATHER and gradients > 1
         op = "reduce_scatter" if kind == GATHER else "all_gather"
@@ -129,31 +130,31 @@ class OverlapTimes:
         )
 
 
-# Of views, those whose gradient is a part of a larger one: torch writes zeros and copies the part among them.
+# Views whose gradient is a part of a larger one: torch writes zeros and copies the part into them.
 _PARTS = frozenset(("piece", "range", "select"))
-# The incoming gradient is that of the operands as it is, or a view of it.
+# The operands' gradient is the incoming gradient unchanged, or a view of it.
 _REPEATS = frozenset(("add", "bias"))
 _HANDED_ON = _REPEATS | {"clone", "cat", "stack", "reduce.sum", "join_chunks", "join_ring"}
-# Tensor cores take channels last: cuDNN turns both operands, and the result back (NVIDIA, Convolutional Layers User's
-# Guide, "Tensor Layouts in Memory").
+# Tensor cores take channels last: cuDNN transposes both operands, and the result back (NVIDIA, Convolutional Layers
+# User's Guide, "Tensor Layouts in Memory").
 CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
 # Gradients of a norm's weights: a kernel that reads its operand and the incoming gradient once more, and one that adds
-# up blocks of rows. Of groups, the moments are a kernel before the norm, and its backward pass reads both twice
-# (ATen/native/cuda/ layer_norm_kernel.cu and group_norm_kernel.cu).
+# up blocks of rows. For group norms, a kernel before the norm computes the moments, and the backward pass reads both
+# twice (ATen/native/cuda/ layer_norm_kernel.cu and group_norm_kernel.cu).
 _NORMS = frozenset(("layernorm", "rmsnorm", "groupnorm"))
-_PRODUCTS = frozenset(("mul", "div"))  # element by element: a kernel for every gradient
+_PRODUCTS = frozenset(("mul", "div"))  # elementwise: one kernel per gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Buffers and works of a program that is being written."""
+    """Buffers and works of a program while it is written."""
 
     buffers: Mapping[str, Buffer]
     work: Mapping[str, Kernel | Exchange]
 
 
 def kernel_seconds(work: Work, program: RunnableProgram | Draft, problem: ShardingProblem, machine: Machine) -> float:
-    """Return the time of one kernel on the GPUs of a machine: by its operator's work, else by the bytes it moves."""
+    """Return the time of one kernel on the GPUs of a machine, by its operator's work or else by the bytes it moves."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     roofline = roofline_on(machine, ROOFLINE_DTYPES.get(program.buffers[work.writes[0]].dtype, "tfloat32"))
     backward = work.do.op == "backward"
@@ -193,7 +194,9 @@ def _route_s(
 def _layouts_s(
     work: Work, forward: Kernel, program: RunnableProgram | Draft, product: KernelWork, roofline: Roofline
 ) -> float:
-    """Return the time in which a convolution turns what it takes and gives; of one of patches, its images alone."""
+    """Return the time in which a convolution transposes its operands and result; for a convolution of patches, only its
+    images.
+    """
     images, weight = list(_tensors(forward.args))[:2]
     wanted = work.do.args[1] if work.do is not forward and isinstance(work.do, Kernel) else ()
     results = len(wanted) or 1
@@ -206,7 +209,7 @@ def _layouts_s(
 
 
 def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
-    """Return what a kernel of the forward pass moves; nothing if it is a view."""
+    """Return the bytes that a kernel of the forward pass moves; none for a view."""
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     if saves(work.do.op) is Saves.VIEW:
         return None
@@ -226,8 +229,8 @@ def _moves(work: Work, program: RunnableProgram | Draft) -> KernelWork | None:
 
 
 def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draft) -> KernelWork | None:
-    """Return what the backward pass of a kernel moves; nothing if it hands the incoming gradient on, or a view of
-    it.
+    """Return the bytes that the backward pass of a kernel moves; none if it passes the incoming gradient on, or a view
+    of it.
     """
     assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
     name = short_name(forward.op)
@@ -240,7 +243,7 @@ def _backward_moves(work: Work, forward: Kernel, program: RunnableProgram | Draf
         )
     if saves(forward.op) is Saves.VIEW and name != "expand":
         return None
-    if name in _HANDED_ON:  # but for operands that had been repeated
+    if name in _HANDED_ON:  # except for operands that had been broadcast
         sums = [incoming + size for size in made.values() if size < incoming and name in _REPEATS]
         moved, launches = sum(sums), len(sums)
     elif name in _PRODUCTS:
@@ -277,7 +280,7 @@ def _overlapped_s(
     roofline: Roofline,
     times: OverlapTimes,
 ) -> float:
-    """Return the time of a kernel of the executor's that exchanges alongside its product, or of its backward pass."""
+    """Return the time of a kernel of the executor that exchanges during its product, or of its backward pass."""
     backward = work.do is not forward
     kind, mode, axes = forward.op.removeprefix(OVERLAPPED), forward.kwargs["mode"], tuple(forward.kwargs["axes"])
     exchanged = forward.args[0]["tensor"] if kind == GATHER else _written_by(work, forward)
@@ -288,7 +291,7 @@ def _overlapped_s(
 
 
 def _written_by(work: Work, forward: Kernel) -> str:
-    """Return the result of the kernel that `work` is, or is the backward of."""
+    """Return the result of the kernel that `work` is, or whose backward pass it is."""
     return work.writes[0] if work.do is forward or not isinstance(work.do, Kernel) else str(work.do.args[0])
 
 

@@ -1,9 +1,9 @@
 """How long a written program's buffers live, in the order of its instructions, and the memory that a rank has at its
 peak.
 
-A buffer lives until nothing reads it any more; what autograd saves of a kernel of the forward pass lives until the
-kernel's backward. A view has no memory of its own and keeps that of what it views. What an allocator adds, and what
-kernels allocate inside, is not counted.
+A buffer lives until its last reader; tensors that autograd saves for a kernel of the forward pass live until the
+kernel's backward pass. A view has no memory of its own and keeps that of its base. Overheads of an allocator and memory
+that kernels allocate inside are not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.sharding.ops.table import saves
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.program import Buffer, Kernel
 
-# Kernels that no operator has, and whose derivatives need nothing.
+# Kernels without an operator, whose derivatives need nothing.
 _PARTS = frozenset(("join_chunks", "join_ring", "take_chunk", "take_ring", "shard", "unshard"))
 
 
@@ -31,12 +31,12 @@ def is_backward(work: Work) -> bool:
 
 
 def saved(work: Work) -> tuple[str, ...]:
-    """Return the buffers that the backward of a kernel needs."""
+    """Return the buffers that the backward pass of a kernel needs."""
     return saved_by(work.do, work.reads, work.writes) if isinstance(work.do, Kernel) else ()
 
 
 def saved_by(do: Kernel, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return, of a kernel that reads and writes these buffers, those that its backward needs."""
+    """Return those buffers, of the ones that a kernel reads and writes, that its backward pass needs."""
     if do.op in _PARTS:
         return ()
     match saves(do.op):
@@ -58,7 +58,7 @@ def short_name(op: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """By buffer that has memory of its own: the numbers of the first and the last instruction that need it, and its
+    """For each buffer with memory of its own: the numbers of the first and the last instruction that need it, and its
     bytes.
     """
 
@@ -70,7 +70,7 @@ class Lifetimes:
         return (name for name, start in self.first.items() if start <= number <= self.last[name])
 
     def peak(self) -> tuple[int, int]:
-        """Return the bytes at the peak, and the number of the instruction at which they are there."""
+        """Return the bytes at the peak, and the number of the instruction there."""
         changes: dict[int, int] = {}
         for name, start in self.first.items():
             changes[start] = changes.get(start, 0) + self.nbytes[name]
@@ -84,7 +84,7 @@ class Lifetimes:
 
 
 def memory_of(works: Sequence[Work]) -> dict[str, str]:
-    """Return by buffer the one that has its memory: itself, unless it is a view."""
+    """Return for each buffer the one that has its memory: itself, unless it is a view."""
     owner: dict[str, str] = {}
     for work in works:
         for name in work.writes:
@@ -95,7 +95,9 @@ def memory_of(works: Sequence[Work]) -> dict[str, str]:
 def lifetimes(
     works: Sequence[Work], buffers: Mapping[str, Buffer], *, given: Iterable[str], kept: Iterable[str]
 ) -> Lifetimes:
-    """Return the lifetimes of what `works` use: `given` buffers are there from the start, `kept` ones until the end."""
+    """Return the lifetimes of the buffers of `works`: `given` buffers exist from the start, `kept` ones until
+    the end.
+    """
     owner = memory_of(works)
     given = tuple(given)
     first = dict.fromkeys(given, -1)

@@ -1,7 +1,7 @@
-"""What a rank copies before and after an exchange, as the executor has it (`executor/sharding/exchanges.py`).
+"""Copies on a rank before and after an exchange, as in the executor (`executor/sharding/exchanges.py`).
 
-NCCL takes and returns pieces one after the other, so what is cut along another dim than the first is put in order, and
-a sum is made in a copy. These copies run on the stream of the exchange.
+NCCL takes and returns pieces one after the other, so a tensor divided along another dim than the first is reordered,
+and a sum is made in a copy. These copies run on the stream of the exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from simulator.sharded.program import Buffer, Exchange, RunnableProgram
 
 
 def copies_of(do: Exchange, read: Buffer, written: Buffer) -> tuple[list[KernelWork], list[KernelWork]]:
-    """Return the copies before and after an exchange of `read`, which makes `written`."""
+    """Return the copies before and after an exchange of `read` that makes `written`."""
     before: list[KernelWork] = []
     after: list[KernelWork] = []
     order = written.order or tuple(range(len(written.local)))
@@ -45,21 +45,21 @@ def copies_of(do: Exchange, read: Buffer, written: Buffer) -> tuple[list[KernelW
 
 
 def lies_in(shape: Sequence[int], order: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Return whether dims in `order` lie as `wanted` ones do, but for dims of one element; both are that of dims where
-    they are empty.
+    """Return whether two orders of dims are the same in memory, apart from dims of one element; an empty order is that
+    of the dims.
     """
     both = ([dim for dim in one or range(len(shape)) if shape[dim] > 1] for one in (order, wanted))
     return next(both) == next(both)
 
 
 def _leads(buffer: Buffer, order: Sequence[int], dim: int, blocks: int) -> bool:
-    """Return whether pieces along a dim lie one after the other, in an order of dims."""
+    """Return whether pieces along a dim are contiguous in an order of dims."""
     outside = order[: list(order).index(dim)]
     return prod(buffer.local[other] for other in outside) * blocks == 1
 
 
 def _copy(buffer: Buffer, *, ordered: bool) -> KernelWork:
-    """Return the copy of a piece; of one whose order changes, elements count where bytes do not decide."""
+    """Return the copy of a piece; if its order changes, its time depends on elements where bytes do not decide."""
     elements = float(prod(buffer.local))
     moved = 2 * elements * ELEMENT_BYTES[buffer.dtype]
     return KernelWork(kind=WorkKind.MOVE, name="copy", bytes=moved, units={} if ordered else {"strided": elements})
@@ -71,8 +71,8 @@ def with_copies(
     machine: Machine,
     inside: Mapping[str, int],
 ) -> Program:
-    """Return the Program with the copies around exchanges as kernels, whose times are added to `kernels`; and with
-    those of so many bytes `inside` kernels, by result.
+    """Return the Program with the copies around exchanges as kernels, whose times are added to `kernels`; `inside` has
+    the bytes of copies inside kernels, by result.
     """
 
     def copies(works: Sequence[KernelWork], one: Collective | Launch, when: str) -> list[Launch]:

@@ -1,13 +1,15 @@
-"""The order in which a rank's pieces lie in memory: nvFuser's allocation domain, apart from which elements they have.
+"""The order of dims of a rank's pieces in memory (nvFuser's allocation domain), independent of which elements they
+have.
 
-NCCL takes and returns pieces one after the other, so what is gathered or scattered along a dim is copied unless that
-dim is outermost in memory. Which one is, the program chooses: with `[batch, sequence, width]` in the order sequence,
-batch, width, gathers and scatters of the sequence copy nothing, and products, norms and attention are computed in that
-order as well. All exchanges that copy are tried in the order of their dim; what makes the bytes that are copied fewer,
-in exchanges and in kernels, is kept.
+NCCL takes and returns pieces one after the other, so a tensor gathered or scattered along a dim is copied unless that
+dim is outermost in memory. The program can choose the outermost dim: with `[batch, sequence, width]` in the order
+sequence, batch, width, gathers and scatters of the sequence copy nothing, and products, norms and attention are
+computed in that order as well. For each exchange that copies, the order with its dim outermost is tried, and kept if it
+reduces the bytes copied in exchanges and kernels.
 
-Kernels hand an order on as torch does: a view has that of what it views, elements one by one and rows keep theirs, and
-others make results in the order of dims. Where one needs another order than its operand has, torch copies it.
+Kernels propagate orders as in torch: a view has that of its base, elementwise and row-wise kernels keep theirs, and all
+others give results in the order of dims. If a kernel needs another order than its operand has, torch copies the
+operand.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.graph import tensors_in
 from simulator.sharded.program import OVERLAPPED, RING_ATTENTION, Buffer, Exchange, Kernel
 
-Order = tuple[int, ...]  # dims, outermost first; empty in the order of dims
+Order = tuple[int, ...]  # dims, outermost first; empty means the order of the dims
 Strides = tuple[int, ...]
-_MOST_GROUPS = 8  # of exchanges alike that are tried with the order of dims and without, those that copy most
+_MOST_GROUPS = 8  # equal exchanges that are tried with the order of dims and without, those that copy most first
 _CUT = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 _ELEMENTS = frozenset(("bias", "cast", "clone", "rotary"))
 _ATTENTION = ("attention", RING_ATTENTION)
@@ -41,8 +43,8 @@ _ROWS = _PRODUCTS | {"softmax", "log_softmax", "layernorm", "rmsnorm"}
 
 @dataclass(frozen=True, slots=True)
 class MemoryOrders:
-    """By buffer, its order where it is not that of its dims; by result the bytes that are copied around an exchange, or
-    by a kernel that needs another order.
+    """By buffer, its order if it is not that of its dims; by result, the bytes copied around an exchange, or by a
+    kernel that needs another order.
     """
 
     orders: Mapping[str, Order]
@@ -62,9 +64,10 @@ def choose_orders(
     returned: Sequence[str],
     stated: Mapping[str, Order],
 ) -> tuple[MemoryOrders, MemoryOrders]:
-    """Return the orders of all buffers that copy fewest bytes, and those where every exchange has the order of dims.
+    """Return the orders of all buffers with fewest bytes copied, and the orders with every exchange in the order of
+    dims.
 
-    Those in `returned` are copied into the order of their dims at the end. `stated` has orders of tensors by name.
+    Buffers in `returned` are copied to the order of their dims at the end. `stated` has orders of tensors by name.
     """
     every = _Pass(works, buffers, tuple(returned), stated)
     plain = best = every.orders({})
@@ -101,13 +104,13 @@ def _is_even(buffer: Buffer, mesh: Mesh) -> bool:
 
 
 def outermost(dim: int, dims: int) -> Order:
-    """Return the order in which one dim is outermost, and the others as they are numbered."""
+    """Return the order with one dim outermost and the others as numbered."""
     return (dim, *(other for other in range(dims) if other != dim))
 
 
 @cache
 def strides_of(shape: Sequence[int], order: Order = ()) -> Strides:
-    """Return the strides of a dense tensor whose dims lie in `order`."""
+    """Return the strides of a dense tensor with this order of dims."""
     strides, step = [1] * len(shape), 1
     for dim in reversed(order or range(len(shape))):
         strides[dim], step = step, step * shape[dim]
@@ -116,7 +119,9 @@ def strides_of(shape: Sequence[int], order: Order = ()) -> Strides:
 
 @cache
 def order_of(shape: Sequence[int], strides: Strides) -> Order:
-    """Return the order of dims by stride; dims of one element lie anywhere, and what is repeated as its dims do."""
+    """Return the order of dims by stride; dims of one element can be anywhere, and broadcast dims are sorted as in the
+    shape.
+    """
     wide = [dim for dim, size in enumerate(shape) if size > 1]
     if any(not strides[dim] for dim in wide):
         return ()
@@ -150,7 +155,7 @@ def viewed(shape: Sequence[int], strides: Strides, as_shape: Sequence[int]) -> S
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The strides of all buffers, as instructions hand them on."""
+    """The strides of all buffers, as instructions propagate them."""
 
     works: Sequence[Work]
     buffers: Mapping[str, Buffer]
@@ -158,12 +163,12 @@ class _Pass:
     stated: Mapping[str, Order]
 
     def said(self, name: str) -> Order:
-        """Return the order that is stated of a buffer's tensor; none of gradients."""
+        """Return the stated order of a buffer's tensor; none for gradients."""
         buffer = self.buffers[name]
         return () if buffer.gradient else self.stated.get(buffer.tensor, ())
 
     def orders(self, chosen: Mapping[str, Order]) -> MemoryOrders:
-        """Return the orders of all buffers, where exchanges make those in `chosen` in these."""
+        """Return the orders of all buffers if exchanges give those in `chosen` these orders."""
         state = _State(self.buffers)
         forward = _by_result(self.works)
         for work in self.works:
@@ -195,7 +200,7 @@ class _State:
         return self.buffers[name].local
 
     def lies(self, name: str) -> Strides:
-        """Return the strides of a buffer; what is given lies as it says."""
+        """Return the strides of a buffer; inputs have their stated order."""
         if name not in self.strides:
             self.strides[name] = strides_of(self.local(name), self.buffers[name].order)
         return self.strides[name]
@@ -204,7 +209,7 @@ class _State:
         return order_of(self.local(name), self.lies(name))
 
     def ask(self, by: str, name: str, order: Order) -> None:
-        """Count the copy of a buffer that does not lie in `order`."""
+        """Count the copy of a buffer that is not in `order`."""
         if not lies_in(self.local(name), self.order(name), order):
             self.inside[by] = (
                 self.inside.get(by, 0) + 2 * prod(self.local(name)) * ELEMENT_BYTES[self.buffers[name].dtype]
@@ -225,7 +230,7 @@ class _State:
         self.around[target] = int(sum(one.bytes for one in (*before, *after)))
 
     def view(self, do: Kernel, source: str, target: str) -> Strides | None:
-        """Return the strides of a view, or None where `do` is no view without a copy."""
+        """Return the strides of a view, or None if `do` is no view without a copy."""
         strides, shape = self.lies(source), self.local(target)
         match do.op:
             case "same" | "detach" | "piece":
@@ -261,7 +266,7 @@ class _State:
             return self.made(target, order)
         if do.op in _ATTENTION:
             return self.made(target, self.order(x))
-        if do.op.startswith(OVERLAPPED):  # rows of the dim that is exchanged, outermost
+        if do.op.startswith(OVERLAPPED):  # rows of the exchanged dim are outermost
             order = outermost(do.kwargs["dim"], len(shape))
             self.ask(target, x, order)
             return self.made(target, order)
@@ -276,7 +281,7 @@ class _State:
         return self.made(target)
 
     def backward(self, work: Work, forward: Work) -> None:
-        """Hand the order of a gradient on: it has that of its operand where the kernel has rows, else its own."""
+        """Set the order of a gradient: that of its operand for row-wise kernels, else its own."""
         do, (_, wanted), by = forward.do, work.do.args, work.writes[0]  # type: ignore[union-attr]
         incoming, result = work.reads[0], forward.writes[0]
         assert isinstance(do, Kernel)  # noqa: S101 - exchanges have duals of their own
@@ -307,7 +312,7 @@ class _State:
         return self.order(name) if do.op in _ATTENTION or (rows and keeps) else ()
 
     def rows(self, do: Kernel) -> int:
-        """Return of how many of the last dims the rows are that a kernel computes one by one; 0 where it has none."""
+        """Return how many of the last dims form the rows that a kernel computes one by one; 0 for other kernels."""
         name, operands = short_name(do.op), _operands(do)
         if name not in _ROWS or (name == "matmul" and [len(self.local(one)) for one in operands[1:]] != [2]):
             return 0
@@ -322,17 +327,17 @@ def _operands(do: Kernel) -> tuple[str, ...]:
 
 
 def is_of_elements(do: Kernel) -> bool:
-    """Return whether a kernel computes every element by itself."""
+    """Return whether a kernel is elementwise."""
     return do.op in _ELEMENTS or is_elementwise(do.op) or short_name(do.op) in _ELEMENTS
 
 
 def keeps_rows(order: Order, rows: int) -> bool:
-    """Return whether the last dims, that rows are of, lie innermost as they are numbered."""
+    """Return whether the dims of rows are innermost, as numbered."""
     return order[len(order) - rows :] == tuple(range(len(order)))[len(order) - rows :]
 
 
 def is_turned(do: Kernel, order: Order) -> bool:
-    """Return whether a product takes its rows as columns: their dim outermost, all others as they are numbered."""
+    """Return whether a product reads its rows as columns: their dim outermost, all others as numbered."""
     last = len(order) - 1
     return short_name(do.op) in _PRODUCTS and order == (last, *range(last))
 

@@ -1,4 +1,4 @@
-"""A product written with the exchange before or after it, in one of the ways of `chunks.py`.
+"""Write a product with the exchange before or after it, in one of the ways of `chunks.py`.
 
 4            in chunks of rows, each gathered before it or reduced after it
 ring         ranks pass their pieces on, and multiply each as it arrives; or pass sums on, and add their own part
@@ -25,7 +25,9 @@ from simulator.sharded.program import OVERLAPPED, Exchange, Kernel
 
 
 class Forward(Protocol):
-    """What writes a forward pass (`forward.py`): `versions` has the buffer of every tensor in every layout it is in."""
+    """The interface of what writes a forward pass (`forward.py`): `versions` has the buffer of every tensor in each of
+    its layouts.
+    """
 
     problem: ShardingProblem
     out: Writer
@@ -62,17 +64,19 @@ class _Product:
 
     @property
     def start(self) -> Layout:
-        """Return the layout of the operand before the last gather."""
+        """Return the operand's layout before the last gather."""
         steps = self.site.move.steps
         return steps[-2].after if len(steps) > 1 else self.site.move.source
 
     @property
     def exchange(self) -> RedistributionStep:
-        """Return the gather that ends the move before the product, or the reduction that begins the one after it."""
+        """Return the gather at the end of the move before the product, or the reduction at the beginning of the move
+        after it.
+        """
         return self.site.move.steps[-1 if self.site.exchange == ALL_GATHER else 0]
 
     def in_chunks(self, count: int) -> None:
-        """Gather every chunk before it, or reduce it after it, alongside the others' products."""
+        """Gather every chunk before it, or reduce it afterwards, at the same time as other chunks' products."""
         site, name = self.site, self.step.option.result
         gathers = site.exchange == ALL_GATHER
         start = self.start if gathers else self.operands[site.operand]
@@ -90,7 +94,9 @@ class _Product:
         self._join(made, site.result, after, site.result_dim, site.blocks if gathers else 1)
 
     def around_ring(self) -> None:
-        """Multiply pieces that ranks pass on: after step s, a rank has that of the rank s after it in the group."""
+        """Multiply pieces that ranks pass on: after step s, a rank has the piece of the rank s after it in the
+        group.
+        """
         site, result = self.site, self.step.option.result
         (axis,), ranks = self.exchange.collectives[0].axes, self.exchange.collectives[0].group
         layout = _with_axis(result, site.result_dim, axis)
@@ -106,7 +112,9 @@ class _Product:
         self._join(made, site.result, result, site.result_dim, axis)
 
     def sums_around_ring(self) -> None:
-        """Pass sums on: at step s a rank adds its part of the rows of the rank s + 1 after it, at last of its own."""
+        """Pass sums on: at step s a rank adds its part of the rows of the rank s + 1 after it, and last that of its own
+        rows.
+        """
         site, after = self.site, self.exchange.after
         (axis,), ranks = self.exchange.collectives[0].axes, self.exchange.collectives[0].group
         at = self.operands[site.operand]
@@ -134,7 +142,7 @@ class _Product:
             self._gathered(done)
 
     def by_broadcasts(self) -> None:
-        """Send every rank's piece to all, and multiply it alongside the next one's way."""
+        """Send every rank's piece to all, and multiply it while the next one is sent."""
         site, result = self.site, self.step.option.result
         axes, ranks = self.exchange.collectives[0].axes, self.exchange.collectives[0].group
         source = self.forward.versions[site.operand, self.start]
@@ -152,7 +160,7 @@ class _Product:
         self._join(made, site.result, result, site.result_dim, 1)
 
     def by_reductions(self) -> None:
-        """Multiply the rows of every rank, and add all ranks' parts there alongside the next one's product."""
+        """Multiply the rows of every rank, and add all ranks' parts while the next ones are multiplied."""
         site, after = self.site, self.exchange.after
         one = self.exchange.collectives[0]
         at = self.operands[site.operand]
@@ -169,7 +177,9 @@ class _Product:
             total = (target,)
 
     def as_kernel(self, mode: str) -> None:
-        """Write product and exchange as one kernel of the executor; of an all-reduce the first half, then a gather."""
+        """Write product and exchange as one kernel of the executor; for an all-reduce only its first half, then a
+        gather.
+        """
         site, one = self.site, self.exchange.collectives[0]
         (axis,) = one.axes
         gathers = site.exchange == ALL_GATHER
@@ -230,7 +240,7 @@ class _Product:
         return out.add_buffer(name + self.forward.suffix, describe(tensor, shape, about.dtype, layout, out.mesh))
 
     def _part(self, source: str, name: str, layout: Layout, count: int, which: tuple[int, int]) -> str:
-        """Write the kernel that takes one chunk: of every one of `which[0]` blocks, part `which[1]` of `count`."""
+        """Write the kernel that takes one chunk: part `which[1]` of `count` of every one of `which[0]` blocks."""
         out, dim = self.forward.out, self.site.operand_dim
         part = self._part_buffer(out.buffers[source].tensor, name, layout, dim, count)
         blocks, number = which
@@ -245,9 +255,7 @@ class _Product:
         return after
 
     def _join(self, parts: Sequence[str], tensor: str, layout: Layout, dim: int, blocks: int | str) -> None:
-        """Write the kernel that puts parts together, each with rows of `blocks` ranks; or pieces from around a mesh
-        axis.
-        """
+        """Write the kernel that joins parts, each with rows of `blocks` ranks, or pieces from around a mesh axis."""
         target = self.forward.version(tensor, layout)
         op = "join_ring" if isinstance(blocks, str) else "join_chunks"
         do = Kernel(op=op, args=([{"tensor": part} for part in parts], dim, blocks))
@@ -255,6 +263,6 @@ class _Product:
 
 
 def _with_axis(layout: Layout, dim: int, axis: str) -> Layout:
-    """Return the layout with one dim sharded over one more axis; what was pending over that axis is not."""
+    """Return the layout with one dim sharded over one more axis, whose pending sum is done."""
     dims = tuple((*spec, axis) if d == dim else spec for d, spec in enumerate(layout.dims))
     return Layout(dims, tuple((name, how) for name, how in layout.pending if name != axis))

@@ -1,9 +1,9 @@
-"""In which order stages work on micro batches in 1F1B: forward until the next stages have work, then backward as soon
-as possible.
+"""The order of stages' work on micro batches in 1F1B: forward until the next stages have work, then backward as soon as
+possible.
 
-A stage with n stages after it goes forward with n micro batches, then by turns forward with the next and backward with
-the earliest, so that it holds what the backward pass needs of n + 1 micro batches at most (Narayanan et al., arXiv
-2104.04473, section 2.2). What all micro batches share is done first, and its gradients last.
+A stage with n stages after it runs n forward passes, then alternates a forward pass of the next and a backward pass of
+the earliest micro batch, so it keeps tensors for the backward passes of n + 1 micro batches at most (Narayanan et al.,
+arXiv 2104.04473, section 2.2). The part shared by all micro batches comes first, and its gradients last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED = -1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A work at its turn on a stage; of a message the one half that is this stage's."""
+    """A work in the order of a stage; of a message, the half that belongs to this stage."""
 
     work: Work
     stage: int
@@ -36,7 +36,9 @@ class Turn:
 
 
 def turns(works: Sequence[Work], in_forward: int, stages: int, micro_batches: int) -> list[Turn]:
-    """Return the works of all stages in 1F1B, one stage after another; the first `in_forward` are the forward pass."""
+    """Return the works of all stages in 1F1B order, one stage after another; the first `in_forward` are the forward
+    pass.
+    """
     blocks: dict[tuple[int, int, int], list[Turn]] = {}
     for number, work in enumerate(works):
         phase = FORWARD if number < in_forward else BACKWARD
@@ -51,7 +53,7 @@ def _stages(work: Work) -> tuple[int, ...]:
 
 
 def _one_stage(after: int, micro_batches: int) -> Iterator[tuple[int, int]]:
-    """Yield (phase, micro batch) of a stage with so many stages after it."""
+    """Yield (phase, micro batch) for a stage with this number of stages after it."""
     ahead = min(after, micro_batches)
     yield FORWARD, SHARED
     yield from ((FORWARD, number) for number in range(ahead))

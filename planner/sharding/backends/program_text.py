@@ -1,4 +1,6 @@
-"""A plan as text, a line a tensor, in the notation of nvFuser's figures: domains with the axes that devices share."""
+"""A plan as text, one line per tensor, in the notation of nvFuser's figures: domains with the axes that devices
+share.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Buffers that the backward pass needs and that are dropped and made again instead of kept, where memory is limited.
+"""Recomputation: buffers that the backward pass needs are dropped and computed again instead of kept, if memory is
+limited.
 
 A gathered parameter is gathered again (as FSDP reshards after the forward pass), an intermediate is computed again
-(activation recomputation, Chen et al., arXiv 1604.06174): either is the instruction that made it, written once more
-before the first backward kernel that needs it. Those are dropped first that cost least time for the bytes they free at
-the peak. An exchange is either written just before the kernel that needs it or one kernel earlier (prefetched), so that
-it runs alongside that one for the memory of one more buffer; the simulation of both programs says which is faster.
+(activation recomputation, Chen et al., arXiv 1604.06174): in both cases the instruction that made it is written again
+before the first backward kernel that needs it. Buffers with the least time per byte freed at the peak are dropped
+first. An exchange is written just before the kernel that needs it or one kernel earlier (prefetched), which overlaps it
+with that kernel for the memory of one more buffer; the simulation of both programs shows which is faster.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from simulator.sharded.graph import renamed
 from simulator.sharded.program import Buffer, Exchange, Kernel
 
 PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "attention"))
-AGAIN = ".again"  # after the name of a buffer: the same, made again
-_MANY = 1500  # instructions, beyond which buffers of one kind are dropped together
+AGAIN = ".again"  # suffix of the name of a recomputed buffer
+_MANY = 1500  # number of instructions beyond which buffers of one kind are dropped together
 
 
 @dataclass(slots=True)
 class Recomputation:
-    """The works of a program; `given` are its inputs and the gradients of its outputs, `kept` what a run returns."""
+    """The works of a program; `given` are its inputs and the gradients of its outputs, `kept` are results of a run."""
 
     works: Sequence[Work]
     buffers: dict[str, Buffer]
     given: frozenset[str]
     kept: frozenset[str]
-    backward_start: int  # the number of the first work that is not of the forward pass
-    _makers: dict[str, Work] = field(init=False)  # by buffer of the forward pass
+    backward_start: int  # the number of the first work after the forward pass
+    _makers: dict[str, Work] = field(init=False)  # for buffers of the forward pass
     _owner: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,17 +43,17 @@ class Recomputation:
         return lifetimes(works, self.buffers, given=self.given, kept=self.kept)
 
     def lifetimes_of(self, works: Sequence[Work]) -> Lifetimes:
-        """Return the lifetimes of what some of the works use: those of one pipeline stage."""
+        """Return the lifetimes of the buffers of some works: those of one pipeline stage."""
         used = {name for work in works for name in (*work.reads, *work.writes)}
         return lifetimes(works, self.buffers, given=self.given & used, kept=self.kept & used)
 
     def drop_until(
         self, limit_bytes: float, seconds: Callable[[Work], float], *, prefetch: bool
     ) -> tuple[list[Work], frozenset[str]]:
-        """Return the works with as much dropped as brings the peak to `limit_bytes`, and what was; all that helps if
-        less fits.
+        """Return the works with enough buffers dropped to bring the peak to `limit_bytes`, and these buffers; all that
+        help if the limit cannot be reached.
 
-        `seconds` is the time of a work by itself.
+        `seconds` returns the time of a work alone.
         """
         dropped: frozenset[str] = frozenset()
         works = list(self.works)
@@ -70,7 +71,7 @@ class Recomputation:
         return works, dropped
 
     def _candidates(self, found: Lifetimes, seconds: Callable[[Work], float]) -> list[list[str]]:
-        """Return what may be dropped, cheapest for its bytes first: buffers, or groups of them in long programs."""
+        """Return what may be dropped, cheapest per byte first: buffers, or groups of them in long programs."""
         groups: dict[object, list[str]] = {}
         start = self.backward_start
         for name, work in self._makers.items():
@@ -86,11 +87,11 @@ class Recomputation:
         return sorted(groups.values(), key=price)
 
     def remade(self, dropped: Collection[str], *, prefetch: bool) -> list[Work]:
-        """Return the works where the backward pass makes `dropped` buffers again."""
+        """Return the works with `dropped` buffers computed again in the backward pass."""
         out = list(self.works[: self.backward_start])
         forward = {work.writes[0]: work for work in out}
         again: dict[str, str] = {}
-        place: int | None = None  # in `out`, of the latest product of the backward pass
+        place: int | None = None  # index in `out` of the latest product of the backward pass
         for work in self.works[self.backward_start :]:
             if is_backward(work) and isinstance(work.do, Kernel):
                 needed = saved(forward[work.do.args[0]])
@@ -109,7 +110,7 @@ class Recomputation:
         return out
 
     def _make(self, name: str, dropped: Collection[str], again: dict[str, str], out: list[Work]) -> None:
-        """Write what makes buffer `name` again, if its memory was dropped."""
+        """Write the instructions that compute buffer `name` again, if its memory was dropped."""
         if name in again or self._owner.get(name, name) not in dropped:
             return
         work = self._makers[name]
@@ -125,10 +126,9 @@ class Recomputation:
 
 
 def _place_exchanges(out: list[Work], start: int, to: int | None) -> None:
-    """Let exchanges among the works from `start` on begin after the kernel before them: before work `to`, if that is
-    given.
+    """Let exchanges among the works from `start` on begin after the kernel before them, or before work `to` if given.
 
-    Without that they would begin as early as they can, and their memory would be taken as early.
+    Otherwise they would begin, and take their memory, as early as possible.
     """
     at = start if to is None else to
     made = {name for work in out[at:] for name in work.writes}

@@ -1,10 +1,10 @@
-"""Attention over a sequence that ranks share: keys and values go around a ring instead of being gathered.
+"""Attention over a sequence divided over ranks: keys and values travel around a ring instead of being gathered.
 
-Every rank has a piece of the queries, and of the keys and values those of the same rows. In a ring it attends to its
-own, then to those of the rank before it, and so on, while the next ones are on their way; the results are combined by
-their log-sum-exp, and no rank has all keys (Liu et al., arXiv 2310.01889). It is one kernel of the executor, whose
-backward pass goes around once more with the gradients. Under a causal mask a rank leaves out keys after its queries, so
-the last one takes longest; that one is counted.
+Every rank has a piece of the queries, and the keys and values of the same rows. It attends to its own, then to those of
+the previous rank, and so on, while the next ones are transferred; the results are combined by their log-sum-exp, and no
+rank has all keys (Liu et al., arXiv 2310.01889). It is one kernel of the executor; in its backward pass keys, values
+and their gradients travel around once more. Under a causal mask a rank leaves out keys after its queries, so the last
+rank takes longest, and its time is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RingSite:
     result: str
     moves: tuple[TensorMove, TensorMove]
     axis: str
-    start: Layout  # of keys and values before they are gathered
+    start: Layout  # layouts of keys and values before they are gathered
     rows: int
     result_dim: int = _DIMS - 2
 
@@ -48,14 +48,14 @@ class RingSite:
         return way == RING
 
     def gathers(self, move: TensorMove) -> bool:
-        """Return whether a move ends with a gather that the ring takes the place of."""
+        """Return whether a move ends with a gather that the ring can replace."""
         return move in self.moves
 
 
 def find_rings(
     problem: ShardingProblem, plan: ShardingPlan, statements: Mapping[str, Statement]
 ) -> dict[str, RingSite]:
-    """Return by result the attention that can go around a ring."""
+    """Return by result the attention that can use a ring."""
     moves: dict[str, list[TensorMove]] = {}
     for step in plan.steps:
         if isinstance(step, TensorMove) and step.steps and step.consumer:

@@ -26,8 +26,8 @@ from topology.errors import BadInput
 def add_backward(graph: Graph, seeds: Mapping[str, str], *, with_respect_to: Collection[str] = ()) -> Graph:
     """Return `graph` with its formulas in single steps and a backward pass.
 
-    `seeds` gives by output the name of its gradient, an input of the new graph. Gradients are computed of all
-    parameters and of the inputs in `with_respect_to`. Raises BadInput for a function without a gradient rule.
+    `seeds` maps an output to the name of its gradient, an input of the new graph. Gradients are computed for all
+    parameters and for the inputs in `with_respect_to`. Raises BadInput for a function without a gradient rule.
     """
     unknown = [name for name in (*seeds, *with_respect_to) if name not in graph.tensors]
     if unknown or not seeds:
@@ -41,7 +41,7 @@ def add_backward(graph: Graph, seeds: Mapping[str, str], *, with_respect_to: Col
 
 @dataclass(slots=True)
 class _Line:
-    """A step of the forward pass: its result, its formula, and for one of several results, which."""
+    """A step of the forward pass: its result, its formula, and the index of the result if there are several."""
 
     name: str
     tree: ast.expr
@@ -55,7 +55,7 @@ class _Backward:
     wanted: frozenset[str]
     builder: GraphBuilder = field(init=False)
     lines: list[_Line] = field(default_factory=list)
-    gradients: dict[str, list[str]] = field(default_factory=dict)  # by tensor: its parts so far
+    gradients: dict[str, list[str]] = field(default_factory=dict)  # by tensor: the parts of its gradient so far
     done: dict[str, str] = field(default_factory=dict)
 
     def derive(self) -> Graph:
@@ -99,7 +99,7 @@ class _Backward:
         for operator in graph.operators:
             name = operator.result.name
             steps = single_steps(operator, self._free_names(f"{name}_in"))
-            if len(steps) == 1:  # as it is, with its annotation
+            if len(steps) == 1:  # unchanged, with its annotation
                 builder.operators.append(operator)
                 builder.tensors[name] = operator.result
             else:
@@ -111,7 +111,7 @@ class _Backward:
         return self.builder.apply(line)[0].name
 
     def _depends_on_wanted(self) -> set[str]:
-        """Return the tensors through which gradients flow to a wanted one."""
+        """Return the tensors through which gradients flow to a wanted tensor."""
         found = {name for name in self.wanted if not self.builder.tensors[name].dtype.startswith(("i", "b8", "bool"))}
         for line in self.lines:
             if any(isinstance(n, ast.Name) and n.id in found for n in ast.walk(line.tree)):
@@ -119,7 +119,7 @@ class _Backward:
         return found
 
     def _gradient_of(self, name: str) -> str | None:
-        """Return the gradient of a tensor, adding its parts up once."""
+        """Return the gradient of a tensor, the sum of its parts, added once."""
         if name not in self.done and name in self.gradients:
             parts = self.gradients[name]
             dtype = self.builder.tensors[name].dtype
@@ -131,7 +131,7 @@ class _Backward:
         return self.builder.apply(f"{name} = {text}", dtype=dtype)[0].name
 
     def _free_names(self, wanted: str) -> Iterator[str]:
-        """Yield `wanted` and numbered names like it, as far as no tensor has them."""
+        """Yield `wanted` and numbered variants of it, as long as no tensor has the name."""
         wanted = wanted[:56]
         for number in range(1, 10_000):
             name = f"{wanted}_{number}" if number > 1 else wanted
@@ -139,7 +139,7 @@ class _Backward:
                 yield name
 
     def _step_back(self, line: _Line, needed: set[str]) -> set[str]:
-        """Emit the gradients of what one step uses; return the results that are dealt with."""
+        """Emit the gradients of the tensors that one step uses; return the results that are finished."""
         handled = {line.name}
         try:
             gradient = self._gradient_of(line.name)
@@ -159,7 +159,7 @@ class _Backward:
         return handled
 
     def _through(self, line: _Line, gradient: str) -> tuple[dict[str, str], set[str]]:
-        """Return by tensor the gradient through one step, and the results that are dealt with besides."""
+        """Return the gradient of each tensor through one step, and the other results that are finished with it."""
         tree = line.tree
         if is_elementwise(tree):
             return self._elementwise(tree, gradient), set()
@@ -208,7 +208,7 @@ class _Backward:
         return op.gradient(step), set(siblings.values())
 
     def _siblings(self, call: ast.Call) -> dict[int, str]:
-        """Return the results of a call that has several, by their number."""
+        """Return the results of a call with several, by index."""
         text = ast.unparse(call)
         found: dict[int, str] = {}
         for line in self.lines:
@@ -226,7 +226,7 @@ def _plain(axes: tuple[str, ...]) -> bool:
 
 
 def _sum_to_shape(text: str, shape: Shape, wanted: Shape) -> str:
-    """Return the formula `text`, of `shape`, summed over what was broadcast from `wanted`."""
+    """Return the formula `text`, of `shape`, summed over the dims that were broadcast from `wanted`."""
     extra = len(shape) - len(wanted)
     if extra:
         text = f"({text}).sum({tuple(range(extra))!r})" if extra > 1 else f"({text}).sum(0)"
@@ -249,7 +249,7 @@ def _through_views(node: ast.expr, gradient: str, shapes: Mapping[str, Shape]) -
 
 
 def _taken_back(node: ast.expr, text: str, before: Shape, after: Shape) -> str:
-    """Return the formula that takes one view back, from the shape `after` it to the shape `before` it."""
+    """Return the formula of a view's gradient, from the shape `after` it to the shape `before` it."""
     match node:
         case ast.Attribute(attr=attr):
             return f"{text}.{attr}"
@@ -268,9 +268,9 @@ def _listed(node: ast.expr) -> list[ast.expr]:
 
 
 def _put_back(text: str, parts: Sequence[ast.expr], before: tuple[int, ...]) -> str:
-    """Return the formula that puts what an index took back among zeros."""
+    """Return the formula that puts indexed elements back among zeros."""
     taken = sum(1 for p in parts if not (isinstance(p, ast.Constant) and (p.value is None or p.value is ...)))
-    at = out = 0  # positions in the tensor that was indexed, and in what was taken
+    at = out = 0  # positions in the indexed tensor, and in the result
     pads: list[tuple[int, int, int]] = []
     for part in parts:
         match part:

@@ -1,4 +1,4 @@
-"""The formula of an operator, parsed and never run: its tensors, its functions, and how pieces of what it computes are
+"""Parse the formula of an operator, without running it: its tensors, its functions, and how results of pieces are
 combined.
 """
 
@@ -35,7 +35,7 @@ class Formula:
 
     @property
     def merges(self) -> str:
-        """The kind of statistics that it may be computed from where its axes are sharded, or nothing."""
+        """The kind of statistics from which it may be computed if its axes are sharded; empty for none."""
         return self.kind if self.kind in _MERGED else ""
 
 
@@ -70,7 +70,7 @@ def parse_formula(text: str, tensor_names: Collection[str]) -> Formula:
 
 
 def _kind(tree: ast.expr, functions: frozenset[str]) -> str:
-    """Return the kind of the outermost function; of a formula with attention in it, attention."""
+    """Return the kind of the outermost function; `attention` if the formula contains attention."""
     kinds = {name: FUNCTIONS[name].kind for name in functions if name in FUNCTIONS}
     kind = kinds.get(outermost_call(tree), "sum")
     reduces = kind in REDUCERS and kind != "sum"

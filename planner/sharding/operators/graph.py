@@ -1,6 +1,6 @@
 """The computation as written for one process: operators over tensors in program order.
 
-This is what front ends make, what the solver places, and what back ends write out:
+Front ends make it, the solver places its tensors, and back ends write it out:
 
     builder = GraphBuilder()
     builder.add_input("x", (4, 8192, 4096), axes=("b", "s", "e"))
@@ -49,7 +49,7 @@ class Graph:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what is kept whole against the annotations, and what is opaque, in words."""
+        """Return sentences on axes kept whole against their annotations, and on opaque operators."""
         return tuple(dict.fromkeys(text for operator in self.operators for text in operator.roles.warnings))
 
     @property
@@ -59,7 +59,7 @@ class Graph:
 
     @property
     def consumers(self) -> dict[str, list[tuple[int, int]]]:
-        """Return by tensor who reads it: (index of the operator, position among its operands).
+        """Return the readers of each tensor: (index of the operator, position among its operands).
 
         Tensors in a formula that its annotation leaves out come after the annotated operands.
         """
@@ -74,7 +74,7 @@ class Graph:
 class GraphBuilder:
     """Builds a `Graph` one tensor and one operator at a time.
 
-    `sizes` are of axes that no operand has by itself; `declared` are functions whose annotations are believed.
+    `sizes` are those of axes that no operand has alone; `declared` are functions whose annotations are believed.
     """
 
     def __init__(self, sizes: Mapping[str, int] | None = None, declared: Collection[str] = ()) -> None:
@@ -95,7 +95,7 @@ class GraphBuilder:
         parameter: bool = False,
         origin: str = "",
     ) -> Tensor:
-        """Add a tensor that the caller gives; `origin` is its name in the module it was captured from.
+        """Add an input tensor; `origin` is its name in the captured module.
 
         Raises BadInput.
         """
@@ -139,7 +139,7 @@ class GraphBuilder:
         return parse_operators(text, tensors, self.sizes, self.declared)
 
     def build(self, outputs: Sequence[str] = ()) -> Graph:
-        """Return the graph; `outputs` unsaid are the results that no operator reads. Raises BadInput."""
+        """Return the graph; `outputs` default to the results that no operator reads. Raises BadInput."""
         missing = [name for name in outputs if name not in self.tensors]
         if missing:
             raise BadInput(f"{missing[0][:60]!r} is an output, and no operator makes it", remedy="name a result")

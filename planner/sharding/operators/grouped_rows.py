@@ -1,10 +1,10 @@
-"""Rows that stand by groups, as tokens by their experts: where each rank has whole groups, it has rows of its own.
+"""Rows in groups, such as tokens sorted by expert: if each rank has whole groups, it has rows of its own.
 
-A grouped product multiplies every row by the matrix of its group. A rank that has some of the matrices makes the rows
-of those groups and zeros in all others, so no two ranks have the same row: the result is pending a sum, of which every
-element is one rank's (`mask`, as DTensor calls it). What keeps zeros where they are may be computed before that sum,
-which other partial sums may not: the activation between two grouped products, for one. How many rows a rank has is
-known when the program runs, and no shape depends on it.
+A grouped product multiplies every row by the matrix of its group. A rank with some of the matrices computes the rows of
+those groups and zeros in all others, so no two ranks have the same row: the result is pending a sum in which every
+element is one rank's (`mask` in DTensor). Functions that keep zeros may be computed before that sum, unlike before
+other partial sums; an example is the activation between two grouped products. How many rows a rank has is known when
+the program runs, and no shape depends on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GROUPED = "grouped_mm"
 
 
 def group_axis(operator: Operator) -> str:
-    """Return the axis of the groups of a grouped product, whose operands are rows, matrices and ends; "" of another
-    operator.
+    """Return the axis of the groups of a grouped product, whose operands are rows, matrices and ends; "" for other
+    operators.
     """
     if GROUPED not in operator.functions or len(operator.operands) != 3 or operator.unannotated:
         return ""
@@ -38,7 +38,7 @@ def group_axis(operator: Operator) -> str:
 
 
 def routed_axes(operator: Operator) -> tuple[str, str] | None:
-    """Return the axis of tokens and that of experts of routed experts; None of another operator."""
+    """Return the axis of tokens and that of experts of routed experts; None for other operators."""
     if not operator.text.startswith((ROUTED_OF, SENT_OF)):
         return None
     (_, pairs), (_, matrices) = operator.operands[:2]
@@ -46,9 +46,7 @@ def routed_axes(operator: Operator) -> tuple[str, str] | None:
 
 
 def grouped_rows(operators: Sequence[Operator]) -> dict[str, str]:
-    """Return by tensor the ends of the groups by which its rows stand, where it may be zero but for a rank's own
-    groups.
-    """
+    """Return for each tensor the ends of the groups of its rows, if it may be zero except in a rank's own groups."""
     found: dict[str, str] = {}
     for operator in operators:
         if group_axis(operator):
@@ -59,7 +57,9 @@ def grouped_rows(operators: Sequence[Operator]) -> dict[str, str]:
 
 
 def zero_keepers(operator: Operator, grouped: Mapping[str, str]) -> Iterator[frozenset[str]]:
-    """Yield sets of operands whose zeros, in the same rows, are zeros of the result; fewest operands first."""
+    """Yield sets of operands such that rows that are zero in all of them are zero in the result; fewest
+    operands first.
+    """
     rows = operator.dims[0] if operator.dims else ()
     held = [name for name, dims in operator.operands if name in grouped and rows and dims and dims[0] == rows]
     if not held or operator.index:
@@ -75,7 +75,7 @@ def zero_keepers(operator: Operator, grouped: Mapping[str, str]) -> Iterator[fro
 
 
 def _keeps_zeros(node: ast.expr, zeros: Collection[str]) -> bool:
-    """Return whether an elementwise formula is zero where all of `zeros` are, whatever its other tensors are."""
+    """Return whether an elementwise formula is zero where all of `zeros` are, for any values of its other tensors."""
     match node:
         case ast.Name(id=name):
             return name in zeros

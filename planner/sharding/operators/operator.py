@@ -21,7 +21,7 @@ from planner.sharding.ops.table import shape_of
 from topology.errors import BadInput
 
 MAX_TENSORS_TO_PERMUTE = 6
-PRODUCT = "__product"  # the end of the name of a linear layer's result before its bias is added
+PRODUCT = "__product"  # suffix of the name of a linear layer's result before its bias is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def parse_operators(
 ) -> list[Operator]:
     """Parse `name = formula :: annotation` into one operator per result. Raises BadInput.
 
-    Without an annotation, it is derived from the functions of the formula. The annotation of a function in `declared`
+    The annotation defaults to one derived from the functions of the formula. The annotation of a function in `declared`
     is believed. The bias of a linear layer becomes an operator of its own, because it is added once: after a pending
     reduction.
     """
@@ -112,9 +112,7 @@ def parse_operators(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Binding:
-    """One result of a line that is being parsed; an annotation that is `derived` has the operands in the formula's
-    order.
-    """
+    """One result of a line being parsed; a `derived` annotation has the operands in the formula's order."""
 
     name: str
     text: str
@@ -148,7 +146,7 @@ class _Binding:
         return [*first, *second.with_derived_annotation(parse_formula(text, [between, bias]))]
 
     def _split_off_bias(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> list[Operator]:
-        """Return the product and the addition of its bias; the tensor between them is called after the result."""
+        """Return the product and the addition of its bias; the tensor between them is named after the result."""
         x, w, bias = formula.tensors
         between = self.name + PRODUCT
         first = replace(self, name=between, text=f"linear({x}, {w})")
@@ -232,7 +230,7 @@ def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, dec
 def _match_operands(
     text: str, formula: Formula, annotation: Annotation, tensors: Mapping[str, Tensor]
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the tensor of each annotated operand, and the axis sizes that follow. Raises BadInput where none fits.
+    """Return the tensor of each annotated operand, and the resulting axis sizes. Raises BadInput if none fits.
 
     Operands are matched in the order of the formula or, where the shapes do not fit (`einsum(p, einsum(x, w))`
     annotated x first), in the order that fits and renames the fewest declared dims.
@@ -274,7 +272,7 @@ def _match_operands(
 
 
 def _axis_sizes(operand_names: Sequence[str], annotation: Annotation, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes of the axes that have a dim to themselves. Raises BadInput where two operands disagree."""
+    """Return the sizes of the axes that have a dim to themselves. Raises BadInput if two operands disagree."""
     sizes: dict[str, int] = {}
     for name, dims in zip(operand_names, annotation.operands, strict=True):
         shape = tensors[name].shape
@@ -299,7 +297,7 @@ def _infer_axis_sizes(
     result: Shape | None,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Add to `sizes` the axes inside groups and those that only the result has."""
+    """Add to `sizes` the axes inside groups and the axes that only the result has."""
     (dims,) = annotation.results
     groups = [
         (dim, size)

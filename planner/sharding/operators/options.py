@@ -66,8 +66,8 @@ class ShardingOption:
 class _PassThrough:
     """Assigned to a mesh axis over which `tensors` are pending a reduction: the result is pending `result`.
 
-    `groups` is the axis of a grouped product's groups, which the mesh axis shards, and `rows` that of the tokens which
-    it shards besides, and which are sent to their groups: nothing is pending then.
+    `groups` is the axis of a grouped product's groups, which the mesh axis shards. `rows` is the axis of tokens, if the
+    mesh axis shards these as well and they are sent to their groups; then nothing is pending.
     """
 
     reducer: str
@@ -88,9 +88,9 @@ def sharding_options(
 ) -> list[ShardingOption]:
     """Return every way to shard `operator`.
 
-    `pending` says by tensor which reductions it may be pending; `irregular_specs` gives (dim, spec) pairs by tensor
-    that are uneven or have blocks, and are tried besides the regular ones; `grouped` are tensors whose rows stand by
-    groups (`grouped_rows`). Raises Infeasible where there are over MAX_OPTIONS.
+    `pending` says by tensor which reductions it may be pending; `irregular_specs` gives further (dim, spec) pairs by
+    tensor that are uneven or have blocks; `grouped` are tensors with rows in groups (`grouped_rows`). Raises Infeasible
+    for more than MAX_OPTIONS.
     """
     irregular: dict[str, set[DimSpec]] = {}
     for name, dims in operator.operands:
@@ -139,8 +139,8 @@ def _can_shard(operator: Operator, axis: str) -> bool:
 
 
 def _is_twice(operator: Operator, axis: str) -> bool:
-    """Return whether two dims of one tensor are this axis, as in `x @ x.T`: ranks would have blocks of the diagonal
-    alone.
+    """Return whether two dims of one tensor are this axis, as in `x @ x.T`: ranks would then have only blocks of the
+    diagonal.
     """
     tensors = (operator.dims, *(dims for _, dims in operator.operands))
     return any(sum(dim.count(axis) for dim in dims) > 1 for dims in tensors)
@@ -149,7 +149,7 @@ def _is_twice(operator: Operator, axis: str) -> bool:
 def _pass_through_reductions(
     operator: Operator, pending: Mapping[str, frozenset[str]], grouped: Mapping[str, str]
 ) -> Iterator[_PassThrough]:
-    """Yield the ways in which a reduction pending over one mesh axis may pass through the operator."""
+    """Yield the ways in which a reduction pending over one mesh axis can pass through the operator."""
     listed = {name for name, _ in operator.operands}
     if routed := routed_axes(operator):
         tokens, experts = routed
@@ -173,7 +173,7 @@ def _pass_through_reductions(
 def _rows_by_groups(
     operator: Operator, pending: Mapping[str, frozenset[str]], grouped: Mapping[str, str]
 ) -> Iterator[_PassThrough]:
-    """Yield the ways in which ranks may have rows of their own groups: of all rows, or of those that they have
+    """Yield the ways in which ranks can have the rows of their own groups: from all rows, or from those that they have
     already.
     """
     groups = group_axis(operator)
@@ -194,7 +194,7 @@ def _axis_orders(
     irregular: Mapping[str, set[DimSpec]],
     mesh: Mesh,
 ) -> Iterator[dict[str, DimSpec]]:
-    """Yield the specs of all axes for an assignment, in every order of mesh axes that divides the axis."""
+    """Yield the specs of all axes for an assignment, in every order of mesh axes that divides them."""
     mesh_axes_of: dict[str, list[str]] = {}
     for name, target in assignment.items():
         axes = (target.groups, target.rows) if isinstance(target, _PassThrough) else (target,)
@@ -221,7 +221,7 @@ def _make_option(
     pass_through = {name: target for name, target in assignment.items() if isinstance(target, _PassThrough)}
     groups = {target.groups for target in pass_through.values()} - {""}
     if any(len(axis_specs[axis]) != 1 for axis in groups):
-        return None  # which rank has which groups would depend on the order of mesh axes, and layouts do not say it
+        return None  # the groups of a rank would depend on the order of mesh axes, which layouts do not record
     operand_layouts = []
     for name, dims in operator.operands:
         dim_specs = [
@@ -239,7 +239,7 @@ def _make_option(
     for axis, spec in axis_specs.items():
         largest = axis in operator.roles.merged or operator.roles.partial.get(axis) in {"max", "min"}
         if largest and has_empty_pieces(operator.sizes[axis], spec, mesh):
-            return None  # nothing has no largest element
+            return None  # an empty piece has no largest element
         if axis in operator.roles.partial:
             reducer = operator.roles.partial[axis]
             if reducer == "avg" and not divides_evenly(operator.sizes[axis], spec, mesh):
@@ -261,7 +261,7 @@ def _make_option(
 def combine_axis_specs(
     dim: Dim, sizes: Mapping[str, int], axis_specs: Mapping[str, DimSpec], mesh: Mesh
 ) -> DimSpec | None:
-    """Return the spec of a dim made of several axes from the specs of those axes, or None where there is none.
+    """Return the spec of a dim made of several axes from the specs of those axes, or None if there is none.
 
     The part of an axis that is not sharded becomes a block, inside which the later axes are sharded.
     """
@@ -307,7 +307,7 @@ def split_dim_spec(spec: DimSpec, dim: Dim, sizes: Mapping[str, int], mesh: Mesh
 def possible_reductions(
     operators: Sequence[Operator], assignment: Mapping[str, Layout], mesh: Mesh
 ) -> dict[str, frozenset[str]]:
-    """Return by tensor which reductions it could ever be pending, propagating them through the operators in order."""
+    """Return the reductions that each tensor could ever be pending, propagating them through the operators in order."""
     found = {name: frozenset(reducer for _, reducer in layout.pending) for name, layout in assignment.items()}
     if mesh.ranks == 1:
         return found
@@ -320,7 +320,7 @@ def possible_reductions(
 
 
 def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], mesh: Mesh) -> tuple[Collective, ...]:
-    """Return the collectives inside `operator` when its axes are sharded as `axis_specs` says."""
+    """Return the collectives inside `operator` if its axes are sharded as in `axis_specs`."""
     if routed := routed_axes(operator):
         return _routes(operator, *routed, axis_specs, mesh)
     merged = [axis for axis in axis_specs if axis in operator.roles.merged]
@@ -371,7 +371,7 @@ def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], 
 def _routes(
     operator: Operator, tokens: str, experts: str, axis_specs: Mapping[str, DimSpec], mesh: Mesh
 ) -> tuple[Collective, ...]:
-    """Return the exchanges of tokens with the ranks of their experts, of which every expert has equally many."""
+    """Return the exchanges of tokens with the ranks of their experts, if every expert has equally many."""
     axes = tuple(item for item in axis_specs.get(experts, ()) if isinstance(item, str) and mesh.size(item) > 1)
     (_, pairs), *others = operator.operands
     rows = _local_dim(operator, pairs[0], axis_specs, mesh, {})

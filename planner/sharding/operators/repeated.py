@@ -1,7 +1,6 @@
-"""Lines that say of other tensors what an earlier one said of its own: layers of a model are parsed once.
+"""A cache of parsed lines, so that repeated layers of a model are parsed once.
 
-Two lines are alike where they differ in names of tensors alone, and those tensors have the same shapes, dtypes and
-axes.
+Two lines are alike if they differ only in names of tensors with the same shapes, dtypes and axes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor
 
-# Strings stay as they are, and so do names of functions, methods and keywords.
+# Strings are kept, and so are names of functions, methods and keywords.
 _WORD = re.compile(r"'[^']*'|\"[^\"]*\"|(?<!\.)\b[A-Za-z_]\w*\b(?!\s*(?:\(|=(?!=)))")
 _Known = tuple[
     tuple[str, ...], tuple[str, ...], tuple[Operator, ...]
@@ -21,15 +20,15 @@ _Known = tuple[
 
 @dataclass(slots=True)
 class RepeatedLines:
-    """Operators of the lines so far, by what they say but for the names of tensors."""
+    """Operators of earlier lines, by their text without names of tensors."""
 
     _known: dict[Hashable, _Known] = field(default_factory=dict)
 
     def parse(
         self, text: str, tensors: Mapping[str, Tensor], parse: Callable[[str, Mapping[str, Tensor]], list[Operator]]
     ) -> list[Operator]:
-        """Return the operators of a line: those of one that is alike under other names, else what `parse` makes of
-        it.
+        """Return the operators of a line: those of an earlier one that is alike, renamed, else the result of
+        `parse`.
         """
         said, marks, annotation = text.partition("::")
         left, equals, formula = said.partition("=")

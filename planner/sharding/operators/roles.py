@@ -1,7 +1,5 @@
-"""The annotation of an operator checked against what its formula does, or derived from it.
-
-An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.ops`). The two are
-laid side by side, and the function has the last word:
+"""Check the annotation of an operator against its formula, or derive it. An annotation names axes; the effect of the
+formula's functions along them is known (`planner.sharding.ops`). If the two differ, the function decides:
 
     the annotation restricts (`^`)              believed: the author may know more
     it leaves an axis unmarked, which the       the axis is kept whole, with a warning; or, for what can be computed
@@ -23,20 +21,20 @@ from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
 from planner.sharding.ops.table import result_of, walk
 from topology.errors import BadInput
 
-_PENDING = "@"  # an axis over which operands are pending a sum
-_FEW = 5  # operands, of which all sets are looked at
+_PENDING = "@"  # an axis along which operands are pending a sum
+_FEW = 5  # most operands for which all subsets are examined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisRoles:
     """What sharding an axis of an operator means.
 
-    `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial` ones
-    leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can make its
-    piece of them; along `positional` ones it must know where its piece starts. All others pass through.
+     `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial`
+    ones leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can
+    make its piece of them; along `positional` ones it must know where its piece starts. All others pass through.
 
-    `linear` has sets of operands, by their numbers, of which the result is linear in all at once and in none alongside
-    another: where they are pending a sum, so is the result. One that `multiplies` operands may be a matrix product.
+    `linear` has sets of operands, by index, in which the result is jointly linear: if they are pending a sum, so is the
+    result. An operator that `multiplies` operands may be a matrix product.
     """
 
     unsharded: frozenset[str] = frozenset()
@@ -62,7 +60,7 @@ def check_annotation(
 ) -> AxisRoles:
     """Return the roles of the axes of `annotation`, whose operands are the tensors `operands`.
 
-    `declared` formulas use a function whose annotation is believed. Raises BadInput where the two contradict.
+    `declared` formulas use a function whose annotation is believed. Raises BadInput if the two contradict each other.
     """
     (dims,) = annotation.results
     given = frozenset(axis for each in (*annotation.operands, dims) for dim in each for axis in dim)
@@ -111,8 +109,8 @@ def _linear_operands(
     shapes: Mapping[str, Sequence[int]],
     index: int,
 ) -> tuple[frozenset[int], ...]:
-    """Return the smallest sets of operands that may be pending a sum: of the formula walked with that sum as one more
-    axis.
+    """Return the smallest sets of operands that may be pending a sum: found by walking the formula with that sum as one
+    more axis.
 
     A pending sum passes only through what is linear (scaling, a matrix product, a view), and through an addition only
     if every term is pending: a finished tensor added on each of n ranks would count n times.
@@ -171,8 +169,8 @@ def _values(
 
 
 def _match_result(name: str, flow: AxisFlow, derived: Sequence[Dim], annotation: Annotation) -> set[str]:
-    """Hold the dims of the result against the annotation; return the axes that only the result has and ranks can
-    make.
+    """Compare the dims of the result with the annotation; return the axes that only the result has and ranks
+    can make.
     """
     (dims,) = annotation.results
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
@@ -214,7 +212,7 @@ def _match_result(name: str, flow: AxisFlow, derived: Sequence[Dim], annotation:
 
 
 def _check_marks(name: str, flow: AxisFlow, annotation: Annotation, kept: set[str], warnings: list[str]) -> None:
-    """Hold the marks of the annotation against what the walk found. Raises BadInput where one is wrong."""
+    """Compare the marks of the annotation with the result of the walk. Raises BadInput for a wrong mark."""
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
     for axis in sorted(flow.given):
         why = flow.unsharded.get(axis)
@@ -251,7 +249,7 @@ def _opaque(name: str, given: frozenset[str], annotation: Annotation, why: str) 
 
 
 def _believed(annotation: Annotation, given: frozenset[str]) -> AxisRoles:
-    """Return roles as an annotation says them: of a function that a case declares, or of a view."""
+    """Return roles as stated by the annotation of a declared function, or of a view."""
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
     return AxisRoles(
         unsharded=annotation.unsharded | annotation.normalized,
@@ -270,8 +268,8 @@ def derive_annotation(
 ) -> tuple[Annotation, dict[str, int]]:
     """Return the annotation that a formula implies for `operands`, and the sizes of its axes.
 
-    Axes get the names that tensors declare (`names`), where those differ. An operator that is not understood is
-    annotated with axes that are kept whole. Raises BadInput where the shape of its result is not known either.
+    Axes get the names that tensors declare (`names`), where those differ. An operator that is not understood gets axes
+    that are kept whole. Raises BadInput if the shape of its result is unknown as well.
     """
     flow = AxisFlow(tensors={}, sizes={})
     dims_of = {name: tuple(flow.new_dim(size) for size in shapes[name]) for name in operands}

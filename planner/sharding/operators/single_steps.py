@@ -1,7 +1,7 @@
 """Formulas in single steps, so that each has one rule for its gradient.
 
-A step is one elementwise expression, one chain of views of a tensor, or one call of any other function. What a formula
-computes inside itself becomes a tensor of its own, which the backward pass can save.
+A step is one elementwise expression, one chain of views of a tensor, or one call of any other function. Intermediate
+values of a formula become tensors, which the backward pass can save.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _is_several(node: ast.expr) -> bool:
 
 
 def viewed(node: ast.expr) -> ast.expr:
-    """Return the tensor that a view is of."""
+    """Return the tensor under a view."""
     match node:
         case ast.Attribute(value=inner) | ast.Subscript(value=inner):
             return inner
@@ -58,12 +58,12 @@ def viewed(node: ast.expr) -> ast.expr:
 
 
 def single_steps(operator: Operator, name_of: Iterator[str]) -> list[tuple[str, ast.expr]]:
-    """Return (name, formula) of the steps of an operator; the last one has the name of its result."""
+    """Return (name, formula) for the steps of an operator; the last one has the name of its result."""
     steps: list[tuple[str, ast.expr]] = []
     tree = ast.parse(operator.text, mode="eval").body
 
     def name(node: ast.expr) -> ast.expr:
-        """Return a name for what a node computes."""
+        """Return a name for the value of a node."""
         if isinstance(node, ast.Name | ast.Constant) or not _has_tensor(node, operator):
             return node
         inner = reduced(node)
@@ -73,7 +73,7 @@ def single_steps(operator: Operator, name_of: Iterator[str]) -> list[tuple[str, 
         return ast.Name(id=steps[-1][0], ctx=ast.Load())
 
     def reduced(node: ast.expr) -> ast.expr:
-        """Return a node as one step, of names."""
+        """Return a node as one step over names."""
         if is_elementwise(node):
             return _rebuilt(node, lambda child: reduced(child) if is_elementwise(child) else name(child))
         if is_view(node):

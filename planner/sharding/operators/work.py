@@ -15,18 +15,18 @@ from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
 from simulator.kernels.roofline import Roofline
 
 Sizes = Mapping[str, NDArray[np.float64]]
-# Products of [m, k] by [k, n] in the gradients of attention, of which the forward pass has two: scores again, the
-# gradient of the shares, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2): five, counted
-# evenly to the three.
+# Matrix products in the gradients of attention, relative to the two of the forward pass: scores again, the gradient of
+# the weights, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2). These five are divided evenly
+# among the three gradients.
 _BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
-# Attention to pieces of the keys, whose statistics ranks exchange, is no single kernel: scores are made thrice, and
-# products, masks, exponentials and sums read and write them as float32 (`executor/sharding/merged.py`): as counted, 26
-# times forward and 21 backward, for which twice the forward's bytes are taken below.
+# Attention to pieces of the keys, with statistics exchanged between ranks, takes several kernels: scores are computed
+# three times, and products, masks, exponentials and sums read and write them in float32
+# (`executor/sharding/merged.py`), 26 times forward and 21 times backward; below, backward is twice the forward's bytes.
 _SCORE_PASSES = 47 / 3
 
 
 def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Sizes) -> Work:
-    """Return the work with `sizes` of axes, a column each: one value for every way to shard the operator."""
+    """Return the work with `sizes` of axes, each of shape (options,): one value for every way to shard the operator."""
 
     def size(axes: Iterable[str]) -> NDArray[np.float64]:
         total = np.ones(len(next(iter(sizes.values()), np.ones(1))))
@@ -71,18 +71,18 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
             k=k,
             backward=bool(first),
         )
-    if operator.kind == "attention_rows":  # the forward kernel keeps them
+    if operator.kind == "attention_rows":  # saved by the forward kernel
         return Work(kind=WorkKind.MOVE, name="rows", bytes=elements(operator.dims) * ELEMENT_BYTES["f32"])
     contracted = {axis for part in parts for axis in part} & set(operator.roles.partial) - result
     both = [part for part in parts if contracted & part]
     if len(both) >= 2 and operator.kind == "sum" and operator.roles.multiplies:
         left, right = both[0], both[1]
-        # A convolution's result has places that no operand has, and each is summed over a window that the result has
-        # not.
+        # A convolution's result has positions that no operand has; each is a sum over a window that the result does not
+        # have.
         m, n = size(result - right), size(right & result - left)
         batch, k = size(left & right & result), size(contracted | (right - left - result))
         groups = group_axis(operator)
-        if groups:  # a row is multiplied by the matrix of its group, and groups have equally many rows on average
+        if groups:  # a row is multiplied by its group's matrix, and groups have equally many rows on average
             share = sizes[groups] / operator.sizes[groups]
             m, k = m * share, size(contracted)
         return Work(
@@ -94,9 +94,9 @@ def operator_work(operator: Operator, tensors: Mapping[str, Tensor], sizes: Size
 def _seen(
     operator: Operator, queries: tuple[str, ...], keys: tuple[str, ...], m: NDArray[np.float64], n: NDArray[np.float64]
 ) -> NDArray[np.float64] | float:
-    """Return the share of the pairs of queries and keys that is computed.
+    """Return the share of pairs of queries and keys that is computed.
 
-    A causal kernel leaves out keys after its queries; a rank with a piece of either has a mask instead, and computes
+    A causal kernel leaves out keys after its queries; a rank with a piece of either uses a mask instead and computes
     all.
     """
     if not {*queries, *keys} & operator.roles.positional:
@@ -106,10 +106,10 @@ def _seen(
 
 
 def backward_s(work: Work, gradients: int, roofline: Roofline) -> NDArray[np.float64]:
-    """Return the seconds of an operator's backward pass, which makes so many `gradients`.
+    """Return the seconds of an operator's backward pass, which computes this number of `gradients`.
 
-    A product has one of its size for each; attention has one kernel with five products, of which the forward pass has
-    two.
+    A product needs one product of its size for each; attention has one kernel with five products, where the forward
+    pass has two.
     """
     if not gradients:
         return np.zeros(1)

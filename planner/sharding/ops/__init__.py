@@ -1,4 +1,4 @@
-"""The operators that are known, a family a file; each is one entry, and `table.py` lists them.
+"""The known operators, one family per file; each is one entry, and `table.py` lists them.
 
     syntax.py, annotation.py  formulas and annotations, parsed
     axis_flow.py, walker.py   a formula walked with axes in the place of numbers

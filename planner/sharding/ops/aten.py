@@ -1,4 +1,4 @@
-"""An operator of PyTorch as it was captured, and the statements of a case that it is written as."""
+"""A captured operator of PyTorch, and the statements of a case for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ LETTERS = "abcdefgijklmnopq"
 class Statement:
     """One operator of the case: `result = formula :: annotation`, and the kernel `op(*args)` that computes it.
 
-    Without an annotation, the axes follow from the formula. That of a function which `ops` does not have is believed:
-    its arguments (windows, groups) stand in the kernel alone. `sizes` are those of axes that no operand has by itself.
+    Without an annotation, the axes follow from the formula. The annotation of a function that `ops` does not have is
+    believed; its arguments (windows, groups) are only in the kernel. `sizes` are those of axes that no operand has
+    alone.
     """
 
     result: str
@@ -45,12 +46,12 @@ class Statement:
 
 
 class NotKnownError(Exception):
-    """The operator, with these arguments, has no rule."""
+    """The operator has no rule for these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtenCall:
-    """A node with the shapes of its operands at hand."""
+    """A node with the shapes of its operands."""
 
     node: GraphNode
     shapes: Mapping[str, Shape]
@@ -62,7 +63,7 @@ class AtenCall:
         return self.node.op.removeprefix("aten.").split(".", maxsplit=1)[0]
 
     def tensor(self, position: int) -> str:
-        """Return the tensor that an argument is. Raises NotKnownError if it is none."""
+        """Return the tensor of an argument. Raises NotKnownError if it is none."""
         value = self.argument(position)
         if not isinstance(value, dict) or "tensor" not in value:
             raise NotKnownError
@@ -99,7 +100,7 @@ class AtenCall:
 
 
 def result_axes(shape: Shape, positions: Sequence[int] | None = None) -> tuple[list[str], dict[str, int]]:
-    """Return axes that only a result has, named by position and size and marked as made whole, and their sizes."""
+    """Return axes that only a result has and every rank has whole, named by position and size, and their sizes."""
     chosen = range(len(shape)) if positions is None else positions
     names = [f"r{LETTERS[d]}{shape[d]}^" if shape[d] > 1 else "1" for d in chosen]
     return names, {f"r{LETTERS[d]}{shape[d]}": shape[d] for d in chosen if shape[d] > 1}
@@ -122,9 +123,9 @@ def annotated(
 ) -> list[Statement]:
     """Return the statement of an operator whose axes are written out for every operand and its result.
 
-    An axis is a letter with a mark as in `annotation.py`, or `name_8` where no operand has it to itself; what an
-    operand has and the result has not needs a mark. Dims of one element are left out by their shapes. Raises
-    NotKnownError where an operand stands there twice.
+    An axis is a letter with a mark as in `annotation.py`, or `name_8` if no operand has it alone; an axis of an operand
+    that the result does not have needs a mark. Dims of one element are left out. Raises NotKnownError if an operand
+    occurs twice.
     """
     names = [name for name, _ in operands]
     if len(set(names)) != len(names):
@@ -140,12 +141,12 @@ def _without_ones(axes: Sequence[str], shape: Shape) -> str:
 
 
 def made(name: str, size: int) -> str:
-    """Return an axis that only a result has, made whole on every rank."""
+    """Return an axis that only a result has, whole on every rank."""
     return f"{name}_{size}^"
 
 
 def axes_but(rank: int, whole: Collection[int]) -> list[str]:
-    """Return one axis a dim, those of `whole` marked as needed whole."""
+    """Return one axis per dim; those of `whole` are marked as needed whole."""
     return [LETTERS[d] + ("^" if d in whole else "") for d in range(rank)]
 
 

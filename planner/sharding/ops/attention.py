@@ -38,7 +38,7 @@ def _attention(call: Call) -> Value:
 
 
 def _masked(call: Call, extra: ast.expr, scores: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unify a mask, or what is added to the scores, with their dims from the last one; return those of the batch."""
+    """Unify the dims of a mask, or of a bias of the scores, from the last one; return the batch dims."""
     flow, mask = call.flow, call.flow.finish(call.walker.value(extra), "attention needs a finished mask")
     if len(mask.dims) > len(scores):
         raise NotUnderstood("a mask with more dims than the scores")
@@ -49,7 +49,7 @@ def _masked(call: Call, extra: ast.expr, scores: tuple[Dim, ...]) -> tuple[Dim, 
 
 
 def _batch(flow: AxisFlow, queries: tuple[Dim, ...], others: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Unify the dims before rows; grouped heads of queries are (heads of keys, queries a head)."""
+    """Unify the dims before rows; grouped heads of queries are (heads of keys, queries per head)."""
     out = []
     for n, dim in enumerate(queries):
         joined = dim
@@ -99,8 +99,8 @@ def _rows(call: Call) -> Value:
 def _attention_gradient(call: Call) -> Value:
     """`attention_bwd_q(gradient, q, k, v, rows, along)`, and likewise `_k` and `_v`.
 
-    With the sums of rows known, a pair of a query and a key adds its part by itself: the gradient of queries is a sum
-    over keys, those of keys and values are sums over queries, and over the heads of queries that share them.
+    With the sums of rows known, each pair of a query and a key contributes independently: the gradient of queries is a
+    sum over keys, those of keys and values are sums over queries and over the heads of queries that share them.
     """
     flow, of = call.flow, call.name[-1]
     gradient, q, k, v, rows, along = (flow.finish(call.value(n), "a gradient needs finished sums") for n in range(6))
@@ -139,7 +139,7 @@ def _unknown_gradient(call: Call) -> Value:
 
 
 def _gradient(step: Step) -> dict[str, str]:
-    """From the logarithm of every row's sum of exponentials, which the forward kernel keeps."""
+    """From the logarithm of every row's sum of exponentials, which the forward kernel saves."""
     q, k, v = (step.tensor(n) for n in range(3))
     if isinstance(step.argument(3), ast.Name):
         raise NotUnderstood("the gradient of attention with a mask that is a tensor")

@@ -1,8 +1,7 @@
-"""What a formula does along every axis, found by walking it with axes in the place of numbers.
-
-A `Value` is what a part of a formula computes: the axes of each of its dims, and the sums (or maxima, ...) along axes
-that are gone, which could still be taken later if the axis were sharded. Operators (`planner.sharding.ops`) make values
-of values and tell the `AxisFlow` what they do to axes on the way:
+"""The effect of a formula along every axis, found by walking it with axes in the place of numbers. A `Value` describes
+a part of a formula: the axes of each dim, and reductions (sums, maxima, ...) along axes that are gone, which could
+still be performed later if the axis were sharded. Operators (`planner.sharding.ops`) map values to values and tell the
+`AxisFlow` their effects on axes:
 
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
                 is kept for the user
@@ -10,7 +9,7 @@ of values and tell the `AxisFlow` what they do to axes on the way:
     positional  the function depends on where along the axis an element is: a rank that has a piece needs its offset
     created     the axis is in no operand; every rank can make its own piece of it
 
-What is in the last value and in none of these passes through. Nothing is run.
+An axis in the last value and in none of these passes through. Nothing is run.
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ SCALAR = Value(())
 
 @dataclass(slots=True)
 class AxisFlow:
-    """Everything a walk through a formula has learned about its axes.
+    """Everything that a walk through a formula has found about its axes.
 
-    `sizes` has every axis, `given` those of the annotation: axes that a walk makes itself are equal to others or new.
+    `sizes` has every axis, `given` those of the annotation; axes created during the walk turn out to be equal to others
+    or are new.
     """
 
     tensors: Mapping[str, Value]
     sizes: dict[str, int]
     given: frozenset[str] = frozenset()
     unsharded: dict[str, str] = field(default_factory=dict)  # axis -> why
-    contradicted: set[str] = field(default_factory=set)  # of those: what reads only a part of the axis, or its order
+    contradicted: set[str] = field(default_factory=set)  # of those: functions that read only a part of it, or its order
     merged: dict[str, str] = field(default_factory=dict)  # axis -> function
     positional: set[str] = field(default_factory=set)
     created: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
     multiplies: bool = False  # two tensors are multiplied
-    same: dict[str, Dim] = field(default_factory=dict)  # axis made here -> what it proved to be
+    same: dict[str, Dim] = field(default_factory=dict)  # axis created here -> the axis that it is equal to
     _made: int = 0
 
     def new_axis(self, size: int) -> str:
@@ -70,7 +70,7 @@ class AxisFlow:
         return () if size == 1 else (self.new_axis(size),)
 
     def dim(self, dim: Dim) -> Dim:
-        """Return a dim in the axes that are known for it by now, without axes of size 1."""
+        """Return a dim with the known axes, without those of size 1."""
         out: list[str] = []
         for axis in dim:
             if axis in self.same:
@@ -86,20 +86,22 @@ class AxisFlow:
         return prod(self.sizes[axis] for axis in self.dim(dim))
 
     def keep_unsharded(self, dim: Dim, why: str, *, contradicts: bool = False) -> None:
-        """Note that no axis of `dim` can be sharded. `contradicts`: nor is the axis reduced or passed through."""
+        """Note that no axis of `dim` can be sharded. `contradicts`: the axis can neither be reduced nor pass
+        through.
+        """
         for axis in self.dim(dim):
             self.unsharded.setdefault(axis, why)
             if contradicts:
                 self.contradicted.add(axis)
 
     def finish(self, value: Value, why: str) -> Value:
-        """Return `value` with its reductions finished: what comes next cannot be computed from partial results."""
+        """Return `value` with its reductions performed, since the next function cannot use partial results."""
         for axis in value.pending:
             self.keep_unsharded((axis,), why)
         return Value(value.dims)
 
     def unify(self, first: Dim, second: Dim, why: str) -> Dim:
-        """Return the dim that two dims, of which one may have size 1, turn out to be. Raises NotUnderstood."""
+        """Return the common dim of two dims, one of which may have size 1. Raises NotUnderstood."""
         first, second = self.dim(first), self.dim(second)
         if first == second or not second:
             return first
@@ -117,7 +119,7 @@ class AxisFlow:
         return first
 
     def _unify_parts(self, first: Dim, second: Dim) -> bool:
-        """Make two dims of several axes equal, axis by axis; False where they do not go together."""
+        """Unify two dims of several axes, axis by axis; False if they do not match."""
         if [self.sizes[a] for a in first] != [self.sizes[a] for a in second]:
             return False
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
@@ -129,7 +131,7 @@ class AxisFlow:
         return True
 
     def _replace(self, axis: str, dim: Dim) -> None:
-        """Let an axis made here be `dim`; what is known of one holds for the other."""
+        """Identify an axis created here with `dim`; facts about one hold for the other."""
         self.same[axis] = dim
         for part in dim:
             if axis in self.unsharded:
@@ -155,7 +157,7 @@ class AxisFlow:
         return tuple(out)
 
     def add(self, values: Sequence[Value], why: str = "the sum") -> Value:
-        """Return the sum of values: a partial sum stays one only where every term has it."""
+        """Return the sum of values: it stays partial only if every term is partial."""
         shared = set.intersection(*(set(value.pending) for value in values))
         kept = {a: values[0].pending[a] for a in shared if all(v.pending[a] in {"sum", "avg"} for v in values)}
         for value in values:
@@ -167,7 +169,7 @@ class AxisFlow:
         return Value(self.broadcast([value.dims for value in values], why), self.pending_of_product(values, why))
 
     def pending_of_product(self, values: Sequence[Value], why: str) -> dict[str, str]:
-        """Return the reductions that may still be taken after a product: a sum that one factor alone depends on."""
+        """Return the reductions that may still follow a product: a sum along an axis that only one factor has."""
         pending: dict[str, str] = {}
         self.multiplies |= sum(bool(value.dims) for value in values) > 1
         for number, value in enumerate(values):
@@ -187,7 +189,7 @@ class AxisFlow:
         return Value(self.broadcast([value.dims for value in finished], why))
 
     def contract(self, dims: Sequence[Dim], value: Value, reducer: str, why: str) -> Value:
-        """Return `value`, whose dims are those left, with the axes of `dims` reduced away."""
+        """Return `value` with the axes of `dims` reduced; the remaining dims are its dims."""
         pending = dict(value.pending)
         left = {axis for dim in self.dims(value) for axis in dim}
         for axis in (axis for dim in dims for axis in self.dim(dim)):

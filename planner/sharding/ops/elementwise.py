@@ -1,4 +1,4 @@
-"""Functions element by element, copies and casts; and the derivative of an expression of them, written as a formula.
+"""Elementwise functions, copies and casts; and derivatives of their expressions, written as formulas.
 
 `NAME_bwd(gradient, x)` stands for the gradient of the function NAME at x.
 """
@@ -47,7 +47,7 @@ def _elementwise_gradient(call: Call) -> Value:
 
 
 def _pointwise(call: AtenCall) -> list[Statement]:
-    """A formula that shows in which operands it is linear."""
+    """A formula that shows the operands in which it is linear."""
     node = call.node
     operands = node.operands()
     if not operands or len(operands) > 3:
@@ -63,11 +63,11 @@ def _pointwise(call: AtenCall) -> list[Statement]:
 
 
 def _pointwise_of_its_own(call: AtenCall) -> list[Statement]:
-    """A function element by element that formulas have no name for."""
+    """An elementwise function without a name in formulas."""
     rank = len(call.node.shape)
     axes = axes_but(rank, [])
     operands = [(name, axes[rank - len(call.shapes[name]) :]) for name in call.node.operands()]
-    op = re.sub(r"aten\.__(\w+)__\.", r"aten.bitwise_\1.", call.node.op)  # `__and__` is what Python calls it
+    op = re.sub(r"aten\.__(\w+)__\.", r"aten.bitwise_\1.", call.node.op)  # Python's name of it is `__and__`
     op = "aten.conj_physical.default" if call.name in {"_conj", "conj", "resolve_conj"} else op
     return annotated(call, operands, axes, op=op)
 
@@ -130,7 +130,7 @@ def _of_larger(sign: str) -> Partials:
 
 
 def gradient_texts(node: ast.expr, gradient: str, ops: dict[str, Op]) -> dict[str, str]:
-    """Return by tensor the gradient of an expression of `ops` element by element, whose own gradient is `gradient`.
+    """Return the gradient of each tensor in an elementwise expression of `ops`, whose own gradient is `gradient`.
 
     Raises NotUnderstood for a function without a derivative here.
     """
@@ -197,7 +197,7 @@ def _of_same(arguments: Sequence[str], gradient: str) -> list[tuple[int, str]]:
 
 
 def _op(names: str, *, aten: str | None = None, **more: object) -> Op:
-    """Return functions element by element, which ATen has under the same names."""
+    """Return elementwise functions with the same names in ATen."""
     known = {"axes": _elementwise, "gradient_axes": _elementwise_gradient, "capture": _pointwise, **more}
     return Op(names=names, aten=names if aten is None else aten, pointwise=True, **known)  # type: ignore[arg-type]
 

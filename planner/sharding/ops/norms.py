@@ -145,7 +145,7 @@ def _capture_softmax(call: AtenCall) -> list[Statement]:
 
 
 def _capture_norm(call: AtenCall) -> list[Statement]:
-    """Layer norm and RMS norm over the last dims; several of them are needed whole."""
+    """Layer norm and RMS norm over the last dims; if there are several, they are needed whole."""
     shape, over = call.shape(0), len(call.argument(1))
     word = "layernorm" if call.name == "layer_norm" else "rmsnorm"
     affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
@@ -185,7 +185,7 @@ def _capture_group_norm(call: AtenCall) -> list[Statement]:
 
 
 def _capture_batch_norm(call: AtenCall) -> list[Statement]:
-    """Batch norm by running statistics: channels by channel. In training see `batch_norms.py`."""
+    """Batch norm with running statistics: channels pass. For training see `batch_norms.py`."""
     training = call.argument(5, default=False) if call.name == "batch_norm" else False
     if training or call.node.index not in {0, None}:
         raise NotKnownError
@@ -196,7 +196,7 @@ def _capture_batch_norm(call: AtenCall) -> list[Statement]:
 
 
 def _capture_instance_norm(call: AtenCall) -> list[Statement]:
-    """Means over space: rows and channels pass. Statistics that it keeps are written, so there are none."""
+    """Means over space: rows and channels pass. Running statistics would be written, so they are not supported."""
     if call.optional_tensor(3, "running_mean") or call.optional_tensor(4, "running_var"):
         raise NotKnownError
     rank = len(call.shape(0))
@@ -206,7 +206,7 @@ def _capture_instance_norm(call: AtenCall) -> list[Statement]:
 
 
 def _capture_weight_norm(call: AtenCall) -> list[Statement]:
-    """`v * (g / |v|)`, a norm for every element of one dim, which passes."""
+    """`v * (g / |v|)`, a norm for every element of one dim, along which it passes."""
     v, g, dim = call.tensor(0), call.tensor(1), call.argument(2, 0)
     rank = len(call.shape(0))
     axes = axes_but(rank, [d for d in range(rank) if d != dim % rank])
@@ -215,9 +215,9 @@ def _capture_weight_norm(call: AtenCall) -> list[Statement]:
 
 
 def _capture_losses(call: AtenCall) -> list[Statement]:
-    """A loss for every row, by a kernel that needs all classes, and what is made of them.
+    """A loss for every row, by a kernel that needs all classes, and its reduction.
 
-    With weights of classes or smoothing, of any dims after the classes; targets are numbers, or shares of all classes.
+    Supports class weights, smoothing and dims after the classes; targets are class numbers or probabilities.
     """
     x, targets = call.shape(0), call.shape(1)
     word = "nll_loss" if "nll" in call.name else "cross_entropy"
@@ -260,7 +260,7 @@ def _capture_losses(call: AtenCall) -> list[Statement]:
     total = total_of("total" if reduction == 1 else "", own.result)
     if reduction == 2:
         return [own, total]
-    if shares:  # the mean is over rows, whatever the weights are
+    if shares:  # the mean is over rows, for any weights
         return [
             own,
             total,

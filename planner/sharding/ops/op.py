@@ -1,7 +1,6 @@
-"""What an entry of an operator says: its names, its axes, its derivative, how it is captured, and what its kernels
-save.
+"""The entry of an operator: its names, its effect on axes, its derivative, its capture, and what its kernels save.
 
-An operator is one `Op` in the file of its family; `table.py` lists the families. Everything else asks the table.
+An operator is one `Op` in the file of its family; `table.py` lists the families. All other modules ask the table.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Dims = tuple[int, ...]
 
 
 class Saves(Enum):
-    """What the derivative of a kernel needs of the forward pass."""
+    """Tensors of the forward pass that a kernel's derivative needs."""
 
     OPERANDS = "operands"
     RESULT = "result"
@@ -36,8 +35,8 @@ class Saves(Enum):
 class Step:
     """A step of the forward pass: the call, the name of its result and of the result's gradient.
 
-    `emit` adds an operator to the backward pass and returns its name; `shape` is of a tensor by name. `parts` are the
-    gradients of all results where a call has several, empty where one has none.
+    `emit` adds an operator to the backward pass and returns its name; `shape` returns a tensor's shape. `parts` are the
+    gradients of all results if a call has several; empty for a result without one.
     """
 
     call: ast.Call
@@ -61,7 +60,7 @@ class Step:
         return [n.id for n in self.arguments[1:] if isinstance(n, ast.Name)]
 
     def tensor(self, at: int) -> str:
-        """Return the name of the tensor that argument `at` is. Raises NotUnderstood."""
+        """Return the name of the tensor in argument `at`. Raises NotUnderstood."""
         argument = self.argument(at)
         if not isinstance(argument, ast.Name):
             raise NotUnderstood(f"{self.name} whose argument {at} is no tensor")
@@ -82,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view that a gradient goes back through: its numbers, and the shapes before and after it."""
+    """A view through which a gradient goes back: its numbers, and the shapes before and after it."""
 
     name: str
     numbers: Sequence[int | None]
@@ -90,7 +89,7 @@ class View:
     after: Dims
 
     def dim(self, at: int) -> int:
-        """Return number `at` as a dim of the tensor that is viewed."""
+        """Return number `at` as a dim of the viewed tensor."""
         return (self.numbers[at] or 0) % len(self.before)
 
 
@@ -98,9 +97,9 @@ class View:
 class Phase:
     """One kernel of an operator that exchanges statistics, or the reduction of one.
 
-    `reads` are operands or the names of earlier phases, `reduce` the reducer; what a kernel writes before its
-    reduction `waits` for the same one. The last phase has no name: it writes the
-    operator's result. `shape` and `layout` are of what a phase writes.
+    `reads` are operands or the names of earlier phases, `reduce` the reducer; the output of a kernel before its
+    reduction `waits` for that reduction. The last phase has no name: it writes the operator's result. `shape` and
+    `layout` are those of a phase's output.
     """
 
     name: str = ""
@@ -118,7 +117,7 @@ class Phase:
 Partials = Callable[[Sequence[str], str], list[tuple[int, str]]]  # by position of an argument
 Gradient = Callable[[Step], dict[str, str]]  # by tensor the formula of its gradient
 Capture = Callable[[AtenCall], list[Statement]]
-# of a statement, by the layout of its first operand and that of its result
+# for a statement, by the layouts of its first operand and of its result
 Phases = Callable[[Statement, Layout, Layout], list[Phase]]
 
 
@@ -126,25 +125,25 @@ Phases = Callable[[Statement, Layout, Layout], list[Phase]]
 class Op:
     """Operators of one kind. Words are separated by spaces.
 
-    `names` are those in formulas, and `axes` what the functions do along every axis of their arguments. `kind` says how
-    pieces over a sharded axis are combined: `sum`, `avg`, `max`, `min`, `product` leave a pending reduction; other
-    kinds are computed from statistics of pieces if the operator `merges` them, by the kernels of `phases`. `aten` names
-    the operators of PyTorch that `capture` writes as formulas, and `kernels` what the executor runs for them, whose
-    derivative needs what it `saves`.
+    `names` are those in formulas, and `axes` the effect of the functions along every axis of their arguments. `kind`
+    says how pieces over a sharded axis are combined: `sum`, `avg`, `max`, `min`, `product` leave a pending reduction;
+    other kinds are computed from statistics of pieces if the operator `merges` them, by the kernels of `phases`. `aten`
+    names the operators of PyTorch that `capture` writes as formulas, and `kernels` what the executor runs for them,
+    whose derivative needs what it `saves`.
     """
 
     names: str = ""
     axes: Rule | None = None
     kind: str = "sum"
     merges: bool = False
-    statistics: tuple[tuple[str, str], ...] = ()  # of a merged axis: what is exchanged, and its reducer
+    statistics: tuple[tuple[str, str], ...] = ()  # for a merged axis: what is exchanged, and its reducer
     pointwise: bool = False  # element by element
-    sloped: bool = True  # the derivative is not zero wherever there is one
+    sloped: bool = True  # the derivative is not zero everywhere
     keeps_zeros: bool = False  # f(0) = 0, and the slope at 0 is finite
     several: bool = False  # it has several results
-    rearranges: bool = False  # the elements of one tensor, and nothing else
-    back: Callable[[str, View], str] | None = None  # of a view: the formula that takes a gradient back through it
-    partials: Partials | None = None  # of a pointwise function: from its arguments and its gradient, those of arguments
+    rearranges: bool = False  # a rearrangement of one tensor's elements
+    back: Callable[[str, View], str] | None = None  # for a view: the formula that takes a gradient back through it
+    partials: Partials | None = None  # from arguments and gradient to the arguments' gradients
     gradient: Gradient | None = None
     gradient_axes: Rule | None = None  # of `NAME_bwd(gradient, ...)`
     aten: str = ""
@@ -155,18 +154,18 @@ class Op:
 
 
 def no_gradient(step: Step) -> dict[str, str]:
-    """Functions of numbers and orders: nothing flows back through them."""
+    """Functions of numbers and orders, without gradients."""
     del step
     return {}
 
 
 def summed(text: str, leading: int) -> str:
-    """Return the formula of `text` summed over so many leading dims."""
+    """Return the formula of `text` summed over this number of leading dims."""
     return f"({text}).sum({tuple(range(leading))!r})" if leading > 1 else f"({text}).sum(0)" if leading else text
 
 
 def padded(text: str, at: int, before: int, after: int, rank: int) -> str:
-    """Return the formula of `text` with so many zeros before and after it along dim `at` of `rank`."""
+    """Return the formula of `text` padded with zeros before and after it along dim `at` of `rank`."""
     return f"pad({text}, ({'0, 0, ' * (rank - 1 - at)}{before}, {after}))" if before or after else text
 
 

@@ -41,7 +41,7 @@ def _padded(call: Call) -> Value:
 
 
 def _joined(call: Call) -> Value:
-    """`cat` of alike makes a dim (n dim); `stack` a dim of its own."""
+    """`cat` of equal shapes makes a dim (n dim); `stack` makes a new dim."""
     flow, values = call.flow, call.listed(0) or call.values()
     rank = len(values[0].dims)
     if any(len(value.dims) != rank for value in values):
@@ -86,7 +86,7 @@ def _chunked(call: Call) -> list[Value]:
             lengths = [min(each, size - start) for start in range(0, size, each)]
     dim = flow.dim(value.dims[at])
     if len(set(lengths)) == 1 and len(dim) > 1 and flow.sizes[dim[0]] == len(lengths):
-        # one of the blocks that the dim is made of, as gate and up of a fused weight
+        # one of the blocks of a dim, such as gate and up in a fused weight
         flow.keep_unsharded(dim[:1], f"{call.name} takes one block of it", contradicts=True)
         return [Value((*value.dims[:at], dim[1:], *value.dims[at + 1 :]), value.pending) for _ in lengths]
     why = f"{call.name} takes a part of it"
@@ -120,7 +120,7 @@ def _selected(call: Call) -> Value:
 
 
 def _ordered(call: Call) -> Made:
-    """Functions that need all of one dim in its order and keep it: sort, cumsum, flip, roll."""
+    """Functions that need all of one dim in its order and keep the dim: sort, cumsum, flip, roll."""
     value, flow = call.value(0), call.flow
     value = value if call.name in {"flip", "roll", "cumsum"} else flow.finish(value, f"{call.name} needs finished sums")
     first = 2 if call.name == "roll" else 1
@@ -141,7 +141,7 @@ def _triangle(call: Call) -> Value:
 
 
 def _shaped(call: Call) -> Value:
-    """`zeros(n, ...)` and the like: dims that every rank can make its piece of."""
+    """`zeros(n, ...)` and the like: dims of which every rank can make its piece."""
     flow = call.flow
     values = call.values()
     if values:  # zeros_like and friends
@@ -178,7 +178,7 @@ def _cat_gradient(step: Step) -> dict[str, str]:
 
 
 def _chunk_gradient(step: Step) -> dict[str, str]:
-    """All parts at once: those that have a gradient, each among zeros, or joined where all have one."""
+    """All parts at once: each gradient put among zeros, or all joined if every part has one."""
     x, at = step.tensor(0), step.number(2, "dim", 0)
     before = step.shape(x)
     at %= len(before)
@@ -243,7 +243,7 @@ def _capture_select(call: AtenCall) -> list[Statement]:
 
 
 def _capture_pieces(call: AtenCall) -> list[Statement]:
-    """One of equal pieces of a dim: the dim is (piece, rest), and the rest may be sharded inside every piece."""
+    """One of equal pieces of a dim: the dim is (piece, rest), and the rest may be sharded within every piece."""
     before, after, index = call.shape(0), call.node.shape, call.node.index
     if index is None:
         raise NotKnownError
@@ -295,7 +295,7 @@ def _capture_cat(call: AtenCall) -> list[Statement]:
 
 
 def _capture_scatter(call: AtenCall) -> list[Statement]:
-    """Elements put where an index along one dim says: that dim is needed whole, and the others pass."""
+    """Elements written at positions of an index along one dim: that dim is needed whole, the others pass."""
     shape, index, source = call.shape(0), call.shape(2), call.shape(3)
     dim = call.dim(1, len(shape))
     others = [d for d in range(len(shape)) if d != dim]
@@ -324,7 +324,7 @@ def _capture_along_one_dim(call: AtenCall) -> list[Statement]:
 
 
 def _capture_sorted(call: AtenCall) -> list[Statement]:
-    """`sort` and the like: one dim is needed whole, and so is what is made of it."""
+    """`sort` and the like: the dim is needed whole, and so are the results."""
     rank = len(call.shape(0))
     given = call.node.kwargs.get("dim", next((one for one in call.node.args[1:] if type(one) is int), -1))
     axes = axes_but(rank, [given % rank])
@@ -342,7 +342,7 @@ def _capture_turned(call: AtenCall) -> list[Statement]:
 
 
 def _capture_put_back(call: AtenCall) -> list[Statement]:
-    """`select_scatter`, `slice_scatter`: a tensor put into a part of another one's dim, which is needed whole."""
+    """`select_scatter`, `slice_scatter`: a tensor put into a part of another's dim, which is needed whole."""
     shape = call.shape(0)
     dim = call.dim(2, len(shape), 0)
     axes = axes_but(len(shape), [dim])

@@ -1,4 +1,4 @@
-"""Products of tensors: what is summed over leaves partial sums."""
+"""Products of tensors: a sum over a sharded axis leaves partial sums."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _einsum(call: Call) -> Value:
 
 
 def _grouped_mm(call: Call) -> Value:
-    """Rows of `x` by groups through one matrix a group: `[m, k] @ [g, k, n]`, with the ends of groups among rows."""
+    """Rows in groups times one matrix per group: `[m, k] @ [g, k, n]`, with the ends of groups among rows."""
     flow, x, w = call.flow, call.value(0), call.value(1)
     if len(x.dims) != 2 or len(w.dims) != 3:
         raise NotUnderstood("a grouped product that is not of [m, k] and [g, k, n]")
@@ -96,7 +96,7 @@ def _grouped_mm_weight_gradient(call: Call) -> Value:
 
 
 def _of_einsum(letters: Sequence[str], names: Sequence[str], result: str, step: Step) -> dict[str, str]:
-    """Return the gradients of an einsum: each operand's letters out of the result's and the others'."""
+    """Return the gradients of an einsum: each operand's letters from those of the result and of the others."""
     out: dict[str, list[str]] = {}
     for n, (mine, name) in enumerate(zip(letters, names, strict=True)):
         others = [(spec, other) for at, (spec, other) in enumerate(zip(letters, names, strict=True)) if at != n]
@@ -153,8 +153,8 @@ def _grouped_mm_gradient(step: Step) -> dict[str, str]:
 
 
 def with_bias(call: AtenCall, formula: str, bias: str, dim: int, **kernel: Any) -> list[Statement]:
-    """A product and, as an operator of its own, its bias along `dim`: it is added once, after what the product leaves
-    pending.
+    """A product and, as an operator of its own, its bias along `dim`, which is added once, after the product's pending
+    sum.
     """
     if not bias:
         return [call.statement(formula, **kernel)]
@@ -192,7 +192,7 @@ def _capture_matmul(call: AtenCall) -> list[Statement]:
 
 
 def _capture_batched_sum(call: AtenCall) -> list[Statement]:
-    """`baddbmm(b, x, y, beta, alpha)`: a product, scaled, and what is added to it."""
+    """`baddbmm(b, x, y, beta, alpha)`: a scaled product plus a tensor."""
     beta, alpha = (call.node.kwargs.get(word, call.argument(n, 1)) for word, n in (("beta", 3), ("alpha", 4)))
     pair, added, out = (call.argument(1), call.argument(2)), call.tensor(0), list[Statement]()
 
@@ -238,9 +238,7 @@ def _capture_einsum(call: AtenCall) -> list[Statement]:
 
 
 def _capture_grouped_product(call: AtenCall) -> list[Statement]:
-    """Rows by groups, one matrix a group, and the ends of groups among rows: experts of tokens that are sorted by
-    expert.
-    """
+    """Rows in groups, one matrix per group, and the ends of groups among rows: experts for tokens sorted by expert."""
     rows, matrices = call.shape(0), call.shape(1)
     ends = call.optional_tensor(2, "offs")
     if len(rows) != 2 or len(matrices) != 3 or not ends or call.argument(3, call.node.kwargs.get("bias")) is not None:

@@ -1,7 +1,7 @@
 """Recurrent layers: rows of a batch pass, time and weights are needed whole.
 
 Torch has one operator for all layers and both directions: `lstm(x, states, weights, has_biases, num_layers, dropout,
-train, bidirectional, batch_first)`; what it draws of dropout is refused at the capture.
+train, bidirectional, batch_first)`; dropout is refused at the capture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from planner.sharding.ops.op import Op
 
 
 def _capture(call: AtenCall) -> list[Statement]:
-    if len(call.node.args) < 9 or len(call.shape(0)) != 3:  # packed sequences, and such without a batch
+    if len(call.node.args) < 9 or len(call.shape(0)) != 3:  # packed sequences, and inputs without a batch
         raise NotKnownError
     states = call.argument(1) if isinstance(call.argument(1), list) and call.name == "lstm" else [call.argument(1)]
     first = bool(call.argument(8))

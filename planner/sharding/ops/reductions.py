@@ -1,4 +1,4 @@
-"""Reductions, and the largest elements: sums stay pending, other things are computed from what pieces give."""
+"""Reductions, and the largest elements: sums stay pending, others are computed from the results of pieces."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _capture_topk(call: AtenCall) -> list[Statement]:
 
 
 def _capture_of_all(call: AtenCall) -> list[Statement]:
-    """A reduction that is no sum of what pieces give: the dims that go are needed whole, and the others pass."""
+    """A reduction that is no sum of the results of pieces: the reduced dims are needed whole, the others pass."""
     rank = len(call.shape(0))
     given = call.argument(2 if call.name in {"linalg_vector_norm", "norm"} else 1, call.node.kwargs.get("dim"))
     if (call.name == "median" and given is None) or (call.name == "norm" and not isinstance(given, list)):
@@ -164,9 +164,9 @@ def _capture_of_all(call: AtenCall) -> list[Statement]:
 
 
 def _capture_variance(call: AtenCall) -> list[Statement]:
-    """Variances and means over dims, from sums of pieces: mean, squares of what differs from it, their sum.
+    """Variances and means over dims, from sums of pieces: the mean, squared differences from it, their sum.
 
-    Of `var_mean` each result is made by itself, so that one which is not used costs nothing.
+    Each result of `var_mean` is computed separately, so an unused one costs nothing.
     """
     shape, (x, given) = call.shape(0), (call.tensor(0), call.argument(1, call.node.kwargs.get("dim")))
     rank, correction = len(shape), call.node.kwargs.get("correction", 1)

@@ -1,5 +1,4 @@
-"""Rotary positions: pairs of the last dim are rotated by angles. In a captured graph they become the one operator that
-they are.
+"""Rotary positions: pairs of the last dim are rotated by angles. In a captured graph they become one operator.
 
     x * cos + cat((-x[..., d/2:], x[..., :d/2]), -1) * sin
 
@@ -27,7 +26,7 @@ ROTARY = "rotary"  # the operator's name in statements and programs: x, cosines,
 
 
 def _axes(call: Call) -> Value:
-    """Rotary embedding: pairs of the last dim; angles by position, given or by number."""
+    """Rotary embedding: pairs of the last dim are rotated by angles that depend on the position, given or counted."""
     flow, value = call.flow, call.value(0)
     flow.keep_unsharded(value.dims[-1], "a rotation mixes elements of it")
     for angles in call.values()[1:]:
@@ -51,7 +50,7 @@ def _capture(call: AtenCall) -> list[Statement]:
 
 
 def with_rotations(graph: CapturedGraph, kept: Collection[str]) -> CapturedGraph:
-    """Return the graph with rotations as single nodes; what users name in `kept` stays a tensor of the graph."""
+    """Return the graph with rotations as single nodes; tensors that users name in `kept` stay in the graph."""
     inputs: dict[str, GraphNode | GraphInput] = {one.name: one for one in graph.inputs}
     finder = _Finder(
         tensors=inputs | {node.name: node for node in graph.nodes},
@@ -78,8 +77,8 @@ class _Finder:
     kept: frozenset[str]
 
     def rotation(self, node: GraphNode) -> tuple[GraphNode, set[str]] | None:
-        """Return the rotation that ends with a node, and the tensors inside it that nothing else uses; None if it is
-        none.
+        """Return the rotation that ends with a node, and the tensors inside it that nothing else uses; None for other
+        nodes.
         """
         last, inner = node, set[str]()
         if _is(node, "to"):
@@ -107,7 +106,7 @@ class _Finder:
         return None
 
     def _parts(self, straight: GraphNode, rotated: GraphNode) -> tuple[str, str, str, set[str]] | None:
-        """Return x, cosines, sines and what is inside of x * cos + rotated(x) * sin."""
+        """Return x, cosines, sines and the inner tensors of x * cos + rotated(x) * sin."""
         if not (_is(straight, "mul") and _is(rotated, "mul")):
             return None
         for joined, sin in permutations((_tensor(rotated, 0), _tensor(rotated, 1))):
@@ -122,7 +121,7 @@ class _Finder:
         return None
 
     def _halves(self, cat: GraphNode) -> tuple[str, set[str]] | None:
-        """Return x and what is inside of cat((-second half of x, first half of x), -1)."""
+        """Return x and the inner tensors of cat((-second half of x, first half of x), -1)."""
         parts = cat.args[0] if _is(cat, "cat") and isinstance(cat.args[0], list | tuple) else ()
         if len(parts) != 2 or len(cat.args) != 2 or cat.args[1] not in {-1, len(cat.shape) - 1}:
             return None
@@ -141,7 +140,7 @@ class _Finder:
         return halves[0][0], {negated.name, first.name, second.name}
 
     def _inside(self, name: str) -> GraphNode | None:
-        """Return the node that makes a tensor which is used once and that nobody has named."""
+        """Return the node of a tensor that is used once and that the user has not named."""
         node = self.tensors.get(name)
         return node if isinstance(node, GraphNode) and self.uses[name] == 1 and name not in self.kept else None
 

@@ -1,8 +1,8 @@
-"""Experts whose tokens are sent to them: what lies between tokens and their results, as one operator.
+"""Experts to which tokens are sent: everything between tokens and their results, as one operator.
 
-`frontends/routes.py` makes such a node of a captured graph. Its pairs of a token and one of its experts are independent
-of one another, so ranks may have any of them, and each needs the matrices of its own expert alone. A mesh axis that
-shards pairs and experts at once sends every pair to the rank of its expert and its result back (`backends/routes.py`).
+`frontends/routes.py` makes such a node of a captured graph. Its pairs of a token and one of its experts are
+independent, so ranks may have any of them, and each needs only the matrices of its own expert. A mesh axis that shards
+pairs and experts at once sends every pair to the rank of its expert and its result back (`backends/routes.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated, made
 from planner.sharding.ops.op import Op
 
-ROUTED = "routed"  # the node: numbers of experts, tensors by expert, tensors by token, others, operators, the result
-SENT = "sent"  # the same, where tokens are sent to their experts whatever it costs
-ROUTED_OF, SENT_OF = f"{ROUTED}_of(", f"{SENT}_of("  # how their formulas begin
+ROUTED = "routed"  # numbers of experts, tensors by expert, by token, others, operators, the result
+SENT = "sent"  # the same, with tokens always sent to their experts
+ROUTED_OF, SENT_OF = f"{ROUTED}_of(", f"{SENT}_of("  # prefix of their formulas
 
 
 def _capture(call: AtenCall) -> list[Statement]:
@@ -33,7 +33,7 @@ def _capture(call: AtenCall) -> list[Statement]:
 
 
 def _whole(number: int, rank: int, first: str) -> list[str]:
-    """Return the axes of operand `number`: `first` may be sharded, and the others are needed whole."""
+    """Return the axes of operand `number`: the `first` may be sharded, the others are needed whole."""
     axes = [f"x{number}{LETTERS[d]}^" for d in range(rank)]
     return [first, *axes[1:]] if first else axes
 

@@ -1,4 +1,4 @@
-"""Functions of numbers of rows: lookups, scatters, one-hot vectors."""
+"""Functions of row numbers: lookups, scatters, one-hot vectors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _embedding_gradient(step: Step) -> dict[str, str]:
 
 
 def _capture_embedding(call: AtenCall) -> list[Statement]:
-    """A lookup; the row of the padding has no gradient. Gradients by how often a row is read need all numbers."""
+    """A lookup; the padding row has no gradient. Gradients scaled by frequency need all numbers."""
     padding, by_frequency, sparse = (
         call.argument(2, -1),
         call.argument(3, default=False),
@@ -72,7 +72,7 @@ def _capture_embedding(call: AtenCall) -> list[Statement]:
 
 
 def _capture_indexed(call: AtenCall) -> list[Statement]:
-    """Elements by number along some dims, which are needed whole; rows of a matrix as a lookup of embeddings."""
+    """Elements selected by number along some dims, which are needed whole; rows of a matrix as an embedding lookup."""
     listed, shape = call.argument(1), call.shape(0)
     if len(shape) == 2 and len(listed) == 1 and call.node.dtype in FLOATS:
         matrix, lines = call.tensor(0), str(listed[0]["tensor"])
@@ -118,7 +118,7 @@ def _capture_put(call: AtenCall) -> list[Statement]:
 
 def _capture_along(call: AtenCall) -> list[Statement]:
     """`gather`, `index_select`: the dim that is read by number is needed whole, and the numbers pass."""
-    at = 1 if call.name == "take_along_dim" else 2  # where the numbers stand
+    at = 1 if call.name == "take_along_dim" else 2  # position of the numbers
     shape, index = call.shape(0), call.shape(at)
     dim = call.dim(3 - at, len(shape))
     picked = axes_but(len(shape), [dim])
@@ -152,9 +152,9 @@ def _capture_one_hot(call: AtenCall) -> list[Statement]:
 
 
 def _capture_bags(call: AtenCall) -> list[Statement]:
-    """`embedding_bag`: sums or means of rows. The width passes; numbers and where bags begin are needed whole."""
+    """`embedding_bag`: sums or means of rows. The width passes; numbers and offsets of bags are needed whole."""
     if call.node.index != 0 or call.argument(3, default=False) or call.argument(5, default=False):
-        raise NotKnownError  # by frequency, or with sparse gradients
+        raise NotKnownError  # scaled by frequency, or with sparse gradients
     operands = [(call.tensor(0), ["v^", "d"]), (call.tensor(1), axes_but(4, range(4))[: len(call.shape(1))])]
     operands += [(call.tensor(2), ["o^"])]
     weights = call.optional_tensor(6, "per_sample_weights")

@@ -1,4 +1,4 @@
-"""Formulas as Python expressions: what is called, with which arguments. Nothing is run."""
+"""Formulas as Python expressions: the called function and its arguments. Nothing is run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def outermost_call(tree: ast.expr) -> str:
 
 
 def number_of(node: ast.expr | None) -> int | None:
-    """Return the integer that a literal is, or None."""
+    """Return the value of an integer literal, or None."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return value

@@ -1,8 +1,8 @@
-"""All operators that are known, by what they are called in formulas, in PyTorch and in programs.
+"""All known operators by their names in formulas, in PyTorch and in programs.
 
 Names and arguments in formulas are torch's, as functions or as methods: `torch.softmax(x, -1)`, `x.softmax(-1)`,
-`F.linear(x, w)`. Besides those: `set` (a tensor as it is), `rearrange` (whatever its annotation says), `attn`,
-`rmsnorm`, `layernorm`, `grouped_mm`, `rope`, and gradients as `NAME_bwd(gradient, ...)`. What is not here raises
+`F.linear(x, w)`. Besides those: `set` (an unchanged tensor), `rearrange` (as its annotation states), `attn`, `rmsnorm`,
+`layernorm`, `grouped_mm`, `rope`, and gradients as `NAME_bwd(gradient, ...)`. A function that is not here raises
 `NotUnderstood` and is opaque: it is computed on whole tensors.
 """
 
@@ -55,7 +55,7 @@ _KERNELS: dict[str, Op] = {name: op for op in _ALL for name in op.kernels.split(
 
 
 def function(name: str) -> Op | None:
-    """Return the operator of the function called `name`; of `NAME_bwd`, where it has no entry of its own, none."""
+    """Return the operator of the function `name`; none for `NAME_bwd` without an entry of its own."""
     return FUNCTIONS.get(name)
 
 
@@ -65,19 +65,19 @@ def kernel(name: str) -> Op | None:
 
 
 def is_elementwise(op: str) -> bool:
-    """Return whether an operator of ATen computes every element by itself."""
+    """Return whether an operator of ATen is elementwise."""
     known = _ATEN.get(op.rpartition(".")[0].removeprefix("aten."))
     return known is not None and known.pointwise
 
 
 def saves(name: str) -> Saves:
-    """Return what the derivative of a kernel needs."""
+    """Return what a kernel's derivative needs."""
     op = kernel(name)
     return Saves.OPERANDS if op is None else op.saves
 
 
 def rule_of(name: str) -> Rule | None:
-    """Return what the function called `name` does along axes, or None where it is not known."""
+    """Return the effect of the function `name` along axes, or None if it is unknown."""
     op = FUNCTIONS.get(name)
     if op is None and name.endswith(("_bwd", "_backward")):
         of = FUNCTIONS.get(name.removesuffix("_bwd").removesuffix("_backward"))
@@ -86,15 +86,15 @@ def rule_of(name: str) -> Rule | None:
 
 
 def walk(flow: AxisFlow, tree: ast.expr, merges: str) -> Made:
-    """Return what a formula computes; `flow` learns what it does to axes. Raises NotUnderstood.
+    """Return the value of a formula; its effects on axes are recorded in `flow`. Raises NotUnderstood.
 
-    `merges` is the kind of statistics that the formula may be computed from where its axes are sharded, or empty.
+    `merges` is the kind of statistics from which the formula may be computed if its axes are sharded, or empty.
     """
     return Walker(flow, tree, merges, rule_of).made(tree)
 
 
 def result_of(made: Made, index: int = 0) -> Value:
-    """Return one of what a formula computes. Raises NotUnderstood where it has fewer results."""
+    """Return one of the values of a formula. Raises NotUnderstood if it has fewer."""
     if isinstance(made, Value):
         return made
     if index >= len(made):
@@ -103,7 +103,7 @@ def result_of(made: Made, index: int = 0) -> Value:
 
 
 def shape_of(tree: ast.expr, shapes: Mapping[str, Shape], index: int = 0) -> Shape:
-    """Return the shape of what a formula computes of tensors of `shapes`. Raises NotUnderstood."""
+    """Return the shape of a formula's result for tensors of `shapes`. Raises NotUnderstood."""
     flow = AxisFlow(tensors={}, sizes={})
     names = dict.fromkeys(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in shapes)
     flow.tensors = {name: Value(tuple(flow.new_dim(size) for size in shapes[name])) for name in names}
@@ -118,7 +118,7 @@ def statements(
 ) -> list[Statement]:
     """Return the statements of one node of a graph; `shapes` and `dtypes` are of all tensors before it.
 
-    A node that no entry captures is opaque: its operands and its result are needed whole, which is right for any
+    A node that no entry captures is opaque: its operands and its result are needed whole, which is correct for any
     operator.
     """
     call = AtenCall(node, shapes, dtypes or {})
@@ -127,14 +127,14 @@ def statements(
         try:
             found = op.capture(call)
         except (NotKnownError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            found = []  # arguments that the operator does not take, from a file
+            found = []  # arguments in a file that the operator does not take
         if found and _are_understood(found, shapes):
             return found
     return [_opaque(call)]
 
 
 def _are_understood(lines: list[Statement], shapes: Mapping[str, Shape]) -> bool:
-    """Return whether every formula without an annotation makes a result of the shape that was captured."""
+    """Return whether every formula without an annotation has a result of the captured shape."""
     known = {**shapes, **{line.result: line.shape for line in lines}}
     try:
         return all(

@@ -1,4 +1,4 @@
-"""Views: the elements of one tensor in other dims; and copies that expand and repeat it."""
+"""Views: the elements of one tensor with other dims; and copies that expand and repeat it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.sharding.ops.walker import Call, position
 
 
 def _rearranged(call: Call) -> Value:
-    """A view of which only the annotation says what it is."""
+    """A view that only its annotation describes."""
     raise NotUnderstood(call.name)
 
 
@@ -104,9 +104,7 @@ def _groups_of_equal_size(
 
 
 def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim]:
-    """Return dims of `sizes` made of `axes`, or of a new axis each that is kept whole where a dim ends inside a
-    factor.
-    """
+    """Return dims of `sizes` made of `axes`; a dim that ends inside a factor gets a new axis that is kept whole."""
     waiting, out = list(axes), list[Dim]()
     for size in sizes:
         dim: list[str] = []
@@ -133,7 +131,9 @@ def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -
 
 
 def _split(flow: AxisFlow, axis: str, outer: str, inner: str) -> None:
-    """Let `axis` be two: one of the annotation, which has no name for its parts, is not shardable across them."""
+    """Split `axis` in two; an axis of the annotation, which has no names for its parts, cannot be sharded
+    across them.
+    """
     if axis in flow.given:
         flow.keep_unsharded((axis,), "a view splits it, and the annotation does not: write (a b) for its two parts")
         flow.keep_unsharded((outer, inner), "it is a part of an axis that is kept whole")

@@ -1,4 +1,4 @@
-"""A formula walked from the outside in: what a node computes, in axes; and a call, as rules see it."""
+"""Walk a formula from the outside in: the value of a node in axes, and a call as rules see it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Call:
         return [number for number in found if number is not None] or None
 
     def values(self) -> list[Value]:
-        """Return the values of all arguments that have tensors in them, of lists one by one."""
+        """Return the values of all arguments that contain tensors; those of lists one by one."""
         out: list[Value] = []
         for node in (*self.arguments, *self.keywords.values()):
             parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
@@ -81,9 +81,7 @@ class Walker:
     """Walks a formula and returns what it computes, in axes."""
 
     def __init__(self, flow: AxisFlow, tree: ast.expr, merges: str, rules: Rules) -> None:
-        """`merges` is the kind of statistics that the formula as a whole may be computed from, if its axes are
-        sharded.
-        """
+        """`merges` is the kind of statistics from which the whole formula may be computed if its axes are sharded."""
         self.flow, self.merges, self.rules = flow, merges, rules
         self.outermost = outermost_call(tree)
 
@@ -97,7 +95,7 @@ class Walker:
         return any(isinstance(n, ast.Name) and n.id in self.flow.tensors for n in ast.walk(node))
 
     def made(self, node: ast.expr) -> Made:
-        """Return the value of a node, or the values where it has several. Raises NotUnderstood."""
+        """Return the value of a node, or its values if it has several. Raises NotUnderstood."""
         flow = self.flow
         match node:
             case ast.Name(id=name) if name in flow.tensors:
@@ -169,7 +167,7 @@ class Walker:
         return rule(call)
 
     def may_merge(self, call: Call, kind: str) -> bool:
-        """Return whether `call` is what the formula computes, so that collectives can run inside it."""
+        """Return whether `call` is the formula's result, so that collectives can run inside it."""
         return self.merges == kind and self.outermost == call.name
 
 
@@ -189,7 +187,7 @@ def product_of_matrices(flow: AxisFlow, left: Value, right: Value) -> Value:
 def indexed(
     flow: AxisFlow, value: Value, parts: Sequence[ast.expr], index_of: Callable[[ast.expr], Value | None]
 ) -> Value:
-    """Return a value indexed by integers, slices, None, an ellipsis or a tensor, whose value `index_of` gives."""
+    """Return a value indexed by integers, slices, None, an ellipsis or a tensor, whose value `index_of` returns."""
     out, at = list[Dim](), 0
     taken = sum(1 for p in parts if not (isinstance(p, ast.Constant) and (p.value is None or p.value is ...)))
     if taken > len(value.dims):
@@ -230,7 +228,7 @@ def _sliced(flow: AxisFlow, dim: Dim, part: ast.Slice) -> Dim:
 
 
 def part_of(flow: AxisFlow, dim: Dim, length: int, why: str) -> Dim:
-    """Return a dim of `length` that is made of all of `dim`."""
+    """Return a dim of `length` that depends on all of `dim`."""
     flow.keep_unsharded(dim, why, contradicts=True)
     made = flow.new_dim(length)
     flow.keep_unsharded(made, why)
@@ -238,14 +236,14 @@ def part_of(flow: AxisFlow, dim: Dim, length: int, why: str) -> Dim:
 
 
 def position(at: int, value: Value) -> int:
-    """Return the index of a dim from 0. Raises NotUnderstood."""
+    """Return the index of a dim, counted from 0. Raises NotUnderstood."""
     if not -len(value.dims) <= at < len(value.dims):
         raise NotUnderstood(f"dim {at} of {len(value.dims)}")
     return at % len(value.dims)
 
 
 def merge_or_keep(call: Call, kind: str, dim: Dim, why: str) -> None:
-    """Note that `call` can be computed from statistics of pieces along `dim` if it is what the formula computes."""
+    """Note that `call` can be computed from statistics of pieces along `dim` if it is the formula's result."""
     if call.walker.may_merge(call, kind):
         call.flow.merged.update(dict.fromkeys(call.flow.dim(dim), kind))
     else:

@@ -1,4 +1,4 @@
-"""Convolutions, and what slides windows over space: pooling, resampling, padding."""
+"""Convolutions and other functions of sliding windows: pooling, resampling, padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from planner.sharding.ops.walker import Call
 
 
 def _convolved(call: Call) -> Value:
-    """A convolution: batch and channels as in a product; what it slides over, and its window, are needed whole."""
+    """A convolution: batch and channels as in a product; the dims that windows slide over, and the windows, are needed
+    whole.
+    """
     flow, x, w = call.flow, call.value(0), call.value(1, "weight")
     window = len(w.dims) - 2
     if window < 1 or len(x.dims) != len(w.dims):
@@ -131,8 +133,8 @@ def _capture_any_convolution(call: AtenCall) -> list[Statement]:
 
 
 def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statement]:
-    """A convolution of groups of channels, which pass with what is made of them; in one group, channels are summed
-    over, as in a product.
+    """A convolution of groups of channels, which pass, as do their results; with one group, channels are summed over,
+    as in a product.
     """
     x, (*_, transposed, _) = call.shape(0), how
     space = [LETTERS[d] for d in range(2, len(x))]
@@ -170,7 +172,7 @@ def _each(value: Any, space: int) -> Any:
 
 
 def _same_size(word: str, windows: Sequence[int], apart: Sequence[int]) -> list[int]:
-    """Return the padding of which `same` and `valid` are the names. Raises NotKnownError where it has two sides."""
+    """Return the padding that `same` or `valid` means. Raises NotKnownError if its two sides differ."""
     if word == "valid":
         return [0] * len(windows)
     total = [d * (k - 1) for k, d in zip(windows, apart, strict=True)]
@@ -180,7 +182,7 @@ def _same_size(word: str, windows: Sequence[int], apart: Sequence[int]) -> list[
 
 
 def _capture_shuffled(call: AtenCall) -> list[Statement]:
-    """`pixel_shuffle`, `pixel_unshuffle`: channels of blocks become places, or the other way."""
+    """`pixel_shuffle`, `pixel_unshuffle`: channels of blocks become positions, or the reverse."""
     shape, by = call.shape(0), int(call.argument(1))
     shuffle = call.name == "pixel_shuffle"
     channels, high, wide = (call.node.shape if not shuffle else shape)[-3:]
@@ -220,7 +222,7 @@ def _capture_windows_of_one_dim(call: AtenCall) -> list[Statement]:
 
 
 def _capture_over_space(call: AtenCall) -> list[Statement]:
-    """Pooling, resampling and padding: the dims that an operator changes are needed whole, those before them pass."""
+    """Pooling, resampling and padding: dims that the operator changes are needed whole, those before them pass."""
     shape, after = call.shape(0), call.node.shape
     counted = re.search(r"([123])d$", call.name.removesuffix("_with_indices"))
     if counted:

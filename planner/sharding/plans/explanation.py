@@ -1,8 +1,8 @@
-"""Why each collective of a plan is there, what it takes, and what the next best plan without it would take.
+"""The reason for each collective of a plan, its cost, and the cost of the next best plan without it.
 
-For a collective the whole problem is solved again without the move it belongs to: with the tensor kept where it lies,
-or, where the user prescribed a layout, without that prescription. The difference of the totals is what the collective
-saves; if the tensor were larger by that difference over its own bytes, the other plan would win.
+For each collective the whole problem is solved again without its move: with the tensor kept in its layout or, if the
+user prescribed a layout, without that. The difference of the totals is what the collective saves; if the tensor were
+larger by that difference over its own bytes, the other plan would win.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import PlannerError
 
-MAX_SOLVED = 48  # plans solved again for one explanation; what comes after says its reason only
+MAX_SOLVED = 48  # plans solved again for one explanation; later collectives only get a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One collective. Bytes are ring bytes a rank sends; seconds are None without a cluster.
+    """One collective. Bytes are ring bytes that a rank sends; seconds are None without a cluster.
 
-    `instead` says the next best plan, `more_bytes` what it takes beyond this one; `wins` when it would be the better
-    one.
+    `instead` describes the next best plan, `more_bytes` its additional cost; `wins` states when it would be better.
     """
 
     tensor: str
@@ -204,7 +203,7 @@ def _of_move(
 def _wins(move: TensorMove, more: float, own: float) -> str:
     """Return when the other plan would be better: how much larger the tensor would have to be.
 
-    `more` is what the other plan takes beyond this one and `own` what the move takes, both in seconds or both in bytes.
+    `more` is the other plan's additional cost and `own` the cost of the move, both in seconds or both in bytes.
     """
     if more < 0:
         return "at once, if the layout were not prescribed"

@@ -92,8 +92,8 @@ def program_costs(
     calibration: Calibration | None,
     kernels: Mapping[KernelKey, tuple[Cost, float]],
 ) -> MachineCosts:
-    """Return the costs of a program's instructions: collectives take the SMs from kernels alongside them that were
-    measured.
+    """Return the costs of a program's instructions: collectives take the measured number of SMs from concurrent
+    kernels.
     """
     held = {op: calibration.held_sms(op) for op in DATA_OPS} if calibration is not None else {}
     return MachineCosts(
@@ -115,7 +115,7 @@ class _ProgramWriter:
     group_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tensor_events: dict[tuple[str, Layout], str] = field(
         default_factory=dict
-    )  # event after which it is there; none for inputs
+    )  # event at which it is complete; none for inputs
     arriving_pieces: dict[str, list[str]] = field(
         default_factory=dict
     )  # by consumer: events of shards that arrive one by one
@@ -166,7 +166,7 @@ class _ProgramWriter:
             parts = len(pieces) + int(ring) if pieces else (schedule.pieces if schedule is not None else 1)
             cost = self._kernel_seconds(operator, step.option, max(parts, 1))
             for part in range(max(parts, 1)):
-                waited = part - int(ring)  # a ring starts with the shard the rank already has
+                waited = part - int(ring)  # a ring starts with the rank's own shard
                 if pieces and waited >= 0:
                     self.code.wait(COMPUTE, pieces[waited])
                 self._add_kernel(f"{name}.{part}" if parts > 1 else name, step.option, operator, cost)
@@ -187,7 +187,9 @@ class _ProgramWriter:
         self.kernels[name, shape, operator.result.dtype] = (Cost(seconds=seconds, sms=float(kind.sm_count)), 0.0)
 
     def _kernel_seconds(self, operator: Operator, option: ShardingOption, parts: int) -> float:
-        """Return the time of one of so many parts of an operator, each a kernel: of a product so many rows."""
+        """Return the time of one of this number of parts of an operator, each a kernel; of a product, a number
+        of rows.
+        """
         dtypes = tuple(self.problem.tensors[name].dtype for name, _ in operator.operands)
         key = (operator.likeness, dtypes, option.axis_specs, parts)
         if key not in self._known_seconds:
@@ -207,7 +209,7 @@ class _ProgramWriter:
 def work_of(
     operator: Operator, option: ShardingOption, problem: ShardingProblem, parts: Mapping[str, int] | None = None
 ) -> Work:
-    """Return the work of an operator on one rank; of one part of it, where `parts` says in how many by axis."""
+    """Return the work of an operator on one rank; or of one part, where `parts` has the number of parts by axis."""
     specs = dict(option.axis_specs)
     sizes = {
         axis: np.array([local_size(size, specs.get(axis, ()), problem.mesh) / (parts or {}).get(axis, 1)])

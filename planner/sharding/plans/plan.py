@@ -1,6 +1,5 @@
-"""What the solver answers: the sharded graph in program order, operators and the redistributions before and after them.
-
-Back ends read a `ShardingPlan` alone:
+"""The solver's answer: the sharded graph in program order, operators and the redistributions before and after them.
+Back ends only read a `ShardingPlan`:
 
     plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending
       (`layouts.layout.Layout`)
@@ -29,7 +28,7 @@ from planner.sharding.solver.choose import Choice, choose
 class TensorMove:
     """The redistribution of a tensor; `collectives` are those of `steps` with the schedule applied.
 
-    `consumer` is the result whose operator needs the tensor in `target`, or empty where `target` is the tensor's own
+    `consumer` is the result whose operator needs the tensor in `target`, or empty if `target` is the tensor's own
     layout. A tensor that is sent to another pipeline stage or whose rows are routed to experts keeps its layout.
     """
 
@@ -65,7 +64,7 @@ class ShardingPlan:
 
     @property
     def ring_send_bytes(self) -> Fraction:
-        """Bytes that the rank with the most to send sends, over all stages and ranks."""
+        """Bytes sent by the rank that sends most, over all stages and ranks."""
         worst: dict[int, Fraction] = {}
         for stage in {step.stage for step in self.steps}:
             every = [one for step in self.steps if step.stage == stage for one in step.collectives]
@@ -76,7 +75,7 @@ class ShardingPlan:
 
 
 def plan_sharding(problem: ShardingProblem) -> ShardingPlan:
-    """Choose options and layouts for `problem` and order the steps. Raises Infeasible where there is no choice."""
+    """Choose options and layouts for `problem` and order the steps. Raises Infeasible if there is none."""
     choice, candidates = choose(problem)
     steps: list[TensorMove | OperatorStep] = []
     available: set[tuple[str, Layout, int]] = set()

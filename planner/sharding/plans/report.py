@@ -40,16 +40,16 @@ def planned_case(
     *,
     limits: Limits | None = None,
 ) -> tuple[JsonObject, Planned | None]:
-    """Return the row of one case and its plan, or a row that says why there is none.
+    """Return the row of one case and its plan, or a row with the reason why there is none.
 
-    With a cluster, what a plan costs is its time there, unless the case asks for the fewest bytes.
+    With a cluster, a plan's cost is its time there, unless the case asks for the fewest bytes.
     """
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     limits, started = limits or Limits(), monotonic()
     try:
         parsed = parse_problem(data)
-        # what comes after the choice takes about as long as what comes before
+        # the work after the choice takes about as long as that before
         choosing = replace(limits, deadline=limits.deadline.earlier(monotonic() - started))
         problem = on_machine(parsed, cluster, calibration, choosing)
         plan = plan_sharding(problem)
@@ -68,7 +68,9 @@ def planned_case(
 
 
 def _schedules(done: Scheduled) -> list[JsonObject]:
-    """Return, of every result whose exchanges may be carried out in several ways, the one taken and what each takes."""
+    """Return, for every result whose exchanges can be carried out in several ways, the chosen way and the time
+    of each.
+    """
     return [
         {
             "result": name.removesuffix(PRODUCT),
@@ -82,7 +84,7 @@ def _schedules(done: Scheduled) -> list[JsonObject]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the best answer so far is wanted, and bytes that a rank may hold when the backward pass begins."""
+    """When the best answer so far is wanted, and the bytes that a rank may hold when the backward pass begins."""
 
     deadline: Deadline = NO_DEADLINE
     memory_bytes: float | None = None
@@ -118,7 +120,7 @@ def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> JsonObj
 
 
 def _cost(problem: ShardingProblem, plan: ShardingPlan) -> JsonObject:
-    """Return what the solver counted: seconds of work and communication one after another, or ring bytes of a rank."""
+    """Return the solver's cost: seconds of work and communication one after another, or ring bytes of a rank."""
     choice = plan.choice
     if problem.machine is not None:
         return {"unit": "s", "value": choice.cost / PICOSECONDS, "bound": choice.bound / PICOSECONDS, "gap": choice.gap}
@@ -139,7 +141,7 @@ def _simulated_time(
 
 
 def rejection(name: str, error: PlannerError) -> JsonObject:
-    """Return the row of a case that has no answer."""
+    """Return the row of a case without an answer."""
     return {
         "id": name,
         "mesh_axes": [],
@@ -152,7 +154,7 @@ def rejection(name: str, error: PlannerError) -> JsonObject:
 
 
 def _placements(problem: ShardingProblem, layout: Layout) -> list[str]:
-    """Return placements on the mesh as it was given: replicated over the axis of pipeline stages."""
+    """Return placements on the original mesh: replicated over the axis of pipeline stages."""
     tokens = list(placements_of(layout, problem.mesh))
     if problem.stages is not None:
         tokens.insert(problem.stages.position, "R")
@@ -160,7 +162,7 @@ def _placements(problem: ShardingProblem, layout: Layout) -> list[str]:
 
 
 def _mesh_axes(problem: ShardingProblem) -> list[str]:
-    """Return the mesh axes of the placements, in order; these are the parts where the mesh splits an axis."""
+    """Return the mesh axes of the placements, in order; these are the parts of an axis that the mesh splits."""
     names = list(problem.mesh.names)
     if problem.stages is not None:
         names.insert(problem.stages.position, problem.stages.axis)
@@ -214,7 +216,7 @@ def _collective_row(collective: Collective, reason: str) -> JsonObject:
 
 
 def _rank_row(collective: Collective, rows_in: int, rows_out: int, sent: int) -> dict[str, int]:
-    """Return the bytes of one rank, where ranks differ."""
+    """Return the bytes of one rank, if ranks differ."""
     return {
         "bytes_in": rows_in * collective.row_bytes,
         "bytes_out": rows_out * collective.row_bytes,

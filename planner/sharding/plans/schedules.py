@@ -1,8 +1,9 @@
-"""How the exchanges of a plan are carried out where nobody said it: as what makes the simulated program shortest.
+"""Choose how the exchanges of a plan are carried out, unless stated: in the way that makes the simulated program
+fastest.
 
-For every result whose operands are moved, or that is moved itself: as a whole, around a ring, in chunks, or an
-all-reduce in two (`problem.schedule`). Layouts stay as they are chosen. Results that stand for one another, as in
-layers that repeat, go the same way.
+For every result that is moved, or whose operands are, the ways are: as a whole, around a ring, in chunks, or an
+all-reduce in two (`problem.schedule`). Layouts do not change. Equivalent results, as in repeated layers, get the same
+way.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ WAYS = (
     Schedule(kind="scatter_gather"),
 )
 WHOLE = "whole"
-GAIN = 0.002  # of the time: less is no reason for more messages
+GAIN = 0.002  # least relative gain for more messages
 MAX_TRIALS = 64
-_LONGEST = 2_000  # steps of a plan that is simulated again and again
-MOST_RANKS = 1 << 15  # of a mesh on which a program is simulated: each has its events
+_LONGEST = 2_000  # most steps of a plan that is simulated repeatedly
+MOST_RANKS = 1 << 15  # most ranks of a mesh whose program is simulated, since each has its events
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Scheduled:
 def choose_schedules(
     problem: ShardingProblem, plan: ShardingPlan, machine: Machine, *, deadline: Deadline = NO_DEADLINE
 ) -> Scheduled:
-    """Return the plan with those schedules, of results that have none, whose program is shortest on `machine`.
+    """Return the plan with the schedules, for results without a stated one, whose program is fastest on `machine`.
 
     Nothing new is tried after `deadline`.
     """
@@ -90,14 +91,14 @@ def _scheduled_by(move: TensorMove) -> Iterator[str]:
 
 
 def _with(before: Scheduled, plan: ShardingPlan, more: Mapping[str, Schedule]) -> Scheduled | None:
-    """Return the plan with more schedules; None where one of them cannot be."""
+    """Return the plan with more schedules; None if one of them is impossible."""
     schedules = {**before.problem.schedule, **more}
     steps: list[object] = []
     waiting: list[TensorMove] = []
     try:
         for step in plan.steps:
             if isinstance(step, TensorMove) and step.consumer in schedules:
-                waiting.append(step)  # until its operator: all of them travel together
+                waiting.append(step)  # moved together until their operator runs
                 continue
             steps += apply_to_moves(waiting, schedules[waiting[0].consumer]) if waiting else []
             waiting = []

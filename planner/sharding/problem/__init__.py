@@ -1,4 +1,4 @@
-"""What is asked: a graph on a mesh, with layouts that are given or pinned, and how collectives may be executed.
+"""The problem: a graph on a mesh, with layouts that are given or pinned, and allowed ways to execute collectives.
 
 May import `layouts/`, `ops/` and `operators/`.
 """

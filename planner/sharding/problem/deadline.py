@@ -1,4 +1,4 @@
-"""When a solver has to answer."""
+"""The deadline of a solver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topology.errors import Infeasible
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time, of `time.monotonic`; infinity where there is no limit."""
+    """A value of `time.monotonic`; infinity without a limit."""
 
     end: float = inf
 
@@ -24,7 +24,7 @@ class Deadline:
         return Deadline(min(self.end, monotonic() + seconds))
 
     def earlier(self, seconds: float) -> Deadline:
-        """Return this deadline, or the one so many seconds before it."""
+        """Return this deadline, moved earlier by some seconds."""
         return Deadline(self.end - seconds)
 
     @property
@@ -36,7 +36,7 @@ class Deadline:
         return self.left_s < 0
 
     def check(self) -> None:
-        """Raise Infeasible where it is over: for what comes before the first answer."""
+        """Raise Infeasible if it has passed; used before the first answer."""
         if self.over:
             raise Infeasible(
                 "no answer within the time limit",

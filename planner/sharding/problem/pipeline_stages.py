@@ -24,9 +24,7 @@ MAX_MICRO_BATCHES = 4096
 
 
 class StageAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file says of its stages: their mesh axis, the stage of what is named, the micro batches and their
-    order.
-    """
+    """The stages in a file: their mesh axis, the stages of named results, the micro batches and their order."""
 
     axis: str
     of: dict[str, int] = {}
@@ -45,7 +43,7 @@ class PipelineStages:
     micro_batches: int
 
     def whole_mesh(self, mesh: Mesh) -> Mesh:
-        """Return the mesh with the axis of the stages, given that of one stage."""
+        """Return the mesh with the axis of the stages, given the mesh of one stage."""
         names, shape = list(mesh.names), list(mesh.shape)
         names.insert(self.position, self.axis)
         shape.insert(self.position, self.count)

@@ -66,7 +66,7 @@ class _TensorText(msgspec.Struct, forbid_unknown_fields=True):
     domain: str | None = None
 
 
-# Keys of a case that are allowed and not read: prose, and the answer that its source expects.
+# Keys of a case that are allowed and ignored: prose, and the answer that its source expects.
 IGNORED_KEYS = frozenset(
     ["group", "kind", "title", "notes", "note", "source", "extra", "plan", "reference", "alternatives", "verified"]
 ) | {"expect", "expected_collectives", "expected_ring_send_bytes_per_rank"}
@@ -100,7 +100,7 @@ class Machine:
     calibration: Calibration | None = None
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise Infeasible unless the machine has so many GPUs, and a path between them."""
+        """Raise Infeasible unless the machine has this number of GPUs and they are connected."""
         found = self.cluster.gpu_count
         if ranks > found:
             raise Infeasible(
@@ -114,12 +114,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What a rank may hold when the backward pass begins: parameters with their state, and what is saved.
+    """A limit of a rank's memory when the backward pass begins: parameters with their state, and saved tensors.
 
     `state_bytes_per_parameter` come with every parameter besides its own bytes: the gradient in bf16, and Adam's two
-    moments and master weight in float32, unless said otherwise. With `counts_saved` false, what is saved is not
-    counted: it may be made again in the backward pass. `spare_bytes` are left for what is not counted, and there at
-    the peak of a program.
+    moments and master weight in float32, unless said otherwise. With `counts_saved` false, saved tensors are not
+    counted, since they can be recomputed in the backward pass. `spare_bytes` are reserved for what is not counted but
+    exists at the peak of a program.
     """
 
     limit_bytes: float
@@ -134,14 +134,14 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingProblem:
-    """What is asked: the sharding of `graph` over `mesh`.
+    """A problem: the sharding of `graph` over `mesh`.
 
     `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
-    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost
-    is time, else ring bytes; the best answer found by `deadline` is returned with its gap. Where the graph has no
-    backward pass, and what runs is the graph with the dual of every step (`planner.sharding.backends.duals`),
-    `differentiated` are the tensors that have gradients: their time counts, too. With a `hidden_share`, that much of
-    the exchanges of rows takes no time in the choice, as if products ran alongside; its cost is given without.
+    places all other tensors. With pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is time,
+    else ring bytes; the best answer found by `deadline` is returned with its gap. If the graph has no backward pass and
+    will run with the dual of every step (`planner.sharding.backends.duals`), `differentiated` are the tensors with
+    gradients, whose time counts too. A `hidden_share` of the exchanges of rows takes no time in the choice, as if
+    products hid it; the choice's cost is stated without this.
     """
 
     mesh: Mesh
@@ -171,8 +171,8 @@ class ShardingProblem:
         return self.graph.operators
 
     def state_bytes(self, parameter: str) -> float:
-        """Return what a limit of memory counts of an element of a parameter besides its own bytes: nothing of one
-        that is frozen.
+        """Return the bytes that a memory limit counts for an element of a parameter besides its own; 0 for a frozen
+        one.
         """
         assert self.memory is not None  # noqa: S101 - by the caller
         frozen = self.differentiated and parameter not in self.differentiated

@@ -56,7 +56,7 @@ def _parse_count(text: str) -> int:
 
 
 def apply_schedule(collectives: Sequence[Collective], schedule: Schedule) -> tuple[Collective, ...]:
-    """Return the collectives that run instead of `collectives`. Raises BadInput where chunks would be uneven."""
+    """Return the collectives that run instead of `collectives`. Raises BadInput if chunks would be uneven."""
     match schedule.kind:
         case "ring":
             return _ring(collectives)

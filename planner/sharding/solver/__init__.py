@@ -1,4 +1,5 @@
-"""Which option every operator takes and which layout every tensor has: candidates, policies, the proved choice.
+"""The choice of an option for every operator and a layout for every tensor: candidates, policies, and the proved
+optimum.
 
 Imports `planner.sharding.problem` and what that imports.
 """

@@ -1,12 +1,12 @@
 """The assignment of least cost: a bound by messages, and an exact solution of what the bound does not rule out.
 
-    1. sweeps of messages raise a lower bound, and labels taken by them are answers (`message_passing.py`)
-    2. from time to time the pairs that cost least above the bound are solved exactly, for a better answer and a better
-      bound
-    3. where few pairs cost no more than the best answer, those are solved exactly, which proves the best
+1. sweeps of messages raise a lower bound, and the labels they suggest are answers (`message_passing.py`)
+2. from time to time the pairs that cost least above the bound are solved exactly, for a better answer and a better
+   bound
+3. when few pairs cost no more than the best answer, these are solved exactly, which proves the optimum
 
-With a limit of memory, held bytes have a price (a Lagrange multiplier), which is raised until the answer fits and then
-lowered as far as it does. The best answer so far and its bound are there at any moment.
+With a memory limit, held bytes have a price (a Lagrange multiplier), which is raised until the answer fits and then
+lowered while it does. The best answer so far and its bound are available at any moment.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from planner.sharding.solver.solvable_program import Assignment, SolvableProgram
 from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
 
-_FEW = 20_000  # pairs: solved in less time than more sweeps take
-_CHEAPEST = (4_000, 20_000)  # pairs that are solved for an answer, one number after the other
-_CHEAPEST_S = 30.0  # seconds for that, where they do not solve at once
-_MANY = 250_000  # pairs, beyond which nothing is solved exactly
-_SWEEPS = 10  # between looks at what is left
+_FEW = 20_000  # number of pairs that are solved in less time than further sweeps take
+_CHEAPEST = (4_000, 20_000)  # numbers of pairs that are solved for an answer, one after the other
+_CHEAPEST_S = 30.0  # seconds for that, if they are not solved at once
+_MANY = 250_000  # number of pairs beyond which nothing is solved exactly
+_SWEEPS = 10  # sweeps between two counts of the remaining pairs
 _MAX_SWEEPS = 2000
-_STALE = 2e-6  # relative rise of the bound in a sweep below which it is left
-_PRICES = 12  # tried for a byte
+_STALE = 2e-6  # relative rise of the bound in a sweep below which sweeps stop
+_PRICES = 12  # prices tried for a byte
 _PRICED_SWEEPS = 8
-_PRICING_SHARE = 0.3  # of the time there is, for finding the price of a byte
+_PRICING_SHARE = 0.3  # share of the time for finding the price of a byte
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class _Search:
     best: Assignment | None = None
     cost: float = np.inf
     bound: float = 0.0
-    above: dict[Pairs, Numbers] = field(default_factory=dict)  # what pairs cost above `base` at least
-    base: float = 0.0  # the bound that `above` was found with
-    pair_s: float = 0.0  # seconds that solving took by pair, the most so far
+    above: dict[Pairs, Numbers] = field(default_factory=dict)  # lower bound of what each pair costs above `base`
+    base: float = 0.0  # the bound to which `above` belongs
+    pair_s: float = 0.0  # seconds of solving per pair, the most so far
 
     @property
     def proved(self) -> bool:
@@ -57,7 +57,7 @@ class _Search:
         return self.deadline.over
 
     def offer(self, assignment: Assignment) -> bool:
-        """Take an assignment that is better than the best, if it can be; return whether memory allows it."""
+        """Keep an assignment if it is better than the best; return whether memory allows it."""
         fits = self.program.fits(assignment)
         if fits:
             assignment = self.program.with_kept_copies(assignment)
@@ -70,7 +70,7 @@ class _Search:
         return fits
 
     def sweep(self, number: int) -> bool:
-        """Send messages there and back `number` times; return whether the assignment that they mean fits memory."""
+        """Send messages in both directions `number` times; return whether the resulting assignment fits memory."""
         fits = True
         for at in range(number):
             found = self.graph.sweep()
@@ -87,7 +87,7 @@ class _Search:
         return fits
 
     def find_price(self) -> None:
-        """Raise the price of held bytes until what is taken fits, and look for the lowest that does."""
+        """Raise the price of held bytes until the answer fits, and find the lowest such price."""
         memory = self.program.problem.memory
         if memory is None or self.sweep(_PRICED_SWEEPS) or self.proved:
             return
@@ -107,7 +107,7 @@ class _Search:
         self.graph.reprice(high if np.isfinite(high) else self.graph.price)
 
     def solve_cheapest(self) -> None:
-        """Solve exactly the pairs that cost least above the bound: an answer, and no proof."""
+        """Solve exactly the pairs that cost least above the bound: an answer without proof."""
         every = np.concatenate([np.zeros(0), *(values.ravel() for values in self.above.values())])
         for most in _CHEAPEST:
             number = min(most, self._affordable())
@@ -119,14 +119,16 @@ class _Search:
                 break
 
     def solve_rest(self, most: int) -> bool:
-        """Solve exactly what may be in a better answer, if that is at most `most` pairs; return whether it was done."""
+        """Solve exactly the pairs that may be in a better answer, if these are at most `most`; return whether it was
+        done.
+        """
         spare = self.cost - self.base
         if not np.isfinite(spare) or self._number(spare) > min(most, self._affordable()):
             return False
         return self._solve(spare, self.deadline)
 
     def break_ties(self) -> None:
-        """Take, of the answers of least cost, that of fewest collectives, ring steps and slices."""
+        """Among the answers of least cost, take the one with fewest collectives, ring steps and slices."""
         self.program.build(self._allowed(self.cost - self.base))
         relaxed = self.program.relax()
         if relaxed is not None:
@@ -141,12 +143,12 @@ class _Search:
         return sum(int((values <= spare + 1).sum()) for values in self.above.values())
 
     def _affordable(self) -> int:
-        """Return how many pairs can be solved in the time there is, as far as is known."""
+        """Return how many pairs can be solved in the remaining time, as far as is known."""
         left = self.deadline.left_s / self.pair_s if self.pair_s else np.inf
         return int(min(_MANY, left))
 
     def _solve(self, spare: float, deadline: Deadline) -> bool:
-        """Solve the pairs that cost at most `spare` above `base`; return whether that came to an end."""
+        """Solve the pairs that cost at most `spare` above `base`; return whether the solver finished."""
         started, number = monotonic(), self._number(spare)
         found = self._least_of_pairs(spare, deadline)
         self.pair_s = max(self.pair_s, (monotonic() - started) / max(number, _CHEAPEST[0]))
@@ -156,7 +158,7 @@ class _Search:
         return True
 
     def _least_of_pairs(self, spare: float, deadline: Deadline) -> float | None:
-        """Return a lower bound of the pairs that cost at most `spare` above `base`, or None where time runs out."""
+        """Return a lower bound of the pairs that cost at most `spare` above `base`, or None if the time is over."""
         program = self.program
         try:
             program.build(self._allowed(spare))
@@ -179,8 +181,8 @@ class _Search:
 
 
 def solve_by_messages(program: SolvableProgram, deadline: Deadline) -> tuple[Assignment, float]:
-    """Return the best assignment found before `deadline`, and a lower bound of all. Raises Infeasible where there is
-    none.
+    """Return the best assignment found before `deadline`, and a lower bound of all. Raises Infeasible if there
+    is none.
     """
     if program.least_held() > program.most_held():
         raise unsatisfiable(program.problem.memory)
@@ -190,7 +192,7 @@ def solve_by_messages(program: SolvableProgram, deadline: Deadline) -> tuple[Ass
     if program.problem.memory is not None and not search.proved and not search.over:
         search.solve_cheapest()
     for looks in range(_MAX_SWEEPS // _SWEEPS):
-        before = search.graph.bound  # at the price of memory that is asked now
+        before = search.graph.bound  # at the present price of memory
         search.sweep(_SWEEPS)
         if search.proved or search.over or search.solve_rest(_FEW):
             break

@@ -1,6 +1,4 @@
-"""The alternatives a graph of operators leaves open: options by operator, layouts by tensor, and how to
-redistribute.
-"""
+"""The alternatives for a graph of operators: options by operator, layouts by tensor, and how to redistribute."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from simulator.config.runtime import ELEMENT_BYTES
 class LayoutCandidates:
     """The sharding options of every class of operators, and the layouts of every class of tensors.
 
-    Both are those of the first member; with one member a class, classes are numbered as operators are.
+    Both are those of the first member; if every class has one member, classes are numbered like operators.
     """
 
     problem: ShardingProblem
@@ -46,7 +44,7 @@ class LayoutCandidates:
     _shared: dict[tuple[tuple[int, ...], str, frozenset[str], bool], Redistributor] = field(default_factory=dict)
 
     def redistributor_for(self, name: str, operator: int | None = None) -> Redistributor:
-        """Return the redistributor of tensor `name`, or the one that brings it to `operator` as a schedule says."""
+        """Return the redistributor of tensor `name`, or the one for moves to `operator` that its schedule allows."""
         excluded: frozenset[str] = frozenset()
         if operator is not None and self.problem.schedule:
             excluded = _excluded_kinds(self.problem, name, self.problem.operators[operator])
@@ -84,7 +82,7 @@ def enumerate_candidates(
 ) -> LayoutCandidates:
     """Return all alternatives of `problem`.
 
-    Raises Infeasible where an operator has too many sharding options, or `deadline` is over.
+    Raises Infeasible if an operator has too many sharding options, or after `deadline`.
     """
     deadline = deadline or Deadline()
     options: list[list[ShardingOption]] = []
@@ -137,7 +135,7 @@ def operand_names(problem: ShardingProblem, number: int) -> list[str]:
 def _operator_options(
     problem: ShardingProblem, numbers: Sequence[int], deadline: Deadline
 ) -> list[list[ShardingOption]]:
-    """Return the sharding options, of the operators with these numbers, that the policy of `problem` leaves open."""
+    """Return the sharding options, for the operators with these numbers, that the policy of `problem` allows."""
     irregular_specs = _irregular_specs(problem)
     pending = possible_reductions(problem.operators, problem.input_layouts, problem.mesh)
     grouped = grouped_rows(problem.operators)
@@ -152,7 +150,7 @@ def _operator_options(
             irregular_specs=irregular_specs,
             grouped=grouped,
         )
-        if operator.result.name in problem.differentiated:  # a largest value's gradient is that of one rank's element
+        if operator.result.name in problem.differentiated:  # the gradient of a largest value goes to one rank's element
             found = [
                 one for one in found if all(how in ("sum", "avg", "mask") for _, how in one.result.pending)
             ] or found
@@ -171,10 +169,10 @@ def _excluded_kinds(problem: ShardingProblem, name: str, operator: Operator) -> 
 
 
 def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int, DimSpec]]]:
-    """Return the (dim, spec) pairs by tensor that enumeration alone would not find: uneven ones, and ones with blocks.
+    """Return the (dim, spec) pairs by tensor that enumeration would not find: uneven ones, and ones with blocks.
 
-    They start at tensors whose layout is given or pinned, and are propagated through the operators in both directions:
-    a view that joins dims makes a spec with blocks of a regular one.
+    They come from tensors with given or pinned layouts and are propagated through the operators in both directions,
+    since a view that joins dims turns a regular spec into one with blocks.
     """
     mesh = problem.mesh
     found: dict[str, set[tuple[int, DimSpec]]] = {name: set() for name in problem.tensors}
@@ -196,7 +194,7 @@ def _irregular_specs(problem: ShardingProblem) -> dict[str, frozenset[tuple[int,
                     if target_spec:
                         found[target].add((position, target_spec))
 
-    for _ in range(2):  # the second pass carries what the backward half of the first one found
+    for _ in range(2):  # the second pass carries results of the first one's backward half
         for operator in problem.operators:
             for name, dims in operator.operands:
                 propagate(name, dims, operator.result.name, operator.dims, operator)
@@ -217,10 +215,10 @@ _PRODUCTS = ("linear(", "matmul(", "grouped_mm(", "@", "mm(", "einsum(")
 def keep_agreeing_operands(
     problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
 ) -> list[list[ShardingOption]]:
-    """Return the options of each operator that keep agreeing operands in place; all of them where operands disagree.
+    """Return the options of each operator that keep agreeing operands in place; all options if operands disagree.
 
-    Layouts go from operands to results, and then back: an operator of which operands say nothing, all being copies, is
-    sharded as its result is.
+    Layouts are propagated from operands to results, and then back: an operator whose operands are all copies is sharded
+    like its result.
     """
     layouts: dict[str, Layout] = dict(problem.input_layouts)
     moved = {o.result.name for o in problem.operators if o.text.startswith("set(")} - set(problem.pins)
@@ -246,7 +244,9 @@ def _shard_as_results(
     kept: list[list[ShardingOption]],
     silent: Sequence[int],
 ) -> None:
-    """Let operators of copies make their results as these are needed, from pinned results back, in `kept`."""
+    """Let operators on copies give their results in the layouts in which these are needed, from pinned results back, in
+    `kept`.
+    """
     wanted = {name: layout for name, layout in problem.pins.items() if layout.axes() and not layout.pending}
     uses: dict[str, list[int]] = {}
     for number, operator in enumerate(problem.operators):
@@ -266,8 +266,8 @@ def _shard_as_results(
 
 
 def finished_outputs(problem: ShardingProblem, kept: Sequence[Sequence[ShardingOption]]) -> dict[str, Layout]:
-    """Return the layouts of outputs of which nothing is said and whose operands are pending sums that they need: those
-    of operands after an all-reduce. An output that can be a pending sum itself stays one.
+    """Return the layouts of unpinned outputs that need operands whose sums are pending: those of the operands after an
+    all-reduce. An output that can be a pending sum itself stays one.
     """
     layouts, found = dict(problem.input_layouts), dict[str, Layout]()
     for operator, options in zip(problem.operators, kept, strict=True):
@@ -291,7 +291,7 @@ def _options_without_moves(
     layouts: Mapping[str, Layout],
     problem: ShardingProblem,
 ) -> list[ShardingOption]:
-    """Return the options that use `staying` operands as they are; none if they disagree or one has no layout yet."""
+    """Return the options that use `staying` operands unchanged; none if they disagree or one has no layout yet."""
     axis_specs: dict[str, DimSpec] = {}
     used: dict[str, str] = {}
     for name, dims in staying:
@@ -318,10 +318,9 @@ def _options_without_moves(
 def follow_weights(
     problem: ShardingProblem, all_options: Sequence[Sequence[ShardingOption]]
 ) -> list[list[ShardingOption]]:
-    """Return the options of each operator that follow the sharding of its weight; all of them where none does.
+    """Return the options of each operator that follow the sharding of its weight; all options if none does.
 
-    One whose operands say nothing, being copies or sums over ranks, is sharded as its result is: sums are
-    scattered then.
+    An operator whose operands are copies or sums over ranks is sharded like its result; sums are then scattered.
     """
     layouts = dict(problem.input_layouts)
     kept: list[list[ShardingOption]] = []

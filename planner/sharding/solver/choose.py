@@ -4,12 +4,12 @@ Every operator takes one option (`planner.sharding.operators.options`) and every
 redistributed once from the layout its operator produces to the layout of the tensor, and from there once to each layout
 that consumers need, however many consumers share it. Every redistribution has a cost
 (`planner.sharding.layouts.redistribution`), so the choice is a flow through a network (`integer_program.py`), whose
-linear relaxation is nearly integral. It has many alternatives, so a bound comes first (`by_messages.py`), and only what
-it does not rule out is built and solved.
+linear relaxation is nearly integral. There are many alternatives, so a bound comes first (`by_messages.py`), and only
+what it does not rule out is built and solved.
 
 With a time limit, the best answer so far is returned with its bound. Where ring bytes are counted, a last step fixes
-them at the optimum and solves again for the fewest collectives, ring steps and local copies, which makes the answer one
-that a person would write down: nothing is cut or moved without a gain.
+them at the optimum and solves again for the fewest collectives, ring steps and local copies, so that nothing is divided
+or moved without a gain.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from planner.sharding.solver.pricing import TimePricing, pricing_of
 from planner.sharding.solver.solvable_program import Assignment, SolvableProgram
 from topology.errors import Infeasible
 
-FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which layers that are alike are placed alike
+FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # policies that place equivalent layers alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An option for every operator, a layout for every tensor, and what it all costs.
+    """An option for every operator, a layout for every tensor, and the total cost.
 
     `cost` is in units of `Cost`: picoseconds, or ring bytes of a rank times the ranks. No choice costs less than
-    `bound`. `held_bytes` is what a limit of memory counts of it.
+    `bound`. `held_bytes` are the bytes that a memory limit counts.
     """
 
     options: tuple[ShardingOption, ...]
@@ -49,15 +49,15 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """Return by how much the best choice may be cheaper, relative to this one."""
+        """Return by how much, relative, the best choice may be cheaper than this one."""
         return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
 
 
 def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
-    """Return the cheapest choice and the candidates it was made from. Raises Infeasible where there is none."""
+    """Return the cheapest choice and the candidates it was made from. Raises Infeasible if there is none."""
     deadline = problem.deadline
     first = _first(problem)
-    listing = deadline if first is not None else NO_DEADLINE  # without an answer so far, the first takes what it takes
+    listing = deadline if first is not None else NO_DEADLINE  # without an answer, the first one may take any time
     try:
         choice, candidates = _best(problem, deadline, listing)
     except Infeasible:
@@ -71,7 +71,7 @@ def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
 
 
 def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
-    """Return an answer that is there at once, where there is a time limit and one is found (`first_answer.py`)."""
+    """Return an immediate answer, if there is a time limit and one is found (`first_answer.py`)."""
     pricing = pricing_of(problem.mesh, problem.machine)
     plain = not problem.schedule and problem.stages is None and not problem.routed
     if (
@@ -100,8 +100,8 @@ def _first(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates] | None:
 
 
 def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tuple[Choice, LayoutCandidates]:
-    """Return the best choice that is found by `deadline`. Raises Infeasible where none is, or what to choose from is
-    not listed by `listing`.
+    """Return the best choice that is found by `deadline`. Raises Infeasible if none is, or if the candidates are not
+    listed by `listing`.
     """
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}
@@ -110,7 +110,7 @@ def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tu
     program = SolvableProgram(candidates)
     assignment, bound = solve_by_messages(program, deadline)
     cost = program.cost_of(assignment)
-    if problem.hidden_share:  # nothing is proved of what it costs in full
+    if problem.hidden_share:  # its full cost has no proved bound
         plain = SolvableProgram(replace(candidates, problem=replace(problem, hidden_share=0.0)))
         cost, bound = plain.cost_of(assignment), 0.0
     held = 0.0 if problem.memory is None else program.held(assignment)
@@ -118,7 +118,7 @@ def _best(problem: ShardingProblem, deadline: Deadline, listing: Deadline) -> tu
 
 
 def _flat(candidates: LayoutCandidates, found: Assignment, cost: int, bound: float) -> Choice:
-    """Return the choice for every operator and tensor, given it for their classes."""
+    """Return the choice for every operator and tensor from that for their classes."""
     problem, equivalence = candidates.problem, candidates.equivalence
     options = []
     for number, each in enumerate(equivalence.operators):

@@ -1,9 +1,9 @@
-"""Layers that are alike: operators and tensors that stand for one another, and are placed alike.
+"""Equivalent layers: classes of operators and tensors that are placed alike.
 
-A model's program repeats: the operators of layer 2 are those of layer 1 with other weights, and so backward. Runs of
-operators that repeat with a period are found, and operators at the same place in such a run form a class. Tensors form
-a class if operators of the same classes make and use them. A class is placed once, and its cost counts as often as it
-has members; the answer is the best of those that treat layers alike.
+A model's program repeats: the operators of layer 2 are those of layer 1 with other weights, also in the backward pass.
+Runs of operators that repeat with a period are found, and operators at the same place in such a run form a class.
+Tensors form a class if operators of the same classes make and use them. A class is placed once, and its cost counts
+once for each member; the answer is the best of those that place equivalent layers alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planner.sharding.operators.graph import Graph
 from planner.sharding.operators.operator import Operator
 
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
-SHORTEST_PERIOD = 4  # operators: products of one shape in a row are no layers
+SHORTEST_PERIOD = 4  # operators: a row of equal products is not a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Equivalence:
 
 
 def find_equivalent(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) -> Equivalence:
-    """Return the classes of `graph`, whose tensors have `fixed` layouts; without `fold`, each stands for itself."""
+    """Return the classes of `graph`, whose tensors have `fixed` layouts; without `fold`, each class has one member."""
     if not fold:
         return Equivalence(
             operators=tuple(range(len(graph.operators))),
@@ -67,7 +67,7 @@ def find_equivalent(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) ->
         role = (name in graph.parameters, name in graph.outputs, name in graph.gradients)
         parameter = parameter_of.get(name)
         of = None if parameter is None else (uses(parameter), fixed.get(parameter))
-        # what no operator makes and all use alike is one class only among tensors used equally often
+        # inputs used in the same way form one class only if they are used equally often
         count = len(consumers.get(name, ())) if made is None else 0
         key = (made, uses(name), tensor.shape, tensor.dtype, fixed.get(name), role, of, count)
         tensors[name] = keys.setdefault(key, len(keys))
@@ -75,7 +75,7 @@ def find_equivalent(graph: Graph, fixed: Mapping[str, Layout], *, fold: bool) ->
 
 
 def _signature(operator: Operator, graph: Graph, fixed: Mapping[str, Layout]) -> Hashable:
-    """Return what two operators share that may stand for one another."""
+    """Return a key that is equal for operators that may be in one class."""
     local = {name: f"#{position}" for position, (name, _) in enumerate(operator.operands)}
     renamed = _NAME.sub(lambda found: local.get(found.group(), found.group()), operator.text)
     tensors = [graph.tensors[name] for name, _ in operator.operands]
@@ -84,14 +84,15 @@ def _signature(operator: Operator, graph: Graph, fixed: Mapping[str, Layout]) ->
         operator.index,
         _numbered([*(dims for _, dims in operator.operands), operator.dims]),
         operator.result.dtype,
-        # activations of the first layer may be given, and of the last one pinned; weights of all layers lie alike
+        # activations of the first layer may be given, and those of the last one pinned; weights of all layers have
+        # equal layouts
         tuple((t.shape, t.dtype, fixed.get(t.name) if t.name in graph.parameters else None) for t in tensors),
         len(operator.unannotated),
     )
 
 
 def _numbered(operands: Sequence[Sequence[Sequence[str]]]) -> Hashable:
-    """Return dims with axes numbered in order of appearance: names are of no consequence."""
+    """Return dims with axes numbered in order of appearance, since their names do not matter."""
     numbers: dict[str, int] = {}
     return tuple(
         tuple(tuple(numbers.setdefault(axis, len(numbers)) for axis in dim) for dim in dims) for dims in operands

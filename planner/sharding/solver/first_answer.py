@@ -1,7 +1,7 @@
-"""An answer at once: the best of those in which all mesh axes together shard one dim, as if the mesh had one axis.
+"""A quick answer: the best of those in which all mesh axes together shard one dim, as if the mesh had one axis.
 
-It has far fewer alternatives than the whole mesh has, so it is there before those are listed. What lies on single mesh
-axes by the question (inputs, pins) is moved from there, or to there. Its bound is what the arithmetic and the memory of
+It has far fewer alternatives than the whole mesh, so it is found before those are listed. Tensors that the question
+places on single mesh axes (inputs, pins) are moved from or to these. Its bound is what the arithmetic and the memory of
 all ranks allow, without any communication.
 """
 
@@ -28,7 +28,7 @@ ALL = "every_axis"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAnswer:
-    """Options by operator, layouts by tensor, what they cost at most, and what every answer costs at least."""
+    """Options by operator, layouts by tensor, an upper bound of their cost, and a lower bound for every answer."""
 
     options: tuple[ShardingOption, ...]
     layouts: dict[str, Layout]
@@ -38,7 +38,7 @@ class FirstAnswer:
 
 
 def with_one_axis(problem: ShardingProblem) -> ShardingProblem:
-    """Return the problem on a mesh of one axis; what is placed on single axes is whole there."""
+    """Return the problem on a mesh of one axis; tensors placed on single axes are whole there."""
     mesh = Mesh(names=(ALL,), shape=(problem.mesh.ranks,))
     inputs, pins = (
         {name: Layout(((),) * len(problem.tensors[name].shape)) for name in given}
@@ -55,9 +55,9 @@ def first_answer(
     layouts: dict[str, Layout],
     cost: int,
 ) -> FirstAnswer:
-    """Return the answer to `problem` that one to `with_one_axis` means; `cost` is what that one costs."""
+    """Return the answer to `problem` that corresponds to the one for `with_one_axis`; `cost` is the latter's cost."""
     given = {**problem.input_layouts, **problem.pins}
-    # gradients of parameters lie as they do
+    # gradients have the layouts of their parameters
     fixed = {other: given[name] for name, other in problem.graph.gradients.items() if name in given} | given
     real_options = tuple(_option(option, problem.mesh) for option in options)
     real_layouts = {name: fixed.get(name, on_all_axes(layout, problem.mesh)) for name, layout in layouts.items()}
@@ -86,7 +86,9 @@ def first_answer(
 
 
 def _slices_between(problem: ShardingProblem, pricing: TimePricing, name: str, source: Layout, target: Layout) -> int:
-    """Return the cost of the intermediate tensors of a slice over several mesh axes in turn; 0 for any other move."""
+    """Return the additional cost of a slice over several mesh axes in turn, for its intermediate tensors; 0 for other
+    moves.
+    """
     pairs = list(zip(source.dims, target.dims, strict=True))
     if source.pending != target.pending or any(after[: len(before)] != before for before, after in pairs):
         return 0
@@ -98,7 +100,7 @@ def _slices_between(problem: ShardingProblem, pricing: TimePricing, name: str, s
 
 
 def _least_s(problem: ShardingProblem, pricing: TimePricing) -> float:
-    """Return the seconds in which all ranks together can do the arithmetic and move the bytes of all operators once."""
+    """Return the seconds that all ranks together need for the arithmetic and memory traffic of all operators."""
     total, ranks = 0.0, problem.mesh.ranks
     known: dict[Hashable, float] = {}
     for operator in problem.operators:
@@ -120,7 +122,7 @@ def _least_s(problem: ShardingProblem, pricing: TimePricing) -> float:
 
 
 def on_all_axes(layout: Layout, mesh: Mesh) -> Layout:
-    """Return a layout on a mesh of one axis with all axes of `mesh` in the place of that."""
+    """Return a layout on a mesh of one axis with that axis replaced by all axes of `mesh`."""
     names = mesh.names
     dims = tuple(tuple(one for item in spec for one in (names if item == ALL else (item,))) for spec in layout.dims)
     return Layout(dims, tuple((name, how) for _, how in layout.pending for name in names))

@@ -2,10 +2,9 @@
 redistribution.
 
 For every class of tensors there are two networks of redistributions: from the layouts that its operator produces to the
-layout that the tensor has, and from there to the layouts that its consumers need. What flows out of an option flows
-into one layout, and out of that to every consumer. A redistribution that several consumers need is paid once by those
-of the forward pass and once by those of the backward pass; or once by both, if the copy is kept, where memory allows
-it.
+layout that the tensor has, and from there to the layouts that its consumers need. One unit flows from an option into
+one layout, and from there to every consumer. A redistribution that several consumers need is paid once for the forward
+pass and once for the backward pass; or once for both, if memory allows the copy to be kept.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from planner.sharding.solver.sparse_rows import Integers, Numbers, SparseRows
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import Infeasible
 
-Pairs = tuple[str, int, int, int]  # the redistributions of a class of tensors: passing, result or use; the class; who
+Pairs = tuple[str, int, int, int]  # key of redistributions: passing, result or use; class of tensors; consumer
 MAX_VARIABLES = 400_000
-EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doubles
+EXACT_BITS = 48  # costs beyond 2**48 units are rounded, since solvers compute in doubles
 
 
 class IntegerProgram:
@@ -60,16 +59,16 @@ class IntegerProgram:
         self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
 
     def build(self, allowed: Mapping[Pairs, NDArray[np.bool_]] | None = None) -> None:
-        """Make the variables and rows; of redistributions in `allowed`, those for the pairs of layouts that it has.
+        """Make the variables and rows; for redistributions in `allowed`, only the pairs of layouts listed there.
 
-        Raises Infeasible where that leaves over MAX_VARIABLES.
+        Raises Infeasible for more than MAX_VARIABLES.
         """
         self.allowed = allowed or {}
         self._clear()
         self._build()
         self.costs = np.concatenate([np.zeros(0, dtype=np.int64), *self._costs])
         self.ties = np.concatenate([np.zeros(0, dtype=np.int64), *self._ties])
-        # Integer costs by their common divisor; rounded to coarser units where the solver would not be exact.
+        # Integer costs divided by their common divisor; rounded to coarser units where the solver would not be exact.
         self.unit = reduce(gcd, (int(c) for c in np.unique(self.costs)), 0) or 1
         self.unit *= max(1, int(np.abs(self.costs).sum()) // self.unit >> EXACT_BITS)
         self.costs = np.rint(self.costs / self.unit)
@@ -91,7 +90,7 @@ class IntegerProgram:
         return new
 
     def _describe(self) -> None:
-        """Find what everything costs, before any variable is made."""
+        """Compute all costs, before any variable is made."""
         pricing, problem, equivalence = self.candidates.pricing, self.problem, self.candidates.equivalence
         self.option_costs: list[Integers] = []
         self.option_ties: list[list[int]] = []
@@ -106,7 +105,7 @@ class IntegerProgram:
             self.option_costs.append(np.array(costs, dtype=np.int64) * len(same))
             self.option_ties.append([tie_of(cost) + o.replicated_axes for cost, o in zip(inside, found, strict=True)])
         self.layout_lists = []
-        self.layout_costs: list[Integers] = []  # of having a tensor in each of its layouts
+        self.layout_costs: list[Integers] = []  # cost of a tensor in each of its layouts
         self.producer: list[int | None] = []
         self.consumers: list[list[tuple[int, int]]] = []
         for name, *_ in self.tensor_members:
@@ -117,7 +116,9 @@ class IntegerProgram:
         self._prepare_moves()
 
     def _gradient_costs(self, each: int) -> Integers:
-        """Return what reducing a parameter's gradient takes, by layout: every rank has that of its own copy."""
+        """Return the cost of reducing a parameter's gradient, by layout: every rank has the gradient of its own
+        copy.
+        """
         names, layouts, pricing = self.tensor_members[each], self.layout_lists[each], self.candidates.pricing
         costs = np.zeros(len(layouts), dtype=np.int64)
         name = names[0]
@@ -144,7 +145,7 @@ class IntegerProgram:
         return costs
 
     def _prepare_moves(self) -> None:
-        """Tell the times of redistributions which layouts there are."""
+        """Register all layouts with the times of redistributions."""
         if self.move_times is None:
             return
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
@@ -179,7 +180,9 @@ class IntegerProgram:
         self._limit_memory()
 
     def passing(self, each: int) -> bool:
-        """Return whether a class of tensors goes from its operator to one consumer, and may lie anywhere between."""
+        """Return whether a class of tensors goes from its operator to one consumer, so that its layout in between is
+        free.
+        """
         name, graph = self.tensor_members[each][0], self.problem.graph
         fixed = name in self.problem.pins or name in graph.outputs or name in graph.gradients.values()
         plain = self.timed and not fixed and self.problem.stages is None and len(self.consumers[each]) == 1
@@ -196,11 +199,11 @@ class IntegerProgram:
         self.equal.add_flows(numbers.T, [self.options[use[0]][needed_by] for needed_by in users])
 
     def _possible_layouts(self, name: str) -> list[Layout]:
-        """Return the layouts a tensor may have; on a machine, what the caller gets is not left pending."""
+        """Return the layouts that a tensor may have; on a machine, results of the graph are not left pending."""
         found, graph = self.candidates.layouts[name], self.problem.graph
         fixed = name in self.problem.pins or name in self.problem.input_layouts
         parameter = next((p for p, gradient in graph.gradients.items() if gradient == name and not fixed), None)
-        if parameter is not None:  # it lies as its parameter does
+        if parameter is not None:  # it has the layout of its parameter
             first = self.tensor_members[self.candidates.equivalence.tensors[parameter]][0]
             found = list(dict.fromkeys([*found, *self.candidates.layouts[first]]))
         if self.timed and not fixed and (name in graph.outputs or name in graph.parameters):
@@ -213,7 +216,7 @@ class IntegerProgram:
     def move_costs(
         self, each: int, sources: Sequence[Layout], targets: Sequence[Layout], operator: int | None = None
     ) -> tuple[Numbers, Integers]:
-        """Return costs and ties of all pairs of layouts; infinite where there is no path."""
+        """Return costs and tie breakers of all pairs of layouts; infinite without a path."""
         name = self.tensor_members[each][0]
         redistributor = self.candidates.redistributor_for(name, operator)
         if self.move_times is not None:
@@ -230,7 +233,7 @@ class IntegerProgram:
         return list(found), [np.array(numbers, dtype=np.int64) for numbers in found.values()]
 
     def needs_of(self, each: int, position: int) -> tuple[list[Layout], list[Integers]]:
-        """Return the layouts that a class of operators may need an operand in, and the options that need each."""
+        """Return the layouts in which a class of operators may need an operand, and the options that need each."""
         found: dict[Layout, list[int]] = {}
         for number, option in enumerate(self.candidates.options[each]):
             found.setdefault(option.operands[position][1], []).append(number)
@@ -301,12 +304,12 @@ class IntegerProgram:
         self._keep_copies(each, by_phase)
 
     def _keep_copies(self, each: int, by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]]) -> None:
-        """Let the backward pass use the copy that the forward pass made, for the memory of keeping it."""
+        """Let the backward pass use the copy made by the forward pass, at the memory of keeping it."""
         name, count = self.tensor_members[each][0], len(self.tensor_members[each])
         for (_, need), phases in by_phase.items():
             if len(phases) == 2:
                 (forward, _), (backward, cost) = phases[False], phases[True]
-                (kept,) = self._add([-cost], [0])  # what the backward pass would pay for the move is given back
+                (kept,) = self._add([-cost], [0])  # what the backward pass would pay for the move is refunded
                 for move in (forward, backward):
                     self.most.add([np.array([kept]), np.array([move])], [1, -1], 0)
                 self.kept.append((int(kept), each, need, self.copy_bytes(name, need) * count))
@@ -326,7 +329,7 @@ class IntegerProgram:
                 self.equal.add([send, np.array([variable])], [1, -1], 0)
 
     def tied_gradients(self) -> list[tuple[int, int]]:
-        """Return pairs of classes: parameters, and their gradients, which lie as they do since updates need it."""
+        """Return pairs of classes: parameters, and their gradients, which need the same layout for the update."""
         graph, equivalence = self.problem.graph, self.candidates.equivalence
         fixed = {**self.problem.pins, **self.problem.input_layouts}
         found = {
@@ -349,7 +352,7 @@ class IntegerProgram:
         return float(prod(local_shape(tensor.shape, layout, self.mesh)) * ELEMENT_BYTES[tensor.dtype])
 
     def _limit_memory(self) -> None:
-        """Limit what is held when the backward pass begins: parameters with their state, saved results, kept copies."""
+        """Limit the memory when the backward pass begins: parameters with their state, saved results, kept copies."""
         limit = self.problem.memory
         if limit is None:
             return
@@ -362,11 +365,11 @@ class IntegerProgram:
         for kept, _, _, nbytes in self.kept:
             columns.append(np.array([kept]))
             factors.append(np.array([nbytes]))
-        self.memory_unit = 2.0 ** round(log2(max(1.0, limit.limit_bytes)))  # a power of two: bytes stay exact
+        self.memory_unit = 2.0 ** round(log2(max(1.0, limit.limit_bytes)))  # a power of two, so that bytes stay exact
         self.most.add(columns, [f / self.memory_unit for f in factors], limit.counted_bytes / self.memory_unit)
 
     def held_bytes(self, name: str, layout: Layout) -> float:
-        """Return what a rank holds of a tensor when the backward pass begins."""
+        """Return the bytes that a rank holds of a tensor when the backward pass begins."""
         limit, graph = self.problem.memory, self.problem.graph
         if limit is None:
             return 0.0
@@ -377,10 +380,10 @@ class IntegerProgram:
         return own if self._is_saved(name) else 0.0
 
     def _is_saved(self, name: str) -> bool:
-        """Return whether the backward pass uses a tensor that is there when it begins, and its memory is counted."""
+        """Return whether the backward pass uses a tensor that exists when it begins and whose memory is counted."""
         if self.problem.memory is not None and not self.problem.memory.counts_saved:
             return False
-        if name in self.problem.differentiated:  # an operator keeps its operands for its own backward pass
+        if name in self.problem.differentiated:  # an operator saves its operands for its own backward pass
             readers = (self.problem.operators[number] for number, _ in self._consumers.get(name, ()))
             return any(not reader.is_view for reader in readers)
         start, made = self.problem.graph.backward_start, self._producers.get(name)
@@ -389,6 +392,6 @@ class IntegerProgram:
         return any(number >= start for number, _ in self._consumers.get(name, ()))
 
     def is_backward(self, number: int) -> bool:
-        """Return whether an operator makes its copies again, unless they are kept; without a limit all are kept."""
+        """Return whether an operator recomputes its copies, unless they are kept; without a limit all are kept."""
         start = self.problem.graph.backward_start
         return start is not None and number >= start and self.problem.memory is not None

@@ -1,15 +1,14 @@
-"""A lower bound of all choices, and what each alternative costs above it at least, by messages between operators and
-tensors.
+"""Message passing between operators and tensors: a lower bound of all choices, and of each alternative's cost above it.
 
 The choice is a labelling of a graph: an operator's label is its option, a tensor's its layout, and a redistribution is
 the cost of a pair of labels. Sequential reweighted message passing (Kolmogorov, Convergent tree-reweighted message
-passing for energy minimization, IEEE PAMI 28, 2006) raises a lower bound of it sweep by sweep. What is left of the
-costs after moving them along the messages is what a label or a pair costs above the bound at least: those that cost
-more than the best answer known are no part of a better one, and are left out before anything is solved exactly.
+passing for energy minimization, IEEE PAMI 28, 2006) raises a lower bound of it sweep by sweep. After costs have been
+moved along the messages, the remaining cost of a label or a pair is a lower bound of what it adds to the bound. Those
+that exceed the best known answer are in no better one, and are left out before anything is solved exactly.
 
-A redistribution that several consumers share is paid once: each gets a share of it, so the sum over those who use it
-is never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier), also for those of
-copies that the forward pass makes and the backward pass uses again.
+A redistribution that several consumers share is paid once: each gets a share of its cost, so that the sum over its
+users never exceeds the cost. A memory limit is a price for held bytes (a Lagrange multiplier), also for copies that the
+forward pass makes and the backward pass uses again.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from planner.sharding.solver.integer_program import Pairs
 from planner.sharding.solver.solvable_program import Assignment, SolvableProgram
 from planner.sharding.solver.sparse_rows import Integers, Numbers
 
-NO_PATH = 1e15  # picoseconds that stand for an impossible pair: more than any answer takes
+NO_PATH = 1e15  # picoseconds that stand for an impossible pair: more than any answer costs
 Labels = tuple[int, ...]  # by node
 
 
 @dataclass(slots=True)
 class _Ends:
-    """The labels of one end of an edge, in groups that the edge does not tell apart."""
+    """The labels of one end of an edge, in groups with equal edge costs."""
 
     node: int
     groups: Integers
@@ -42,7 +41,7 @@ class _Ends:
         self.starts = np.flatnonzero(np.concatenate([[True], np.diff(sorted_groups) != 0]))
 
     def least(self, values: Numbers) -> Numbers:
-        """Return the least of `values`, one a label, in every group."""
+        """Return the least of `values` (one per label) in every group."""
         return np.minimum.reduceat(values[self.order], self.starts)
 
 
@@ -53,7 +52,7 @@ class _Edge:
     """
 
     ends: tuple[_Ends, _Ends]  # earlier node, later node
-    costs: Numbers  # of a shared redistribution, the edge's share
+    costs: Numbers  # the edge's share of a shared redistribution
     key: Pairs
     swapped: bool  # whether the first end is the second in the program's matrices
     down: Numbers = field(init=False)
@@ -68,7 +67,7 @@ class _Edge:
 
     @property
     def shares(self) -> Numbers:
-        """The costs from layouts of the tensor to those that are needed."""
+        """The costs from the tensor's layouts to those that are needed."""
         return self.costs.T if self.swapped else self.costs
 
     def add(self, change: Numbers) -> None:
@@ -77,19 +76,19 @@ class _Edge:
 
 @dataclass(slots=True)
 class _Shared:
-    """The edges of one tensor to its consumers, which share what a redistribution costs.
+    """The edges from one tensor to its consumers, which share the cost of redistributions.
 
-    `columns` are their layouts among all that any of them needs. Where the forward and the backward pass need one
-    layout, its copy is made twice, or kept at the price of the memory that it takes: both passes together pay the
-    lesser of the two.
+    `columns` are the indices of their layouts among all that any of them needs. If the forward and the backward pass
+    need the same layout, its copy is made twice, or kept at the price of its memory; both passes together pay the
+    lesser.
     """
 
     costs: Numbers  # from layouts of the tensor to all that are needed
-    nbytes: Numbers  # of a copy in each of these
+    nbytes: Numbers  # bytes of a copy in each of these
     edges: list[_Edge] = field(default_factory=list)
     columns: list[Integers] = field(default_factory=list)
     phases: list[int] = field(default_factory=list)  # by edge: 1 where its consumer is in the backward pass
-    _total: Numbers = field(init=False)  # what all consumers pay at most
+    _total: Numbers = field(init=False)  # the most that all consumers pay
 
     def start(self, price: float) -> None:
         """Share all costs equally."""
@@ -108,7 +107,7 @@ class _Shared:
         self._total = self.costs + np.where(both, np.minimum(self.costs, price * self.nbytes), 0.0)
 
     def reshare(self, spare: Sequence[Numbers]) -> None:
-        """Take from every share what it does not need (`spare`, by edge), and give all the same of it."""
+        """Take the unused part of every share (`spare`, by edge), and divide it equally."""
         pool = np.zeros(self.costs.shape)
         users = np.zeros(self.costs.shape[1])
         taken = []
@@ -123,7 +122,7 @@ class _Shared:
         self.fit_shares()
 
     def fit_shares(self) -> None:
-        """Scale all shares to the total, those of one pass to no more than the redistribution costs."""
+        """Scale all shares to the total, and those of one pass to at most the redistribution's cost."""
         sums = np.zeros((2, *self.costs.shape))
         count = np.zeros((2, self.costs.shape[1]))
         for edge, columns, phase in zip(self.edges, self.columns, self.phases, strict=True):
@@ -142,7 +141,7 @@ class _Shared:
 
 @dataclass(slots=True)
 class MessagePassing:
-    """The graph of a program's labels. Nodes are classes of operators, then classes of tensors that have labels."""
+    """The graph of a program's labels. Nodes are classes of operators, followed by classes of tensors with labels."""
 
     program: SolvableProgram
     nodes: list[Numbers] = field(default_factory=list)
@@ -251,7 +250,7 @@ class MessagePassing:
         return self.nodes[node] if held is None or not self.price else self.nodes[node] + self.price * held
 
     def _marginal(self, node: int) -> Numbers:
-        """Return what a label of a node costs, with what the messages say."""
+        """Return the costs of a node's labels, messages included."""
         earlier, later = self._ways[node]
         total = self._own(node).copy()
         for edge in earlier:
@@ -291,7 +290,7 @@ class MessagePassing:
             shared.fit_shares()
 
     def reshare(self) -> None:
-        """Let consumers that would not use a shared redistribution leave their share of it to the others."""
+        """Let consumers that would not use a shared redistribution give their share of it to the others."""
         pairs = self._left_of_pairs()
         for shared in self._shared:
             shared.reshare([pairs[edge.key] for edge in shared.edges])
@@ -299,8 +298,8 @@ class MessagePassing:
     # --- what follows
 
     def above(self) -> dict[Pairs, Numbers]:
-        """Return what every pair costs above the bound at least, after a sweep (which ends with messages to earlier
-        nodes).
+        """Return a lower bound of what every pair costs above the bound, after a sweep (which ends with messages to
+        earlier nodes).
         """
         totals = [self._marginal(node) for node in range(len(self.nodes))]
         extra = [np.zeros(len(costs)) for costs in self.nodes]
@@ -327,7 +326,7 @@ class MessagePassing:
         return found
 
     def _left_of_pairs(self) -> dict[Pairs, Numbers]:
-        """Return by edge what a pair's cost and the later label's leave above the messages."""
+        """Return by edge the remaining costs of pairs and of the later node's labels."""
         found = {}
         for edge in self.edges:
             later = edge.ends[1]
@@ -338,7 +337,7 @@ class MessagePassing:
         return found
 
     def decoded(self) -> Labels:
-        """Return labels taken in order, each for what is taken before it and what messages say of the rest."""
+        """Return labels chosen in order, each given the earlier choices and the messages about the rest."""
         taken = [0] * len(self.nodes)
         for node in self._order:
             earlier, later = self._ways[node]

@@ -1,8 +1,8 @@
 """Times of redistributions between all layouts of a tensor at once.
 
-Which primitives lead from which layout to which depends on a tensor's dims only through what divides them, so tensors
-of one divisibility share a graph of layouts; times are then those of its edges, and all shortest paths are found
-together. Tensors that may have blocks or uneven shards have a graph of their own, as their sizes matter.
+The primitives between layouts depend on a tensor's dims only through their divisors, so tensors with the same
+divisibility share a graph of layouts; with the times of its edges, all shortest paths are found together. Tensors that
+may have blocks or uneven shards have a graph of their own, as their sizes matter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_ROWS = (ALL_GATHER, REDUCE_SCATTER)
 
 @dataclass(slots=True)
 class _LayoutGraph:
-    """The layouts of tensors of one divisibility, and the primitives between them."""
+    """The layouts of tensors with the same divisibility, and the primitives between them."""
 
     redistributor: Redistributor
     deadline: Deadline
@@ -39,7 +39,7 @@ class _LayoutGraph:
     layouts: list[Layout] = field(default_factory=list)
     expanded: int = 0
     edges: list[tuple[int, int, int, float]] = field(default_factory=list)  # source, target, primitive, share of bytes
-    # kind, mesh axes, how many, and whether rows are gathered or scattered
+    # kind, mesh axes, number, and whether rows are gathered or scattered
     primitives: dict[tuple[str, tuple[str, ...], int, bool], int] = field(default_factory=dict)
     _sliced: dict[Layout, float] = field(default_factory=dict)
 

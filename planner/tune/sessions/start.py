@@ -1,4 +1,4 @@
-"""What begins a tuning: the question of flags or of recorded runs, its candidates, and what makes the trials."""
+"""Begin a tuning: the question from flags or recorded runs, its candidates, and what runs the trials."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUDGET = "10m"
 
 
 def trial_settings(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
-    """Return what makes the trials, and its settings. Raises UserError where nothing here can."""
+    """Return what runs the trials, and its settings. Raises UserError if nothing here can."""
     if command is not None:
         command_words(command)
         return {"how": "command", "settings": {"command": command} | ({} if metric is None else {"metric": metric})}
@@ -44,7 +44,7 @@ def trial_settings(framework: str, command: str | None, metric: str | None) -> d
 
 
 def job_settings(launcher: str, name: str, **places: str | None) -> dict[str, Any]:
-    """Return the settings of a tuning with a job a trial; `places` are its image and volume. Raises UserError."""
+    """Return the settings of a tuning with one job per trial; `places` are its image and volume. Raises UserError."""
     if launcher not in LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(LAUNCHERS)}")
     require_settings(launcher, **places)
@@ -57,7 +57,7 @@ def tuning_request(
 ) -> tuple[TuningRequest, Candidates]:
     """Return the request of a tuning and the plans that could be the best; `fields` are its other fields.
 
-    Raises Infeasible (exit 3) where there is none, and errors of the named inputs.
+    Raises Infeasible (exit 3) if there is none, and errors of the named inputs.
     """
     if flags.model is None:
         raise UserError("--model is missing", remedy="--model llama3-8b, or --resume a state file")
@@ -88,7 +88,7 @@ def tuning_request(
 def recorded_request(
     path: Path, case_id: str | None, budget: str | None, most: int | None, within: float
 ) -> tuple[TuningRequest, Candidates, RecordedTrials]:
-    """Return the question of recorded runs, its candidates, and what looks their trials up."""
+    """Return the question of recorded runs, its candidates, and what looks up their trials."""
     cases = read_cases(path)[0]
     found = [one for one in recorded_questions(cases) if case_id is None or case_id in one.ids]
     if not found:
@@ -116,7 +116,7 @@ def recorded_request(
 
 
 def trials_recorded_for(known: State) -> RecordedTrials:
-    """Return the recorded runs in which a state looks its trials up. Raises BadInput where they are not there."""
+    """Return the recorded runs in which a state looks up its trials. Raises BadInput if they are missing."""
     file, name = known.request.settings.get("file", ""), known.request.settings.get("id", "")
     for one in recorded_questions(read_cases(file)[0]):
         if name == one.name:
@@ -125,9 +125,7 @@ def trials_recorded_for(known: State) -> RecordedTrials:
 
 
 def require_agreed(known: State, command: str | None) -> None:
-    """Raise UserError where a state would run a command that the person who resumes it has not stated: files are
-    data.
-    """
+    """Raise UserError if a state would run a command that the person who resumes it has not stated: files are data."""
     wanted = known.request.settings.get("command") if known.request.how == "command" else None
     if wanted == command:
         return

@@ -138,10 +138,11 @@ class Row:
 
 def interleaving(name: str, ahead: int, *, lags: bool = False, rounds: bool = False, **facts: Any) -> ScheduleKind:
     """Return a schedule whose ranks run forward passes up their stages in rounds, and backward passes down them, the
-    two alternating. A rank begins its backward passes after the rounds of all its stages but the last, and `ahead`
-    forward passes for each following rank. With `lags`, backward passes are split and a weight gradient is delayed by
-    as many backward passes as there are ranks before: every rank then has as many micro batches in flight as the first
-    rank of 1F1B.
+    two alternating.
+
+    A rank begins its backward passes after the rounds of all its stages but the last, and `ahead` forward passes for
+    each following rank. With `lags`, backward passes are split and a weight gradient is delayed by as many backward
+    passes as there are ranks before: every rank then has as many micro batches in flight as the first rank of 1F1B.
     """
 
     def lay_out(row: Row, place: Place) -> None:
@@ -177,8 +178,9 @@ def _in_round(of: PipelineRanks) -> Floats:
 
 def interleave(row: Row, place: Place, in_round: int, *, warm_up: int, weights_lag: int | None = None) -> None:
     """Write forward passes in rounds up the local stages, backward passes in rounds down them, with `warm_up` forward
-    passes ahead. With `weights_lag`, backward passes are split, and each weight gradient is delayed by that many
-    backward passes.
+    passes ahead.
+
+    With `weights_lag`, backward passes are split, and each weight gradient is delayed by that many backward passes.
     """
     stages, local, total = place.stages, len(place.stages), len(place.stages) * place.micro_batches
     warm_up = min(warm_up, total)

@@ -87,8 +87,9 @@ def build_schedule(
 
 
 def schedule_of_plan(plan: Plan, micro_batches: int) -> Schedule:
-    """Return the table of a plan's schedule for `micro_batches`; a plan without a pipeline has one stage. Raises
-    BadPlan as `build_schedule` does.
+    """Return the table of a plan's schedule for `micro_batches`; a plan without a pipeline has one stage.
+
+    Raises BadPlan as `build_schedule` does.
     """
     return build_schedule(
         plan.schedule_name if plan.pp > 1 else default_schedule(plan.virtual_stages),

@@ -1,4 +1,4 @@
-"""Run by Alembic: applies the steps on the connection that `database.py` hands over."""
+"""Run by Alembic: applies the migrations on the connection that `database.py` passes."""
 
 from alembic import context
 
