@@ -105,7 +105,7 @@ def _code(text: str) -> str:
 
 def python_page() -> str:
     """Return the page of the Python API: what `planner` offers, and the exceptions it raises."""
-    parts = ["# Python", f"```python\nfrom planner import {', '.join(planner.__all__)}\n```"]
+    parts = ["# Python", prose(planner.__doc__ or "")]
     for name in planner.__all__:
         parts += [f"## {name}", _member(getattr(planner, name))]
     parts += ["## Exceptions", "All are in `topology.errors`, and a command that ends with one has its exit code."]

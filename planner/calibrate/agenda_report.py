@@ -21,22 +21,21 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
     """Return lines with the measurements in order, their seconds, and the uncertainty of the steps before and after."""
     count = len(agenda.wanted.steps)
     if agenda.wanted.choice:
-        goal = f"find the fastest of {count} plans, whose steps are known relative to each other"
+        goal = f"find the fastest of {count} plans: their steps, relative to each other, are known"
     else:
-        goal = f"narrow the predictions of {count} steps, which are known"
+        goal = f"predict {count} kinds of steps more closely: they are known"
     made = [*agenda.known, *(one.measurement for one in agenda.chosen)]
     before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
     seconds = f"in about {agenda.seconds:.0f} of {budget_s:.0f} s, {STARTING_S:.0f} of which pass while processes start"
     lines = [
-        f"goal: {goal} within {before:.1%} (80 % range), and within {after:.1%} afterwards",
+        f"goal: {goal} within ±{before:.0%} (80 % range), and within ±{after:.0%} after these measurements",
         f"{len(agenda.chosen)} measurements on {agenda.gpus} GPUs, {seconds}:",
     ]
     if agenda.chosen and agenda.seconds > budget_s:
         lines.append("  too little time for all of them where torch is not in memory yet: a longer --budget")
     width = max((len(one.measurement.name) for one in agenda.chosen), default=0)
     lines += [
-        f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<{width}}"
-        f"  ±{_wide(one.before)} to ±{_wide(one.after)}"
+        f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<{width}}  after it ±{_wide(one.after)}"
         for one in agenda.chosen
     ]
     return lines

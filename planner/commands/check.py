@@ -11,7 +11,7 @@ from planner.configs.answer import Checked
 from planner.configs.folder import CheckedFolder
 from planner.configs.formats.configuration import did_you_mean
 from planner.configs.stated_rate import Against, Side
-from planner.explain.answer_text import print_estimate
+from planner.explain.answer_text import assumed_parts, print_estimate
 from planner.io import output
 from planner.io.grids import console, grid
 from planner.io.plan_words import plan_in_words
@@ -67,16 +67,17 @@ def _print(checked: Checked, name: str) -> None:
         print(
             printable(
                 f"{'change' if number == 0 else 'or':9} {change.what}:"
-                f" {change.step_s:.3g} s, {_fit(change.fit_probability)}"
+                f" {two_digits(change.step_s)} s, {_fit(change.fit_probability)}"
             )
         )
     if checked.changes:
+        print(f"diff      of the {'first ' * (len(checked.changes) > 1)}change alone:")
         print(printable(checked.changes[0].diff))
     if checked.best is not None:
         estimate = checked.best.estimate
         fit = _fit(estimate.memory.fit_probability)
         because = f": {checked.best_because}" if checked.best_because else ""
-        print(printable(f"best      {estimate.step_s.value:.3g} s, {fit}{because}"))
+        print(printable(f"best      {two_digits(estimate.step_s.value)} s, {fit}{because}"))
         print(printable(checked.best.diff))
     elif checked.no_better:
         print(printable(f"best      {checked.no_better}"))
@@ -124,8 +125,8 @@ def _cells(checked: Checked) -> list[str]:
 
 
 def _print_against(stated: Against) -> None:
-    where = "inside the predicted interval" if stated.side is Side.INSIDE else f"{stated.side} the predicted interval"
-    print(printable(f"measured  {stated.step_s:.3g} s, {where}: predicted {stated.error:+.0%}"))
+    where = "inside the predicted range" if stated.side is Side.INSIDE else f"{stated.side} the predicted range"
+    print(printable(f"measured  {stated.step_s:.3g} s, {where}: the prediction is {stated.error:+.0%} off"))
     for cause in stated.causes:
         print(printable(f"cause     {cause}"))
 
@@ -134,7 +135,7 @@ def _print_without_cost(checked: Checked) -> None:
     """Print the verdict on a configuration that contradicts itself, or whose model is not known."""
     if checked.stated is not None:
         print(printable(f"plan      {plan_in_words(checked.stated.plan)}"))
-    for line in checked.assumed:
+    for line in assumed_parts(checked.assumed):
         print(printable(f"assumed   {line}"))
     for problem in checked.problems:
         print(printable(f"{problem.grade!s:9} {problem.message}"))

@@ -15,6 +15,7 @@ from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.rates.known import require_plannable
 from topology.rates.reach import cluster_caveats
+from topology.units import two_digits
 
 
 def collective(asked: Collective) -> None:
@@ -63,6 +64,10 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
+def _us(seconds: float) -> str:
+    return two_digits(seconds * 1e6)
+
+
 def _print(rows: Sequence[JsonObject]) -> None:
     screen = console()
     for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
@@ -72,8 +77,8 @@ def _print(rows: Sequence[JsonObject]) -> None:
             time, seen, error = row["time_s"], row.get("measured_s"), row.get("error")
             table.add_row(
                 f"{row['bytes']:,}",
-                f"{time['value'] * 1e6:.1f} ({time['low'] * 1e6:.1f}-{time['high'] * 1e6:.1f})",
-                f"{row['busbw_bytes_per_s'] / 1e9:.1f}",
+                f"{_us(time['value'])} ({_us(time['low'])}-{_us(time['high'])})",
+                two_digits(row["busbw_bytes_per_s"] / 1e9),
                 "-" if seen is None else f"{seen * 1e6:.1f}",
                 "-" if error is None else f"{error:+.1%}",
                 str(row.get("algorithm") or "-"),

@@ -66,7 +66,7 @@ def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None
         raise BadInput(
             f"{folder} has {', '.join(there)}",
             why="files are not overwritten by accident",
-            remedy="--force or another --out",
+            remedy="--force, or another name",
         )
     codec.make_folder(folder)
     for name, text in files.items():

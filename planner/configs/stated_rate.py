@@ -94,7 +94,7 @@ def _slower(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[st
     excess = step_s - estimate.step_s.value
     parts = estimate.breakdown_s
     moved, products = parts.get(MOVED, 0.0), parts.get("compute", 0.0)
-    assumed = [line for line in found.case.assumed if "cluster" in line or "GPUs" in line]
+    assumed = [line for line in found.case.assumed if "cluster" in line or _of_count(line)]
     for line in found.case.assumed:
         if "reduced while backward" in line or "gathered while forward" in line:
             yield f"it was assumed that {line}"
@@ -112,10 +112,15 @@ def _slower(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[st
     yield "what is not part of a step: loading data, checkpoints, validation"
 
 
+def _of_count(line: str) -> bool:
+    """Return whether an assumption is about the number of GPUs."""
+    return "GPUs" in line and not line.startswith("ranges of steps")
+
+
 def _faster(found: PlanAnswer, estimate: Estimate, step_s: float) -> Iterator[str]:
     """Yield what could make a step as short as stated."""
     for line in found.case.assumed:
-        if "sequence length" in line or "batch" in line or "GPUs" in line:
+        if "sequence length" in line or "batch" in line or _of_count(line):
             yield f"less work or more GPUs than was assumed: {line}"
     rate = estimate.mfu * estimate.step_s.value / step_s
     if rate > 1:

@@ -12,7 +12,7 @@ from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
 from planner.io.plan_words import changed_fields
 from planner.question.cases import Case
-from planner.question.plan_file import differences
+from planner.question.plan_file import differing
 from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec
@@ -42,7 +42,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
         terms=tuple(difference(one, other)),
         settings=tuple(f"{what} {old} -> {new}" for what, old, new in changed_fields(first.plan, second.plan)),
         question=tuple(
-            f"{name}: {line}"
+            f"{name} {line}"
             for name in ("model", "cluster", "workload", "runtime")
             for line in _differing(*(getattr(question, name) for question in questions))
         ),
@@ -54,7 +54,7 @@ def _differing(one: Any, other: Any) -> list[str]:
     """Return the differences of two parts of a question; for clusters with different GPUs, both on one line."""
     if isinstance(one, Cluster) and {kind.name for kind in one.gpu_kinds} != {kind.name for kind in other.gpu_kinds}:
         return [f"{cluster_line(one)} -> {cluster_line(other)}"]
-    return differences(one, other)
+    return [f"{where.replace('_', ' ')} {a} -> {b}" for where, a, b in differing(one, other)]
 
 
 def comparison_document(found: Comparison, files: Sequence[str]) -> JsonObject:

@@ -8,7 +8,6 @@ from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
 from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount
 from planner.explain.overlap_account import SiteOverlap
-from planner.explain.rule_words import rejected_words
 from planner.explain.tables import (
     changed_lines,
     cluster_line,
@@ -27,6 +26,7 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.printable import printable
 from planner.search.fixes import memory_text
 from planner.search.result import SearchResult
+from planner.search.rule_words import rejected_words
 from simulator.config.overlap_sites import NONE
 from topology.units import GIB, in_gib
 
@@ -206,7 +206,7 @@ def print_comparison(found: Comparison) -> None:
             )
     for name, sizes in (
         ("reserved", [estimate.memory.reserved_bytes for estimate in estimates]),
-        ("of", [estimate.memory.capacity_bytes for estimate in estimates]),
+        ("usable memory", [estimate.memory.capacity_bytes for estimate in estimates]),
     ):
         table.add_row(name, *(f"{gib_text(size)} GiB" for size in sizes), _gib_change(sizes[1] - sizes[0]))
     table.add_row("fits", *(fits_text(estimate) for estimate in estimates), "")

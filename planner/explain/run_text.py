@@ -9,6 +9,7 @@ from planner.io.printable import printable
 from planner.question.goal import Goal
 from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
 from simulator.config.estimate import Interval
+from topology.units import two_digits
 
 MWH_J = 3.6e9
 
@@ -37,8 +38,8 @@ def run_text(run: WholeRun, goal: Goal) -> str:
         parts.append(f"a cost of {_range(run.cost)} at {goal.gpu_price_per_hour:g} for a GPU-hour")
     if run.energy_j is not None:
         parts.append(
-            f"{run.energy_j / MWH_J:,.3g} MWh at {run.power_w:g} W a GPU (its power limit: {run.power_source}; hosts, "
-            "network and cooling are not counted)"
+            f"{two_digits(run.energy_j / MWH_J)} MWh at {run.power_w:g} W a GPU (its power limit: {run.power_source}; "
+            "hosts, network and cooling are not counted)"
         )
     if run.goodput is not None and run.checkpoint_interval_s is not None:
         parts.append(
@@ -60,7 +61,7 @@ def _cells(run: WholeRun) -> tuple[str, ...]:
         _range(run.days),
         _value(run.gpu_hours),
         _range(run.cost),
-        "-" if run.energy_j is None else f"{run.energy_j / MWH_J:,.3g}",
+        "-" if run.energy_j is None else two_digits(run.energy_j / MWH_J),
         degrees_text(run.plan),
     )
 
@@ -68,22 +69,24 @@ def _cells(run: WholeRun) -> tuple[str, ...]:
 def _meaning(found: RunAnswer) -> str:
     """Return what the starred number of GPUs is, if the goal determined one."""
     goal, run = found.goal, found.run
-    limits = [] if goal.deadline_s is None else [f"{_three_digits(goal.deadline_s / DAY_S)} days"]
+    limits = [] if goal.deadline_s is None else [f"{two_digits(goal.deadline_s / DAY_S)} days"]
     limits += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
     if not limits:
         return ""
     which = "soonest" if goal.deadline_s is None else "cheapest"
     doubts = []
     if run.days is not None and goal.deadline_s is not None and run.days.high * DAY_S > goal.deadline_s:
-        doubts.append(f"takes {_three_digits(run.days.high)} days, which is too long")
+        doubts.append(f"takes {two_digits(run.days.high)} days, which is too long")
     if run.cost is not None and goal.budget is not None and run.cost.high > goal.budget:
-        doubts.append(f"costs {_three_digits(run.cost.high)}, which is too much")
+        doubts.append(f"costs {two_digits(run.cost.high)}, which is too much")
     doubt = f"; at the slow end of its range it {' and '.join(doubts)}" if doubts else ""
     return f"* {run.gpus} GPUs are the {which} of those tried within {' and '.join(limits)}{doubt}"
 
 
 def _failures(count: float) -> str:
-    return "less than one failure is expected" if count < 1 else f"{count:,.0f} failures are expected"
+    if round(count) <= 1:
+        return f"{'less than ' * (count < 1)}one failure is expected"
+    return f"{count:,.0f} failures are expected"
 
 
 def _time(seconds: float) -> str:
@@ -96,16 +99,11 @@ def _range(interval: Interval | None, unit: str = "") -> str:
     """Return a value with its unit and 80 % range; a dash for None."""
     if interval is None:
         return "-"
-    return f"{_three_digits(interval.value)}{unit} ({_three_digits(interval.low)}-{_three_digits(interval.high)})"
+    return f"{two_digits(interval.value)}{unit} ({two_digits(interval.low)} to {two_digits(interval.high)})"
 
 
 def _value(interval: Interval | None) -> str:
-    return "-" if interval is None else _three_digits(interval.value)
-
-
-def _three_digits(value: float) -> str:
-    """Return a number with three significant digits: a whole run is not known more precisely."""
-    return f"{float(f'{value:.3g}'):,.10g}"
+    return "-" if interval is None else two_digits(interval.value)
 
 
 def tokens_name(tokens: float) -> str:

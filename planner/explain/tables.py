@@ -68,10 +68,17 @@ def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: in
             f" TFLOP/s{_against_published(estimate, question, gpus)}"
         ),
         (
-            f"fits      the probability that {in_gib(memory.capacity_bytes - memory.communicator_bytes)} (a GPU's less"
-            f" what communicators hold) are enough for the fullest rank; yes means at least {SURE:.0%}"
+            f"fits      the probability that what the fullest rank reserves{_beside(memory)} is within"
+            f" {gib_text(memory.capacity_bytes)} GiB (a GPU's {in_gib(question.cluster.gpu_memory_bytes)} less CUDA's"
+            f" context); yes means at least {SURE:.0%}"
         ),
     ]
+
+
+def _beside(memory: MemoryEstimate) -> str:
+    """Return what a rank needs besides what torch reserves, if it is as much as is shown."""
+    held = memory.communicator_bytes
+    return f" and {in_gib(held)} for NCCL" if held >= 0.05 * GIB else ""
 
 
 def changed_lines(changed: Sequence[str]) -> list[str]:

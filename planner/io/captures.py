@@ -22,6 +22,7 @@ def read_capture(name: str, gpu: str | None) -> Cluster | None:
         raise BadCluster(
             "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
             why="; ".join(finding.what for finding in found.findings),
-            remedy="name a catalogue cluster, or a capture of another machine",
+            remedy="say the machine with --cluster: GPUs (8xH100), a name (dgx-h100), or a file with what"
+            " `nvidia-smi topo -m` prints there",
         )
     return found

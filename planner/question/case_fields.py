@@ -50,7 +50,8 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
 
 def whole_number(value: Any, where: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise BadPlan(f"{where} is {show(value)}", why=f"it must be a whole number from {least} to {most}")
+        what = f"{where} is missing" if value is None else f"{where} is {show(value)}"
+        raise BadPlan(what, why=f"it must be a whole number from {least} to {most}")
     return value
 
 

@@ -109,6 +109,12 @@ def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
                 for key in inside
                 if key not in known
             ]
+    if "fingerprints" in row and "plan" in row:
+        raise BadPlan(
+            "this is a plan file, not a case",
+            why="planner suggest --out saved it",
+            remedy="planner estimate --plan FILE",
+        )
     if unknown:
         few = unknown[:12]
         raise BadPlan(

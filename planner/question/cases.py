@@ -357,7 +357,7 @@ def complete_plan(
         size = workload.global_batch_size // dp if pp == 1 and whole else 1
         reason = "a pipeline's default" if pp > 1 else "the whole share of a data-parallel rank"
         values["micro_batch_size"] = size
-        assumed.append(f"micro_batch_size {size} ({reason})")
+        assumed.append(f"micro batch {size} ({reason})")
     plan = Plan(**values)
     verify_plan(plan, where=where)
     return plan, assumed

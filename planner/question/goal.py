@@ -12,7 +12,7 @@ TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 ABOUT_RUNS = (
     *("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint", "spot", "repair", "spares"),
 )
-FASTEST_STORAGE = 1e16  # bytes per second
+SLOWEST_STORAGE, FASTEST_STORAGE = 1e6, 1e16  # bytes per second
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -139,9 +139,9 @@ def _rate(text: str | None) -> float | None:
         return None
     each = (1024.0 if match[3] else 1000.0) ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0) if match else 0.0
     rate = float(match[1]) * each if match else 0.0
-    if not 1 <= rate <= FASTEST_STORAGE:
+    if not SLOWEST_STORAGE <= rate <= FASTEST_STORAGE:
         raise UserError(
-            f"--checkpoint-bandwidth {text[:40]!r} is no rate from 1 B/s to 10 PB/s",
+            f"--checkpoint-bandwidth {text[:40]!r} is no rate from 1 MB/s to 10 PB/s",
             why="it is what storage takes from all GPUs together: GB is 10^9 bytes, GiB 2^30",
             remedy="--checkpoint-bandwidth 100GB/s, 2TB/s or 1e11",
         )

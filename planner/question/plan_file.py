@@ -131,7 +131,7 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
         raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
     require_folder(target)
     if (target.is_file() or target.is_symlink()) and not force:
-        raise BadInput(f"{path} exists", why="a file is not overwritten by accident", remedy="--force or another --out")
+        raise BadInput(f"{path} exists", why="a file is not overwritten by accident", remedy="--force, or another name")
 
 
 def require_folder(path: Path) -> None:
@@ -250,18 +250,23 @@ SHOWN = 6  # differences named in an error
 
 def differences(then: Any, now: Any) -> list[str]:
     """Return what differs between two values of one kind, field by field: `layers: 32, now 80`."""
-    return list(_differences(codec.to_builtins(then), codec.to_builtins(now), ""))
+    return [f"{where}: {one}, now {other}" for where, one, other in differing(then, now)]
 
 
-def _differences(then: Any, now: Any, where: str) -> Iterator[str]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in dict.fromkeys([*then, *now]):
-            yield from _differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
-    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)) and len(then) == len(now):
-        for index, (a, b) in enumerate(zip(then, now, strict=True)):
-            yield from _differences(a, b, f"{where}[{index}]")
-    elif then != now:
-        yield f"{where}: {_shown(then)}, now {_shown(now)}"
+def differing(one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the fields in which two values of one kind differ, each with both of its values in words."""
+    return _differing(codec.to_builtins(one), codec.to_builtins(other), "")
+
+
+def _differing(one: Any, other: Any, where: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            yield from _differing(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _differing(a, b, f"{where}[{index}]")
+    elif one != other:
+        yield where, _shown(one), _shown(other)
 
 
 def _shown(value: Any) -> str:

@@ -113,7 +113,7 @@ class Question(Scenario):
 
     def _require_modelled(self) -> None:
         if reason := self.runtime.not_modelled:
-            raise Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+            raise Infeasible(reason, remedy=self.runtime.modelled_instead)
 
 
 def rule_facts(

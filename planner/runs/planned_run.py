@@ -187,7 +187,9 @@ def require_machine(content: PlanFile, here: Cluster) -> None:
         raise Stale(
             "the plan was made for another machine",
             why="; ".join(differences),
-            remedy="plan again: planner probe --out here.json, then planner suggest --cluster here.json",
+            remedy="plan again: planner probe --out here.json, then planner suggest --cluster here.json"
+            if here.gpu_count
+            else "run it where those GPUs are; --device cpu checks the results of a small model here",
         )
 
 

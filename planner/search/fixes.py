@@ -103,7 +103,7 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     frees most first.
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
-    others = [] if question.runtime.compile else [("compiled", "compile", compiled)]
+    others = [] if question.runtime.compile else [("torch.compile", "compile", compiled)]
     if paged := paged_instead(question.runtime):
         others.append((f"optimizer {paged.optimizer}", "optimizer", replace(question, runtime=paged)))
     for words in more_savers(question.runtime):
@@ -231,7 +231,7 @@ def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
     yield [one for one in _variants(question, plan) if one.changes]
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
-        yield list(_variants(compiled, plan, ("compiled",), frozenset({"compile"})))
+        yield list(_variants(compiled, plan, ("torch.compile",), frozenset({"compile"})))
     if paged := paged_instead(question.runtime):
         changed = (f"optimizer {paged.optimizer}",), frozenset({"optimizer"})
         yield list(_variants(replace(question, runtime=paged), plan, *changed, degrees=False))

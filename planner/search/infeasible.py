@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from planner.io.figures import gpus_text
+from planner.io.figures import gib_text, gpus_text
 from planner.io.plan_words import plan_in_words
 from planner.question.question import Question
 from planner.search.deadline import over
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
+from planner.search.rule_words import rejected_words
 from planner.search.savers import more_savers, paged_instead
 from simulator.bounds.screening import Screening
 from simulator.config.optimizers import OPTIMIZERS
@@ -146,7 +147,7 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadlin
     """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
-        return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+        return Infeasible(reason, remedy=question.runtime.modelled_instead)
     reached = reach(question.cluster)
     if count > reached.gpus:
         return Infeasible(
@@ -158,10 +159,10 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadlin
         )
     plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
     example = next(iter(question.problems(plainest)), None)
-    counts = ", ".join(f"{name} {n}" for name, n in {**found.rejected, **found.pruned}.items())
+    counts = ", ".join(f"{why} ({n:,})" for why, n in rejected_words({**found.rejected, **found.pruned}).items())
     return Infeasible(
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
-        why=f"combinations of degrees rejected, by rule: {counts}"
+        why=f"combinations of degrees rejected: {counts}"
         + (f". Data parallel alone: {example.message}" if example else ""),
         remedy=(
             "; or ".join(ways)
@@ -189,7 +190,8 @@ def no_fitting_plan(
     constrained, screening = ConstrainedQuestion(question=question, bounds=bounds), Screening(question)
     plan, held = least_memory_plan(screening, nodes, constrained.recomputes)
     memory = with_replay(question, plan, question.estimate([plan]).estimate(0), held).memory
-    needed_bytes, capacity_bytes = memory.reserved_bytes, held.left_bytes
+    # What communicators hold comes on top of what torch reserves.
+    needed_bytes, capacity_bytes = memory.reserved_bytes + memory.communicator_bytes, memory.capacity_bytes
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
     until = None if deadline is None else max(deadline, time.monotonic() + LEAST_ADVICE_S)
     conflicting = ", ".join(conflicting_constraints(constrained, until))
@@ -197,11 +199,12 @@ def no_fitting_plan(
     late = over(until)
     return Infeasible(
         f"{question.model.name} does not fit on {gpus_text(question.count)}:"
-        f" the leanest of {int(nodes.leaf_counts.sum()):,} legal plans needs {in_gib(needed_bytes)} of"
-        f" {in_gib(capacity_bytes)} on its fullest GPU",
-        why=f"{in_gib(needed_bytes - capacity_bytes)} missing, a factor of {needed_bytes / capacity_bytes:.2f},"
+        f" the leanest of {int(nodes.leaf_counts.sum()):,} legal plans needs {gib_text(needed_bytes)} GiB of"
+        f" {gib_text(capacity_bytes)} on its fullest GPU",
+        why=f"{gib_text(needed_bytes - capacity_bytes)} GiB missing, a factor of"
+        f" {two_digits(needed_bytes / capacity_bytes)},"
         f" with {plan_in_words(plan)}; largest: "
-        + ", ".join(f"{name.replace('_', ' ')} {in_gib(size)}" for name, size in largest)
+        + ", ".join(f"{name.replace('_', ' ')} {gib_text(size)} GiB" for name, size in largest)
         + f". In conflict: {conflicting}",
         remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
         + (CUT_SHORT if late else "" if relaxations_found else ": nothing else tried is enough"),
@@ -212,7 +215,7 @@ def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible
     """Return the error of `no_fitting_plan` without what is in conflict and what would help: far quicker."""
     screening = Screening(question)
     _, held = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
-    return Infeasible(f"{in_gib(held.reserved_bytes - held.left_bytes)} missing on the worst rank")
+    return Infeasible(f"{gib_text(held.reserved_bytes - held.left_bytes)} GiB missing on the worst rank")
 
 
 def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | None = None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from planner.io.figures import gib_text
 from planner.question.goal import Goal
 from planner.question.question import Question
 from simulator.config.estimate import Interval
@@ -12,9 +13,11 @@ from simulator.failures.checkpoint import checkpoint_bytes, copy_s
 from simulator.failures.goodput import GPU_HOURS, GPU_HOURS_RANGE, RESTART_S, STORAGE_BYTES_PER_S, Failures
 from simulator.failures.simulated import spread
 from topology.cluster import Source
+from topology.errors import Infeasible
 from topology.units import GIB
 
 HOUR_S = 3600.0
+LEAST_GOODPUT = 0.01  # of a run's time, below which it is said not to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +54,20 @@ def failures_of(question: Question, goal: Goal, gpus: int, *, gpu_hours: float) 
 
 
 def run_time(question: Question, goal: Goal, gpus: int, steps_s: Interval) -> RunTime:
-    """Return what a run takes whose steps alone take `steps_s`."""
+    """Return what a run takes whose steps alone take `steps_s`. Raises Infeasible where it hardly progresses."""
     stated = goal.gpu_hours(question.cluster.gpus_per_node)
     failing = failures_of(question, goal, gpus, gpu_hours=stated or GPU_HOURS)
     interval = failing.best_interval_s
     goodput = failing.goodput(interval)
-    total = steps_s.value / goodput if goodput > 0 else math.inf
-    chance_low, chance_high = spread(failing, steps_s.value, interval) if math.isfinite(total) else (1.0, 1.0)
+    if goodput < LEAST_GOODPUT:
+        raise Infeasible(
+            f"a run on {gpus:,} GPUs would not end: {goodput:.1%} of its time would be steps that count",
+            why=f"a failure comes every {failing.mtbf_s / HOUR_S:.3g} h, and a checkpoint of"
+            f" {gib_text(checkpoint_bytes(question))} GiB takes {failing.save_s / HOUR_S:.3g} h",
+            remedy="--checkpoint-bandwidth 100GB/s, --async-checkpoint, or fewer GPUs",
+        )
+    total = steps_s.value / goodput
+    chance_low, chance_high = spread(failing, steps_s.value, interval)
     rates = (stated, stated) if stated else GPU_HOURS_RANGE
     others = [failures_of(question, goal, gpus, gpu_hours=hours) for hours in rates]
     worst, best = ((one.goodput(one.best_interval_s), one.best_interval_s) for one in others)
@@ -104,13 +114,17 @@ def _assumed(question: Question, goal: Goal, gpus: int, stated: float | None) ->
         low, high = GPU_HOURS_RANGE
         found.append(
             f"a failure every {GPU_HOURS:,.0f} hours of a GPU (Llama 3 on 16,384 GPUs; other clusters {low:,.0f} to "
-            f"{high:,.0f}); --mtbf says another"
+            f"{high:,.0f}); say another with --mtbf"
         )
     if not goal.checkpoint_bytes_per_s:
         rate = STORAGE_BYTES_PER_S * gpus
-        found.append(f"checkpoints at {rate / 1e9:.3g} GB/s (Llama 3's storage by GPU); --checkpoint-bandwidth")
+        found.append(
+            f"checkpoints at {rate / 1e9:.3g} GB/s (Llama 3's storage, by GPU); say another with --checkpoint-bandwidth"
+        )
     if goal.restart_s is None:
-        found.append(f"{RESTART_S / 60:.0f} minutes from a failure to the next step (MegaScale); --restart")
+        found.append(
+            f"{RESTART_S / 60:.0f} minutes from a failure to the next step (MegaScale); say another with --restart"
+        )
     if goal.spot_hours is not None and goal.repair_hours is None:
         found.append("a node that is taken back is replaced at once; --repair says after how many hours")
     size = checkpoint_bytes(question)

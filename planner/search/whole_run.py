@@ -186,9 +186,9 @@ class Counts:
     def _run(self, gpus: int) -> WholeRun:
         try:
             self.results[gpus] = self.search(gpus)
+            return whole_run(self.results[gpus], self.goal)
         except (Infeasible, UserError) as error:
             return WholeRun(gpus=gpus, problem=error.what)
-        return whole_run(self.results[gpus], self.goal)
 
     def answer(self, gpus: int) -> RunAnswer:
         curve = tuple(self.runs[count] for count in sorted(self.runs))
@@ -302,7 +302,11 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
     possible = [run for run in runs if not run.problem]
     if not possible:
         problems = "; ".join(f"{run.gpus} GPUs: {run.problem}" for run in runs[-3:])
-        raise Infeasible(f"no plan for {counts.question.model.name} on the numbers of GPUs tried", why=problems)
+        raise Infeasible(
+            f"no plan for {counts.question.model.name} on the numbers of GPUs tried",
+            why=problems,
+            remedy="a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough",
+        )
     soonest, cheapest = (
         min(possible, key=lambda run: run.seconds),
         min(possible, key=lambda run: run.seconds * run.gpus),

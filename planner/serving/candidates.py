@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from planner.io.figures import gpus_text
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
 from simulator.config.model import Model
@@ -115,7 +116,7 @@ def exceeds_memory(question: ServingQuestion, pool: Pool) -> str:
     longest = question.longest
     room = cache_capacity(question.model, question.cluster, question.deployment(pool), pool, length=longest)
     if not room.tokens:
-        return f"weights leave no room for a KV cache on {pool.gpus} GPUs"
+        return f"weights leave no room for a KV cache on {gpus_text(pool.gpus)}"
     if room.tokens // pool.pp < longest:
         return f"the KV cache of {pool.gpus} GPUs holds fewer than {longest} tokens"
     return ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
 from planner.serving.question.question import ServingQuestion
-from simulator.serving.deployment import Deployment
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
@@ -71,11 +71,13 @@ def search_serving(
             continue
         plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
+        narrower = [word for word in ("float8", "int4") if WEIGHT_BYTES[word] < WEIGHT_BYTES[question.weights]]
         raise Infeasible(
             f"{question.model.name} cannot be served on {question.cluster.gpu_count} x"
             f" {question.cluster.slowest_kind.title}",
             why="; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5)),
-            remedy="use more GPUs, or --weights float8 or int4",
+            remedy="a --cluster with more or larger GPUs"
+            + (f", or --weights {' or '.join(narrower)}" if narrower else ""),
         )
     ordered = sorted(plans, key=lambda plan: (not plan.meets, value_of(question, plan), _mechanisms(plan.deployment)))
     return ServingResult(

@@ -116,6 +116,15 @@ class Runtime:
         return "bfloat16" if self.low else self.compute_dtype
 
     @property
+    def modelled_instead(self) -> str:
+        """What to ask for in the place of what is `not_modelled`."""
+        if self.param_dtype in COMPUTE_ONLY:
+            return "--param-dtype bfloat16"
+        if self.reduce_dtype in COMPUTE_ONLY:
+            return "runtime.reduce_dtype float32 in the case"
+        return "--compute-dtype bfloat16" if self.adapter is not None and self.low else "--optimizer adamw"
+
+    @property
     def not_modelled(self) -> str:
         """Why this runtime cannot be predicted (a type or an optimizer that is not modelled); empty if it can."""
         stated = {
@@ -124,7 +133,9 @@ class Runtime:
         }
         low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
-            return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision or TF32"
+            return (
+                f"{', '.join(low)} cannot be predicted: only products (--compute-dtype) may be in low precision or TF32"
+            )
         if self.adapter is not None and self.low:
             return f"adapters with products in {self.compute_dtype} are not modelled: ask in bfloat16"
         known = OPTIMIZERS.get(self.optimizer)

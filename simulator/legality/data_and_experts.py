@@ -128,7 +128,7 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "ep",
             [d for d in divisors(q.model.moe.experts if q.model.moe else 1) if d % p.tp == 0],
-            f"ep {p.ep} % tp {p.tp} = {p.ep % p.tp}, must be 0: experts are spread over whole tensor-parallel groups",
+            f"ep {p.ep} is not divisible by tp {p.tp}: experts are spread over whole tensor-parallel groups",
         ),
         applies=lambda q: q.framework.whole_expert_groups,
     ),
@@ -172,7 +172,7 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "etp",
             divisors(q.model.moe.ffn if q.model.moe else 1),
-            f"expert width {q.model.moe.ffn if q.model.moe else 1} % etp {_etp(p, q)} must be 0",
+            f"expert width {q.model.moe.ffn if q.model.moe else 1} is not divisible by etp {_etp(p, q)}",
         ),
         applies=lambda q: q.model.moe is not None,
     ),
@@ -190,6 +190,12 @@ EXPERT_RULES: list[Rule] = [
             " leave it out"
         ),
         applies=lambda q: not q.framework.drops_tokens,
+    ),
+    rule(
+        "capacity",
+        lambda c, q: c.capacity_factor > 0,
+        lambda p, q: f"{q.model.name} has no experts, capacity_factor={p.capacity_factor or 0:g}: leave it out",
+        applies=lambda q: q.model.moe is None,
     ),
     rule(
         "expert-load",
@@ -365,9 +371,8 @@ DATA_RULES: list[Rule] = [
             divisors(max(1, q.workload.global_batch_size // p.data_parallel))
             if q.workload.global_batch_size % p.data_parallel == 0
             else [],
-            f"global batch {q.workload.global_batch_size} % (data parallel {p.data_parallel} x micro batch"
-            f" {p.micro_batch_size}) = {q.workload.global_batch_size % (p.data_parallel * p.micro_batch_size)},"
-            " must be 0",
+            f"global batch {q.workload.global_batch_size} is not divisible by data parallel {p.data_parallel} x micro"
+            f" batch {p.micro_batch_size}",
         ),
         level=Level.BATCH,
     ),

@@ -275,7 +275,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "pp",
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],
-            f"{_m(p, q)} micro batches % pp {p.pp} = {_m(p, q) % p.pp}: the interleaved schedule needs 0",
+            f"{_m(p, q)} micro batches are not divisible by pp {p.pp}, as the interleaved schedule needs",
         ),
         level=Level.BATCH,
         applies=lambda q: q.framework.interleaves_by_rank,

@@ -181,7 +181,7 @@ POLICY_RULES: list[Rule] = [
         ),
         lambda p, q: (
             f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads"
-            f" over tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+            f" over tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks, which must divide both"
             + (", or keys repeated for a multiple of their heads" if q.framework.repeats_keys else "")
         ),
     ),

@@ -191,7 +191,7 @@ def rule(
             return sentence, "", ()
         text, field, values = sentence
         nearest = nearest_values([v for v in values if fills(field, v, facts)], int(getattr(plan, field)))
-        hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
+        hint = f"; nearest legal {field.replace('_', ' ')}: {' or '.join(map(str, nearest))}" if nearest else ""
         return text + hint, field, nearest
 
     return Rule(name=name, grade=grade, level=level, policy=policy, broken=broken, say=full, applies=applies)

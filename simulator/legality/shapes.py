@@ -76,7 +76,7 @@ def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Calla
             lambda p, q: with_nearest(
                 "tp",
                 [d for d in _tensor_degrees(q) if of(q.model) % d == 0],
-                f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}, must be 0"
+                f"{words} {of(q.model)} is not divisible by tp {p.tp}"
                 if not q.framework.uneven_widths
                 else f"{words} {of(q.model)} over tp {p.tp} leaves ranks without any",
             ),
@@ -204,15 +204,15 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "tp",
             _tensor_degrees(q),
-            f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
+            f"{q.model.heads} query heads are not divisible by tp {p.tp}",
         ),
     ),
     rule(
         "ulysses-heads",
         lambda c, q: (c.cp > 1) & (q.model.heads % (c.tp * c.cp) != 0),
         lambda p, q: (
-            f"{q.framework.title} splits heads over context parallelism (Ulysses): {q.model.heads} heads % "
-            f"(tp {p.tp} x cp {p.cp}) = {q.model.heads % (p.tp * p.cp)}, must be 0"
+            f"{q.framework.title} splits heads over context parallelism (Ulysses): {q.model.heads} heads are "
+            f"not divisible by tp {p.tp} x cp {p.cp}"
         ),
         applies=lambda q: q.framework.ulysses,
     ),
@@ -222,7 +222,7 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: with_nearest(
             "tp",
             _tensor_degrees(q),
-            f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0"
+            f"{q.model.kv_heads} key/value heads are not divisible by tp {p.tp}, as {q.framework.title} needs"
             + ("" if p.tp % q.model.kv_heads else " (Megatron-LM would replicate them)"),
         ),
         applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.DIVIDE,
@@ -265,7 +265,7 @@ SHAPE_RULES: list[Rule] = [
         "vocabulary",
         lambda c, q: q.model.vocab % c.tp != 0,
         lambda p, q: (
-            f"vocabulary {q.model.vocab} % tp {p.tp} = {q.model.vocab % p.tp}: the last rank's shard is padded, its "
+            f"vocabulary {q.model.vocab} is not divisible by tp {p.tp}: the last rank's shard is padded, and "
             "collectives are uneven"
         ),
         grade=Grade.SLOW,
@@ -288,8 +288,7 @@ SHAPE_RULES: list[Rule] = [
         "sequence",
         lambda c, q: (c.cp * c.tp > 1) & (q.workload.seq_len % (2 * c.cp * c.tp) != 0),
         lambda p, q: (
-            f"sequence {q.workload.seq_len} % (2 x cp {p.cp} x tp {p.tp}) = "
-            f"{q.workload.seq_len % (2 * p.cp * p.tp)}, must be 0 in {q.framework.title}"
+            f"sequence {q.workload.seq_len} is not divisible by 2 x cp {p.cp} x tp {p.tp}, as {q.framework.title} needs"
         ),
         applies=lambda q: q.framework.sequence_over_tensor,
     ),
@@ -297,8 +296,8 @@ SHAPE_RULES: list[Rule] = [
         "sequence",
         lambda c, q: (c.cp > 1) & (q.workload.seq_len % (c.cp * (1 if q.framework.ulysses else 2)) != 0),
         lambda p, q: (
-            f"sequence {q.workload.seq_len} % ({'' if q.framework.ulysses else '2 x '}cp {p.cp}) is not 0: the halves "
-            "of a rank's causal share must be equal"
+            f"sequence {q.workload.seq_len} is not divisible by {'' if q.framework.ulysses else '2 x '}cp {p.cp}: "
+            + ("ranks have equal pieces" if q.framework.ulysses else "each rank has two pieces of equal length")
         ),
         applies=lambda q: not q.framework.sequence_over_tensor,
     ),
@@ -315,8 +314,7 @@ SHAPE_RULES: list[Rule] = [
         "sequence-parallel",
         lambda c, q: c.sequence_parallel & (c.tp > 1) & ((q.workload.seq_len // c.cp) % c.tp != 0),
         lambda p, q: (
-            f"sequence parallelism splits {q.workload.seq_len // p.cp} tokens over tp {p.tp}: remainder "
-            f"{(q.workload.seq_len // p.cp) % p.tp}, must be 0"
+            f"sequence parallelism splits {q.workload.seq_len // p.cp} tokens, which are not divisible by tp {p.tp}"
         ),
     ),
     rule(

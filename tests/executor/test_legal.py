@@ -39,10 +39,10 @@ def test_legal_plans_pass() -> None:
     ("plan", "words"),
     [
         (Plan(tp=8), "4 key/value heads"),
-        (Plan(tp=2, sequence_parallel=True, cp=64), "sequence 64 % (2 x cp 64) is not 0"),
+        (Plan(tp=2, sequence_parallel=True, cp=64), "sequence 64 is not divisible by 2 x cp 64"),
         (Plan(ep=2, dp_shard=2), "no experts"),
         (Plan(virtual_stages=2), "without a pipeline"),
-        (Plan(dp_shard=3), "global batch 8 % (data parallel 3 x micro batch 1) = 2"),
+        (Plan(dp_shard=3), "global batch 8 is not divisible by data parallel 3 x micro batch 1"),
         (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
         (Plan(tp=2, tp_overlap="hope"), "modes none, chunked"),
         (Plan(tp=2, tp_overlap="mlp_in=ring"), "with sequence parallelism"),

@@ -46,7 +46,7 @@ def test_unstated_fields_are_listed():
 
     assert case.plan.micro_batch_size == 8  # 64 sequences over 8 ranks, in one piece
     assert case.plan.recompute == "selective"
-    assert any("micro_batch_size 8" in line for line in case.assumed)
+    assert any("micro batch 8" in line for line in case.assumed)
     assert any(line.startswith("recompute selective") for line in case.assumed)
     assert any("compile" in line for line in case.assumed)
 

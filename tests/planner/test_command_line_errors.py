@@ -195,10 +195,10 @@ def test_fixing_parts_filters_the_legal_plans(seed):
     [
         (
             ("--micro-batch", "3"),
-            "global batch 64 % (data parallel 8 x micro batch 3) = 16, must be 0",
+            "global batch 64 is not divisible by data parallel 8 x micro batch 3",
             "--micro-batch 1, 2, 4, 8",
         ),
-        (("--tp", "3"), "32 query heads % tp 3 = 2, must be 0", "--tp 1, 2, 4, 8"),
+        (("--tp", "3"), "32 query heads are not divisible by tp 3", "--tp 1, 2, 4, 8"),
         (("--ep", "8"), "has no experts", "--ep 1"),
         (("--pp", "1", "--schedule", "1F1B"), "pp is 1", "--pp 2, 4, 8"),
         (("--schedule", "zigzag"), "has no schedule 'zigzag'", "--schedule 1F1B"),

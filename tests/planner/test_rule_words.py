@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.explain.rule_words import RULE_WORDS, rejected_words
+from planner.search.rule_words import RULE_WORDS, rejected_words
 from simulator.legality.rule import Grade
 from simulator.legality.rules import RULES
 

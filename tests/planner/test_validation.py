@@ -90,7 +90,7 @@ def test_an_out_of_memory_run_is_right_when_it_is_predicted():
     [
         (run({"step_s": 1.0}, plan={"dp_shard": 7}), "not legal"),
         (run({"step_s": 1.0}, model="no-such-model"), "no-such-model"),
-        (run({"step_s": 1.0}, workload={"seq_len": None, "global_batch_size": 8}), "seq_len is None"),
+        (run({"step_s": 1.0}, workload={"seq_len": None, "global_batch_size": 8}), "seq_len is missing"),
         (run({"step_s": float("inf")}, outcome=None), "nothing to compare"),
         ({"id": 3}, "model is missing"),
     ],

@@ -230,7 +230,9 @@ def _missing_sources(
                 else "no NVIDIA driver found",
                 "; ".join(failures[:4]) or "no source lists a GPU",
                 "nothing can be measured here; plans for another machine can still be made",
-                "install or load the driver" if on_bus else "use `--from FILE` or a cluster of the catalogue",
+                "install or load the driver"
+                if on_bus
+                else "name another machine: --from FILE, or --cluster dgx-h100, say",
             )
         )
         return

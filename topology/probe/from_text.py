@@ -41,7 +41,7 @@ from topology.readers.smi_topo import PATH_ORDER, closest_nics, parse_topo
 
 UNKNOWN_KIND = GpuKind(
     name="unknown",
-    title="unknown GPU",
+    title="GPUs of an unknown model",
     architecture="unknown",
     compute_capability=0,
     sm_count=0,

@@ -232,7 +232,7 @@ def _hosts(node: Node) -> list[str]:
     for vertex in node.vertices:
         if vertex.kind is VertexKind.NVSWITCH or vertex.id not in children:
             continue
-        what = {"cpu_unknown": "a CPU that nothing names"}.get(vertex.id, vertex.id)
+        what = {"cpu_unknown": "an unknown CPU"}.get(vertex.id, vertex.id)
         lines.append(f"attached to {what}: {', '.join(children[vertex.id])}")
     return lines
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
-from planner.explain.rule_words import rejected_words
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from planner.io import plan_words
 from planner.search.result import TIED
+from planner.search.rule_words import rejected_words
 from simulator.config.plan import MESH_AXES
 from topology.units import GIB
 from ui import data, panels, rows

@@ -43,6 +43,8 @@ ALIASES = {
     "executor": "torchrun",
     "fsdp2": "accelerate",
     "sbatch": "slurm",
+    "kubernetes": "trainjob",
+    "k8s": "trainjob",
     "sky": "skypilot",
     "llamafactory": "llama-factory",
     "nemo-automodel": "automodel",
@@ -68,8 +70,8 @@ def find_target(text: str, wanted: str | None = None) -> Target:
         near = get_close_matches(bare, [*known, *ALIASES], n=2)
         raise UserError(
             f"no export to {name[:60]!r}",
-            why=f"there are {', '.join(known)}",
-            remedy=f"did you mean {' or '.join(near)}?" if near else "planner export --help",
+            why=f"training plans are written for {', '.join(known)}",
+            remedy=f"did you mean {' or '.join(near)}?" if near else "--to with one of these names",
         )
     if not stated:
         return next((target for target in versions if target.version == wanted), versions[0])

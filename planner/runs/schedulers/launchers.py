@@ -61,7 +61,10 @@ class LauncherJob:
                 remedy="--job-name another",
             )
         if self.ranks % self.nodes:
-            raise UserError(f"{self.ranks} ranks cannot be divided evenly over {self.nodes} nodes")
+            raise UserError(
+                f"{self.ranks} ranks cannot be divided evenly over {self.nodes} nodes",
+                remedy=f"--nodes {' or '.join(str(n) for n in range(1, self.ranks + 1) if self.ranks % n == 0)}",
+            )
         if self.endpoint is not None and not HOST_PORT.fullmatch(self.endpoint):
             raise UserError(f"--endpoint is {self.endpoint!r}", remedy="HOST:PORT of a node that all nodes can reach")
 
@@ -213,10 +216,16 @@ def require_settings(
         if value is not None and launcher not in launchers:
             raise UserError(f"--launcher {launcher} has no use for --{name}", why=f"it is for {', '.join(launchers)}")
     if launcher == "torchrun" and endpoint is None:
-        raise UserError("--launcher torchrun needs --endpoint", why="its agents need the address of their rendezvous")
+        raise UserError(
+            "--launcher torchrun needs --endpoint",
+            why="its agents need the address of their rendezvous",
+            remedy="--endpoint HOST:29500, with the name of one of the nodes",
+        )
     if launcher in IN_CONTAINERS and image is None:
         raise UserError(
-            f"--launcher {launcher} needs --image", why="it runs in a container image with meshwright and torch"
+            f"--launcher {launcher} needs --image",
+            why="it runs in a container image with meshwright and torch",
+            remedy="--image NAME, as your registry has it; examples/service/Dockerfile shows how one is built",
         )
     if launcher in ON_VOLUMES and not VOLUME.fullmatch(volume or ""):
         raise UserError(

@@ -20,6 +20,10 @@ from simulator.serving.estimate import ServingEstimate
 from simulator.serving.traffic import Traffic
 from topology.units import GIB, two_digits
 
+# Tokens asked for by tokens written, from which requests pile up: the last answers of a simulation, which fewer share,
+# take up to a fifth of its throughput from engines that keep up.
+FALLS_BEHIND = 1.3
+
 
 def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str, out: WayOut = NOTHING) -> None:
     """Print the answer; times have as many digits as their range allows. `start` starts one engine."""
@@ -37,7 +41,8 @@ def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start
     screen.print(grid(("deployment", "1st token ms", "a token ms", "tok/s/GPU", "KV tokens"), rows, gap=2))
     if any(plan.tied for plan in result.plans[:top]):
         screen.print("= as good as the first, within the error of the prediction; the first is simpler.")
-    screen.print()
+    if len(result.plans[:top]) > 1:
+        screen.print()
     for plan in result.plans[1:top]:
         if plan.lost_because:
             screen.print(printable(f"{deployment_text(plan.deployment)}: {plan.lost_because}"))
@@ -103,6 +108,18 @@ def answer_sentence(
     return (
         f"Serve {name} as {deployment_text(deployment)} with {engine}: at {load_text(question.traffic)}, {seen}{price}."
         + within
+        + _behind_text(question.traffic, estimate.output_tokens_per_s_per_gpu.value * deployment.gpus)
+    )
+
+
+def _behind_text(traffic: Traffic, answered: float) -> str:
+    """Return that requests come faster than they are answered, at `answered` tokens a second, where they do."""
+    asked = traffic.request_rate * traffic.output.mean
+    if traffic.trace or traffic.concurrency or asked < FALLS_BEHIND * answered:
+        return ""
+    return (
+        f" Requests come faster than they are answered: they ask for {two_digits(asked)} output tokens/s, of which"
+        f" {two_digits(answered)} are written; the longer this lasts, the longer they wait."
     )
 
 

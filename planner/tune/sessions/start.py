@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from planner.explain.answer_text import assumed_parts
 from planner.io import output
 from planner.question.cases import read_cases
 from planner.question.flags import Flags
@@ -62,7 +63,7 @@ def tuning_request(
     if flags.model is None:
         raise UserError("--model is missing", remedy="--model llama3-8b, or --resume a state file")
     question, assumed = search_question(flags, framework, measured)
-    for line in assumed:
+    for line in assumed_parts(assumed):
         output.warn(f"assumed: {line}")
     if fields["how"] == "command":
         command_metric(fields["settings"].get("metric"), question)
