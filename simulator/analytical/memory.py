@@ -88,7 +88,12 @@ def memory_columns(
     parameters: Parameters,
 ) -> MemoryColumns:
     """Return the least peak memory of every pipeline rank under every plan."""
-    ranks = RankMemory(model, operators, context, layout, blocks, parameters)
+    return memory_of_ranks(RankMemory(model, operators, context, layout, blocks, parameters))
+
+
+def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
+    """Return the same of ranks that are described."""
+    context, layout = ranks.context, ranks.layout
     peak, reserved = least_bytes(ranks)
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
     on_host = sum((ranks.sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(peak))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -33,6 +34,8 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
+# What is found once of ranks and follows from the recompute modes of their layers.
+FROM_MODE = ("again", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
 
@@ -75,6 +78,14 @@ class RankMemory:
         compute = context.dtype_bytes("compute")
         cast = self.table.conditions["autocast"] & (context.dtype_bytes("param") > compute)
         self.cast_bytes = np.where(cast, compute, 0.0)[:, None]
+
+    def under(self, mode: str) -> RankMemory:
+        """Return the same ranks with all layers under one recompute mode: what does not follow from it is shared."""
+        found = copy(self)
+        found.layout = self.layout.under(mode)
+        for name in FROM_MODE:
+            vars(found).pop(name, None)
+        return found
 
     def sharded(self, kind: State) -> Floats:
         """Return how many parameters have their `kind` of state on the rank."""

@@ -4,6 +4,7 @@
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
     some = screening.plans(columns.take(rows), shared, rows)
     some.allocated_and_reserved_bytes()                  # a lower bound of what ranks allocate and reserve
+    some.under("full")                                   # the same with another recompute mode
     some.at_least_s()                                    # a lower bound of the step
     some.step_s()                                        # its account, but for flushes of a full allocator: flush_s
 
@@ -29,7 +30,7 @@ from simulator.analytical.estimates import (
     network_blocks,
 )
 from simulator.analytical.layer_cost import BlockCost, BlockMemory
-from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, least_bytes, memory_columns
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, least_bytes, memory_of_ranks
 from simulator.analytical.rank_memory import RankMemory
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.lower_bound import LowerBound
@@ -199,12 +200,24 @@ class ScreenedPlans:
         """Return what is allocated at least on the fullest rank and what the pools of the allocator hold, shape (plans,
         2).
         """
+        return self._least_bytes(self._ranks)
+
+    def under(self, mode: str) -> Floats:
+        """Return the same if all layers of these plans, which state none by stage, ran under a recompute mode."""
+        return self._least_bytes(self._ranks.under(canonical_recompute(mode, self.screening.scenario.runtime)))
+
+    @cached_property
+    def _ranks(self) -> RankMemory:
         held = self._shared.kept(self._rows)
-        parts = (self.screening.scenario.model, self.operators, self.context, self.layout, held, self.parameters)
+        return RankMemory(
+            self.screening.scenario.model, self.operators, self.context, self.layout, held, self.parameters
+        )
+
+    def _least_bytes(self, ranks: RankMemory) -> Floats:
         if self.known.reserved == self.known.activations == 1.0:
-            both = least_bytes(RankMemory(*parts))
+            both = least_bytes(ranks)
         else:
-            memory = memory_columns(*parts).scaled(self.known)
+            memory = memory_of_ranks(ranks).scaled(self.known)
             both = memory.peak_bytes, memory.reserved_bytes
         return np.stack([nbytes.max(axis=1) for nbytes in both], axis=1)
 

@@ -5,7 +5,7 @@ per plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -45,6 +45,11 @@ class StageLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "exists", self.dense >= 0)
         object.__setattr__(self, "layers", (np.maximum(self.dense, 0), np.maximum(self.moe, 0)))
+
+    def under(self, mode: str) -> StageLayout:
+        """Return the same ranks with all layers under one recompute mode."""
+        dense, moe = (counts.astype(np.float64) for counts in self.layers)
+        return replace(self, by_mode={mode: (dense, moe)})
 
 
 def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:
@@ -243,8 +248,9 @@ def _by_schedule(
         micro_batches=table.micro_batches[:, None],
         rank=np.maximum(rank, 0).astype(np.float64),
     )
-    held = np.broadcast_to(alone[:, None], rank.shape)
+    held = np.broadcast_to(alone[:, None], rank.shape).copy()
     for name in words(table.schedule):
         if name:
-            held = np.where((table.schedule == name)[:, None], held_by(schedule_kind(name))(of), held)
+            rows = np.nonzero(table.schedule == name)[0]
+            held[rows] = held_by(schedule_kind(name))(of.take(rows))
     return held

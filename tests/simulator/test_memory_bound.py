@@ -139,6 +139,9 @@ def _check(question: Question, plan: Plan) -> None:
     screened = plan_columns([plan])
     shared = screening.blocks(screened, question.framework.recomputes)
     bound = screening.plans(screened, shared, row).allocated_and_reserved_bytes()[0]
+    for mode in question.framework.recomputes:
+        alone = screening.plans(replace(screened, recompute=np.array([mode])), shared, row)
+        assert np.array_equal(screening.plans(screened, shared, row).under(mode), alone.allocated_and_reserved_bytes())
     lean = shared.keeping_least(screening.operators.spec.recompute)
     leanest = screening.plans(replace(screened, recompute=np.array(["none"])), lean, row)
     assert bound[0] <= max(rank.allocated_bytes for rank in held.ranks)

@@ -212,14 +212,18 @@ def _screen_memory(
 
 def _held(screening: Screening, leaves: PlanColumns, shared: SharedBlocks, of_node: Rows) -> Floats:
     """Return the bytes that leaves allocate and reserve, shape (leaves, 2): one recompute mode after the other, as what
-    is counted mode by mode has one of them then.
+    is counted mode by mode has one of them then. Leaves that differ in nothing else share the rest.
     """
     held = np.zeros((len(leaves), 2))
+    plans, known = None, np.empty((2, 0))
     for mode in words(leaves.recompute):
         rows = np.nonzero(leaves.recompute == mode)[0]
         for part in batches_of(len(rows)):
             mine = rows[part]
-            held[mine] = screening.plans(leaves.take(mine), shared, of_node[mine]).allocated_and_reserved_bytes()
+            but_mode = np.stack([of_node[mine], leaves.reshard_after_forward[mine]])
+            if plans is None or not np.array_equal(known, but_mode):
+                plans, known = screening.plans(leaves.take(mine), shared, of_node[mine]), but_mode
+            held[mine] = plans.under(mode)
     return held
 
 

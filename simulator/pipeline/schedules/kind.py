@@ -44,6 +44,15 @@ class PipelineRanks:
     micro_batches: Floats
     rank: Floats
 
+    def take(self, plans: NDArray[np.intp]) -> PipelineRanks:
+        """Return the ranks of some of the plans."""
+        return PipelineRanks(
+            pp=self.pp[plans],
+            virtual_stages=self.virtual_stages[plans],
+            micro_batches=self.micro_batches[plans],
+            rank=self.rank[plans],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
