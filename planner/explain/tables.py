@@ -206,14 +206,23 @@ def search_line(result: SearchResult) -> str:
 
 
 def flip_text(flip: FlipPoint) -> str:
-    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`; rounded to the side on which it
-    wins.
-    """
-    scale, unit = (GIB, "GiB") if flip.unit == "bytes" else (1e9, "GB/s")
-    sign, at, now = "<" if flip.wins == "below" else ">", flip.at / scale, flip.now / scale
+    """Return a flip point as text: `beats #1 if network per GPU < 31 GB/s (now 50)`."""
+    scale, _ = _flip_unit(flip)
+    sign = "<" if flip.wins == "below" else ">"
+    return f"beats #1 if {flip.quantity} {sign} {flip_at(flip)} (now {flip.now / scale:.3g})"
+
+
+def flip_at(flip: FlipPoint) -> str:
+    """Return where a flip point is, rounded to the side where its plan wins: `31 GB/s`."""
+    scale, unit = _flip_unit(flip)
+    at = flip.at / scale
     digit = 10.0 ** (max(0, floor(log10(at)) - 1) if at >= 1 else floor(log10(at)) - 1)
     at = (floor(at / digit) if flip.wins == "below" else ceil(at / digit)) * digit
-    return f"beats #1 if {flip.quantity} {sign} {at:.4g} {unit} (now {now:.3g})"
+    return f"{at:.4g} {unit}"
+
+
+def _flip_unit(flip: FlipPoint) -> tuple[float, str]:
+    return (GIB, "GiB") if flip.unit == "bytes" else (1e9, "GB/s")
 
 
 def print_lines(screen: Console, lines: Sequence[str], *, hanging: str = "  ") -> None:

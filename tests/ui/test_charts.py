@@ -67,7 +67,11 @@ def specifications(dark):
         "ranges": plans.ranges(ROWS, chosen=["a"], dark=dark),
         "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
         "sensitivity": plans.sensitivity(
-            [{"rate": 1e9, "plan": "a", "step_s": 1.0}], quantity="network", now=1e9, flip=2e9, dark=dark
+            [{"rate": 1e9, "plan": "a", "step_s": 1.0}],
+            quantity="network",
+            now=1e9,
+            flip=(2e9, "flips at 2 GB/s"),
+            dark=dark,
         ),
         "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB, "reserved": GIB}], 80 * GIB, dark=dark),
         "waterfall": detail.waterfall(fall, last_s=0.1, dark=dark),

@@ -158,8 +158,12 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
 COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
 
 
-def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: float | None, dark: bool) -> Figure:
-    """Draw step time over a link rate, one line per plan, with the present rate and the flip point."""
+def sensitivity(
+    rows: Sequence[RatePoint], *, quantity: str, now: float, flip: tuple[float, str] | None, dark: bool
+) -> Figure:
+    """Draw step time over a link rate (bytes/s), one line per plan, with the present rate and the flip point: where it
+    is, and its words.
+    """
     p = paper(dark)
     names = list(dict.fromkeys(row["plan"] for row in rows))
     values = [{**row, "gb": row["rate"] / 1e9} for row in rows]
@@ -186,7 +190,7 @@ def sensitivity(rows: Sequence[RatePoint], *, quantity: str, now: float, flip: f
         )
     )
     marks = [{"gb": now / 1e9, "text": f"now {now / 1e9:.3g}"}]
-    marks += [{"gb": flip / 1e9, "text": f"flips at {flip / 1e9:.3g}"}] if flip else []
+    marks += [{"gb": flip[0] / 1e9, "text": flip[1]}] if flip else []
     rules = alt.Chart(table(marks)).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=x)
     label = (
         alt.Chart(table(marks))

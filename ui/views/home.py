@@ -87,6 +87,7 @@ def tick(ticked: Sequence[PlanRow]) -> None:
 
     A third one takes the place of the second.
     """
+    linked = state.link()
     if len(ticked) > 2:
         ticked = [row for row in ticked if row["plan"] != st.session_state.get("second")]
     if ticked:
@@ -95,7 +96,8 @@ def tick(ticked: Sequence[PlanRow]) -> None:
         state.choose_best()
     st.session_state["best_ticked"] = bool(ticked) and ticked[0]["rank"] == 1
     st.session_state["second"] = ticked[1]["plan"] if len(ticked) > 1 else None
-    st.rerun(scope=(PLANS, panels.PAGES))
+    if state.link() != linked:
+        st.rerun(scope=(PLANS, panels.PAGES))
 
 
 def _stop_comparing() -> None:

@@ -8,15 +8,18 @@ from pathlib import Path
 import streamlit as st
 
 from planner.io import plan_words
+from planner.io.figures import interval_text
 from planner.tune.candidates import Candidate
 from planner.tune.history import history
 from planner.tune.loop import View
 from planner.tune.sessions.session import shown
 from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
+from simulator.config.estimate import Interval
+from topology.cluster import Source
 from topology.errors import PlannerError
 from topology.units import MIB
-from ui import data, jobs, panels
+from ui import data, jobs, panels, rows
 from ui.background import service
 from ui.charts import tuning as charts
 from ui.charts.row_types import JobDocument
@@ -55,7 +58,7 @@ def _form() -> None:
     asked = data.question()
     panels.section("Tune for this question", f"Trials run {panels.plain(jobs.where())}, one after the other.")
     with st.form("tune"):
-        first, second, third, fourth = st.columns([5, 3, 4, 4], vertical_alignment="bottom")
+        first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
         framework = first.selectbox("Framework", list(TRIED))
         device = second.segmented_control(
             "Device", ["cuda", "cpu"], default="cuda", required=True, help="On cpu, times mean little."
@@ -163,11 +166,11 @@ def _answer(view: View, within: float) -> None:
         panels.empty("No plan could be measured", "The table says why each trial failed.")
         return
     one = view.candidates.plans[best.row]
-    predicted = one.estimate.step_s.value
+    predicted, expected = rows.step_figure(one.estimate)
     panels.figures(
         [
             ("Best step", f"{best.step_s:.4g} s", "measured"),
-            ("Predicted", f"{predicted:.4g} s", "before any trial"),
+            ("Predicted", predicted, "Before any trial; below it is where 80 % of steps were expected.", expected),
             ("Trials", str(len(view.trials)), f"of {view.candidates.legal:,} legal plans"),
             ("Better plan left", chance_text(view.outlook.probability), f"by more than {within:.1%}"),
         ]
@@ -187,10 +190,8 @@ _COLUMNS = {
     "trial": st.column_config.NumberColumn(width=50),
     "plan": st.column_config.TextColumn(width=180),
     "status": st.column_config.TextColumn(width=75),
-    **{
-        name: st.column_config.NumberColumn(width=width, format="%.4g")
-        for name, width in (("measured, s", 95), ("believed, s", 90), ("80% from", 75), ("80% to", 75))
-    },
+    "measured, s": st.column_config.NumberColumn(width=95, format="%.4g"),
+    "expected": st.column_config.TextColumn(width=150, help="Before the trial, with the range that holds 80 %."),
     "took, s": st.column_config.NumberColumn(width=65),
     "why": st.column_config.TextColumn(width=220),
     "settings": st.column_config.TextColumn(width=340),
@@ -198,25 +199,30 @@ _COLUMNS = {
 
 
 def _rows(view: View) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
+    made: list[dict[str, object]] = []
     for number, trial in enumerate(view.trials, start=1):
         row = view.candidates.row(trial.key)
-        value, low, high = trial.predicted_s
-        rows.append(
+        made.append(
             {
                 "trial": number,
                 "plan": plan_words.plan_chips(view.candidates.plans[row].plan) if row is not None else trial.key,
-                "status": trial.status.value,
+                "status": trial.status.value.replace("_", " "),
                 "measured, s": trial.step_s,
-                "believed, s": value if math.isfinite(value) else None,
-                "80% from": low,
-                "80% to": high,
+                "expected": _expected(trial.predicted_s),
                 "took, s": round(trial.seconds),
                 "why": trial.cause or trial.why,
                 "settings": _settings(view.candidates.plans[row]) if row is not None else None,
             }
         )
-    return rows
+    return made
+
+
+def _expected(predicted_s: tuple[float, float, float]) -> str | None:
+    """Return what a trial was expected to take (middle, low, high; seconds); None where that was not known."""
+    middle, low, high = predicted_s
+    if not math.isfinite(middle):
+        return None
+    return interval_text(Interval(value=middle, low=low, high=high, source=Source.FITTED))
 
 
 show()
