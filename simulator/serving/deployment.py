@@ -25,6 +25,13 @@ def dense_format(weights: str) -> str:
     return "bfloat16" if weights == "mxfp4" else weights
 
 
+def attention_format(weights: str, *, latent: bool) -> str:
+    """Return the format of attention's weights. Checkpoints in nvfp4 leave those of latent attention in 16 bits
+    (NVIDIA/Model-Optimizer issue 150 on DeepSeek-R1-FP4; GLM-5-NVFP4 excludes `self_attn`).
+    """
+    return "bfloat16" if latent and weights == "float4" else dense_format(weights)
+
+
 CACHE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 
 

@@ -15,7 +15,7 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, Model
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, dense_format
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
@@ -329,7 +329,8 @@ class ForwardPass:
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp
-        product = partial(self.kernels.product, stored=dense_format(self.deployment.weights))
+        stored = attention_format(self.deployment.weights, latent=model.latent is not None)
+        product = partial(self.kernels.product, stored=stored)
         h, heads = model.hidden, model.heads / tp
         if model.latent:
             m = model.latent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.config.model import Model
-from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, dense_format
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import engine_of
 from simulator.serving.request_bytes import cache_bytes_per_token, state_bytes
 from topology.cluster import Cluster
@@ -44,12 +44,13 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
     wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
-    attention = model.attention_matmul_parameters_of_all * stored
+    kept = WEIGHT_BYTES[attention_format(weights, latent=model.latent is not None)]
+    attention = model.attention_matmul_parameters_of_all * kept
     if model.latent:  # compressing projections, and those of an indexer, are repeated on each rank
         m = model.latent
         weights_of_layer = model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
         weights_of_layer += m.indexer.matmul_parameters(model.hidden, m.q_lora_rank) if m.indexer else 0
-        repeated = model.layers * weights_of_layer * stored
+        repeated = model.layers * weights_of_layer * kept
         attention = (attention - repeated) / pool.tp + repeated
     else:
         attention = attention / pool.tp

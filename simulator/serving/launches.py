@@ -65,7 +65,10 @@ class Launches:
         latent = 6.0 if self.model.latent else 0.0
         latent += INDEX_KERNELS if self.model.latent and self.model.latent.indexer else 0.0
         norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
-        return 2.0 + norms + (4.0 if self._narrow else 0.0) + latent + (TO_EXPERTS if kind.sparse else 0.0)
+        casts = 4.0 if self._narrow else 0.0
+        if self.model.latent and self.weights == "float4":  # those of attention have 16 bits
+            casts = 2.0
+        return 2.0 + norms + casts + latent + (TO_EXPERTS if kind.sparse else 0.0)
 
     @property
     def _narrow(self) -> bool:
