@@ -11,7 +11,7 @@ from planner.configs.answer import Checked
 from planner.configs.folder import CheckedFolder
 from planner.configs.formats.configuration import did_you_mean
 from planner.configs.stated_rate import Against, Side
-from planner.explain.answer_text import assumed_parts, print_estimate
+from planner.explain.answer_text import assumed_parts, fits_text, print_estimate
 from planner.io import output
 from planner.io.grids import console, grid
 from planner.io.plan_words import plan_in_words
@@ -84,11 +84,10 @@ def _print(checked: Checked, name: str) -> None:
 
 
 def _print_folder(found: CheckedFolder) -> None:
-    table = grid(
-        ("file", "kind", "model", "verdict", "fits", "step s", "change"), text=("file", "kind", "model", "change")
-    )
+    table = grid(("file", "kind", "model", "verdict", "fits", "step s"), text=("file", "kind", "model"))
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for row in found.rows:
-        cells = ["-"] * 5
+        cells = ["-"] * 4
         kind = "-"
         if row.checked is not None:
             kind, cells = row.checked.configuration.framework, _cells(row.checked)
@@ -98,8 +97,12 @@ def _print_folder(found: CheckedFolder) -> None:
         problems = [row.problem] if row.checked is None else [one.message for one in _illegal(row.checked)]
         for message in problems:
             print(printable(f"{row.file}: {message}"))
-        for question in row.checked.questions if row.checked is not None else ():
+        if row.checked is None:
+            continue
+        for question in row.checked.questions:
             print(printable(f"{row.file}: {question.what}: {question.remedy}"))
+        for change in row.checked.changes[:1]:
+            print(printable(f"{row.file}: better with {change.what}: {two_digits(change.step_s)} s"))
     print(f"{len(found.rows)} configurations in {found.looked_at} files{f'; {found.stopped}' if found.stopped else ''}")
 
 
@@ -108,19 +111,17 @@ def _illegal(checked: Checked) -> list[Problem]:
 
 
 def _cells(checked: Checked) -> list[str]:
-    """Return model, verdict, fit, step and best change as cells of a row."""
+    """Return the model, verdict, fit and step of a row."""
     verdict = {True: "legal", False: "not legal", None: "open"}[checked.legal]
     estimate = checked.found.estimate if checked.found is not None else None
     model = checked.found.case.question.model.name if checked.found is not None else "not known"
     if estimate is None:
-        return [model, verdict, "-", "-", "-"]
-    change = checked.changes[0] if checked.changes else None
+        return [model, verdict, "-", "-"]
     return [
         model,
         verdict,
-        _fit(estimate.memory.fit_probability),
+        fits_text(estimate),
         two_digits(estimate.step_s.value),
-        f"{change.what}: {two_digits(change.step_s)} s" if change else "none that gains",
     ]
 
 

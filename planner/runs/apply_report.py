@@ -77,9 +77,10 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         text_lines.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
     host = measured.get("host")
     if host and host["others"] + host["stolen"] >= BUSY_HOST * host["cores"]:
+        stolen = f", and {host['stolen']:.1f} served other machines," if host["stolen"] >= 0.05 else ""
         text_lines.append(
-            f"host      {host['others']:.1f} of {host['cores']:.0f} cores ran other processes while steps were timed,"
-            f" and {host['stolen']:.1f} other machines: steps that wait for the host may vary"
+            f"host      {host['others']:.1f} of {host['cores']:.0f} cores ran other processes{stolen} while steps were"
+            " timed: steps that wait for the host may vary"
         )
     if comparison is not None:
         word = "within" if comparison["within"] else "OUTSIDE"
