@@ -199,7 +199,14 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
         if spec.weight_gradient:
             extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
             wgrad = _matmul(
-                f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra,
+                f"{spec.name}.wgrad",
+                left,
+                out,
+                right,
+                sizes,
+                dtype_bytes,
+                backward=True,
+                extra=extra,
                 low=low and not spec.wide_weight_gradient,
             )
             work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))

@@ -1,4 +1,6 @@
-"""What torch itself allocates while a loss turns round, or a norm of transformers, replayed through our model of its caching allocator."""
+"""What torch itself allocates while a loss or a norm of transformers turns round, replayed through our model of its
+caching allocator.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ def test_losses_in_pieces_hold_what_their_descriptions_say():
 
 def test_an_eager_norm_of_transformers_holds_what_its_description_says():
     """LlamaRMSNorm (transformers 5.17, models/llama/modeling_llama.py): what it holds while it runs, keeps, and holds
-    beside that on the way back.
+    besides on the way back.
     """
     elements = TOKENS * WIDTH
     given = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
