@@ -180,6 +180,8 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     plain = title.rstrip("0123456789.")
     trained = f"; {runtime.adapter.title}" if runtime.adapter is not None else ""
     trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
+    if runtime.cuda_graph:
+        trained += "; CUDA graphs" + (f" of {', '.join(runtime.graph_scopes)}" if runtime.graph_scopes else "")
     trained += "; re-entrant checkpoints" if runtime.reentrant else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (

@@ -33,6 +33,8 @@ RUNTIME_FACTS = frozenset(
         "optimizer",
         "adapter",
         "moe_dispatcher",
+        "cuda_graph",
+        "graph_scopes",
         "savers",
         "reentrant",
     }

@@ -32,6 +32,8 @@ _FACTS = (PLAN_FACTS | WORKLOAD_FACTS | RUNTIME_FACTS | {"gpus"}) - {"placement"
 _SAID = frozenset({"recompute", "sequence_parallel", "micro_batch_size"})
 _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _SAID} | {
     "moe_dispatcher": "",
+    "cuda_graph": False,
+    "graph_scopes": (),
     "savers": (),
     "reentrant": None,
 }

@@ -49,7 +49,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if said_graphs is True and (scopes := graph_scopes_noted(note)):
         said_graphs = scopes
         assumed.append(f"CUDA graphs of {', '.join(scopes)} (the note says so)")
-    stated |= _graphs(said_graphs, f"case {name}: runtime.cuda_graph")
+    stated |= graphs_stated(said_graphs, f"case {name}: runtime.cuda_graph")
     if bf16_moments_noted(note) and canonical_optimizer(str(stated.get("optimizer") or "adamw")) in {"adam", "adamw"}:
         stated["optimizer"] = "adamwbf16moments"
         assumed.append("moments in bfloat16 (the note says so)")
@@ -156,7 +156,7 @@ def _adapter_section(stated: Any, where: str) -> JsonObject:
     return {key: value for key, value in stated.items() if not unsaid(value)}
 
 
-def _graphs(said: Any, where: str) -> JsonObject:
+def graphs_stated(said: Any, where: str) -> JsonObject:
     """Return a source's CUDA graphs: whether there are any, and for which parts of a layer if it lists them."""
     if isinstance(said, (list, tuple)):
         scopes = tuple(word.replace(" ", "_").lower() for word in words_of(said, where))

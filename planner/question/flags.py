@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from planner.io.inputs import refuse_empty
+from planner.question.case_runtime import graphs_stated
 from planner.question.learned_runtime import is_learned
 from planner.requests.training import OnePlan, Suggest, Trained
+from simulator.runtimes.library import graph_parts
 from topology.codec import JsonObject
 from topology.errors import UserError
 
@@ -71,6 +73,20 @@ def adapter_stated(trained: Trained) -> JsonObject | None:
     return None
 
 
+def _graphs_asked(text: str | None) -> JsonObject:
+    """Return what a flag says of CUDA graphs, as a case has it. Raises UserError for parts that nobody has."""
+    if text is None:
+        return {}
+    words = [word.strip() for word in text[:1000].split(",") if word.strip()]
+    known = graph_parts()
+    if not words or (unknown := [word for word in words if word not in {"full", *known}]):
+        raise UserError(
+            f"--cuda-graph {', '.join(unknown) if words else repr(text)} is no part of a layer",
+            why=f"known: full, {', '.join(known)}",
+        )
+    return graphs_stated(words, "--cuda-graph")
+
+
 def flags_of_question(
     asked: StatesQuestion,
     *,
@@ -98,6 +114,7 @@ def flags_of_question(
             "optimizer": trained.optimizer if trained else None,
             "moe_dispatcher": trained.moe_dispatcher if trained else None,
             "expert_products": trained.expert_products if trained else None,
+            **(_graphs_asked(trained.cuda_graph) if trained else {}),
             "savers": trained.saver.split(",") if trained and trained.saver else None,
             **runtime,
         },

@@ -37,7 +37,7 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What of the network is trained, where that is not everything, by which optimizer, and how experts run."""
+    """What of the network is trained, where that is not everything, by which optimizer, and how kernels of it run."""
 
     lora: str | None = option(
         None, "--lora", metavar="RANK[:MODULES]", help="Train LoRA adapters: 16, 16:q_proj,v_proj or 16:all-linear."
@@ -59,6 +59,12 @@ class Trained:
     )
     expert_products: str | None = option(
         None, "--expert-products", help=f"How experts multiply: {', '.join(EXPERT_PRODUCTS)}; default: the runtime's."
+    )
+    cuda_graph: str | None = option(
+        None,
+        "--cuda-graph",
+        metavar="PARTS",
+        help="Launch kernels by CUDA graphs: full, or parts of a layer, comma-separated: attn,moe_router.",
     )
     routing: str | None = option(
         None, "--routing", help=f"How tokens visit experts: {' (forced) or '.join(ROUTINGS)}; default: the runtime's."

@@ -131,6 +131,12 @@ def runtime_names() -> tuple[str, ...]:
 
 
 @cache
+def graph_parts() -> tuple[str, ...]:
+    """Return the parts of a layer that some runtime captures as a CUDA graph of its own."""
+    return tuple(sorted({part for file in _files() for part in _read(file).graph_scopes}))
+
+
+@cache
 def _files() -> tuple[str, ...]:
     """Return the names of the description files, without extension."""
     folder = resources.files("simulator") / "runtimes"

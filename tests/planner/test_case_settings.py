@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.explain.plan_answer import answer_plan
+from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import case_from_flags, load_case
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_plan
+from planner.requests.training import OnePlan, Trained
 from planner.validate.validation import validate_case
 from simulator.runtimes.library import attention_kernel
 from tests.planner.stated_case import changed
-from topology.errors import BadPlan
+from topology.errors import BadPlan, UserError
 
 
 @pytest.mark.parametrize("word", ["float8", "float4"])
@@ -300,3 +304,17 @@ def test_modules_are_a_recompute_mode_of_their_own():
     assert load_case(changed(runtime={"name": "megatron-lm"}, plan=plan)).plan.recompute == "moe_act+layernorm"
     with pytest.raises(BadPlan, match="recompute_modules"):
         load_case(changed(plan={"recompute": "none", "recompute_modules": ["moe_act"]}))
+
+
+def test_cuda_graphs_are_asked_by_a_flag():
+    """As `runtime.cuda_graph` of a case; a misspelt part is refused and not launched kernel by kernel."""
+
+    def runtime(graphs):
+        trained = Trained(cuda_graph=graphs)
+        asked = flags_of_plan(OnePlan(model="llama3-8b", runtime="megatron-lm", trained=trained))
+        return resolve_runtime(asked.runtime)[0]
+
+    assert runtime(None) == replace(runtime("full"), cuda_graph=False)
+    assert runtime("attn, mlp") == replace(runtime("full"), graph_scopes=("attn", "mlp"))
+    with pytest.raises(UserError, match="atn is no part of a layer"):
+        runtime("atn")

@@ -245,3 +245,26 @@ def test_an_unknown_field_is_named_with_the_nearest(text: str, where: str, wrong
 
     assert wrong in configuration.unknown
     assert did_you_mean(configuration)[wrong] == right
+
+
+@pytest.mark.parametrize(
+    ("flags", "graphs"),
+    [
+        ("", (False, ())),
+        ("--cuda-graph-impl none", (False, ())),
+        ("--cuda-graph-impl transformer_engine", (True, ())),
+        ("--cuda-graph-impl local --cuda-graph-modules attn moe_router", (True, ("attn", "moe_router"))),
+        ("--cuda-graph-impl full_iteration", (True, ())),
+        ("--external-cuda-graph --cuda-graph-scope attn", (True, ("attn",))),
+        ("--enable-cuda-graph", (True, ())),
+    ],
+)
+def test_cuda_graphs_of_megatron_are_read_in_all_their_spellings(flags: str, graphs: tuple[bool, tuple]) -> None:
+    """megatron/training/arguments.py of 0.19.2: no list of modules is the whole layer."""
+    batch = "--micro-batch-size 1 --global-batch-size 64"
+    text = f"torchrun pretrain_gpt.py --tensor-model-parallel-size 2 {batch} {flags}\n"
+    case = asked(text, "run.sh", gpus=8, model="llama3-8b", seq_len=4096).case
+    runtime = case.question.runtime if case else None
+
+    assert runtime is not None
+    assert (runtime.cuda_graph, runtime.graph_scopes) == graphs

@@ -89,6 +89,8 @@ def plans(draw, name: str):
         values |= {"recompute": draw(st.sampled_from(["none", "selective", "full", "moe_act+layernorm"]))}
         values |= {"etp": draw(st.sampled_from([1, tp])) if tp > 1 else None}
         runtime["moe_dispatcher"] = draw(st.sampled_from(["", "allgather", "deepep", "hybridep"]))
+        parts = draw(st.sampled_from([None, (), ("attn",), ("moe_router", "moe_preprocess")]))
+        runtime |= {"cuda_graph": parts is not None, "graph_scopes": parts or ()}
         values |= {
             "sequence_parallel": tp > 1 and draw(st.booleans()),
             "tp_overlap": draw(st.sampled_from(["none", "userbuffers"])),

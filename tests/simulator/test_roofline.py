@@ -234,7 +234,7 @@ def test_attention_on_amd_takes_what_was_published(kernel: str, backward: bool, 
 
 @pytest.mark.parametrize("gpu", ["h100-sxm", "mi300x"])
 def test_a_weight_gradient_in_16_bits_gains_nothing(gpu: str) -> None:
-    """Torchao's rowwise_with_gw_hp: of a product's three, two gain what they gain by rows, and one what it took."""
+    """A product of torchao's rowwise_with_gw_hp is three: two gain what they gain by rows, one takes what it took."""
     runtimes = {
         "bfloat16": Runtime(name="torchtitan"),
         **{

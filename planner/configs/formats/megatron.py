@@ -180,7 +180,7 @@ def _of_nemo(settings: Settings) -> int | None:
 
 
 COSTLY = re.compile(
-    r"(fp8|fp4|.*cpu_offload.*|.*_offload_.*|enable_cuda_graph|cuda_graph_impl"
+    r"(fp8|fp4|.*cpu_offload.*|.*_offload_.*"
     r"|window_size|mtp_num_layers|moe_.*(capacity|deepep|overlap).*|heterogeneous.*|hierarchical_context.*|use_torch_fsdp2"
     r"|use_precision_aware.*|rampup_batch_size|moe_layer_recompute|symmetric_ar_type|nccl_ub)"
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from planner.export.frameworks.megatron_experts import EXPERT_ENTRIES
+from planner.export.frameworks.megatron_graphs import GRAPH_ENTRY
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import (
     Entry,
@@ -405,6 +406,7 @@ TABLE: Table = (
         read=_read_context,
     ),
     *EXPERT_ENTRIES,
+    GRAPH_ENTRY,
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
