@@ -1,4 +1,4 @@
-"""What is asked of a device, whatever it is."""
+"""The operations on a device that differ between GPU and CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the host wait for a GPU; nothing on a CPU."""
+    """Block the host until the GPU is done; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Faults that the driver reports of a GPU while a run lasts: off the bus, Xid errors, memory errors beyond ECC.
+"""GPU faults that the driver reports during a run: off the bus, Xid errors, memory errors beyond ECC.
 
 Sources: nvml.h (error codes, event types); NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors) for the meanings.
 """
@@ -27,7 +27,7 @@ XIDS = {
     119: "the GPU's system processor does not answer",
     120: "error of the GPU's system processor",
 }
-CONSEQUENCES = frozenset({43, 45})  # said of any process that ends while it has work on a GPU
+CONSEQUENCES = frozenset({43, 45})  # reported for every process that ends while it has work on a GPU
 XID_EVENT = 8  # nvmlEventTypeXidCriticalError
 UNCORRECTED, VOLATILE = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
 MOST_EVENTS = 64  # read at a time
@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFault:
-    """What went wrong with a GPU, by nvidia-smi's index (None: unknown which), and when (seconds since the epoch)."""
+    """A fault of a GPU: its nvidia-smi index (None: unknown), what happened, and when (seconds since the epoch)."""
 
     gpu: int | None
     what: str
@@ -50,7 +50,7 @@ class GpuFault:
 
 
 class NvmlFaults:
-    """Asks an initialised library for what has happened since it was made; each fault is reported once."""
+    """Asks an initialised NVML library for the faults since this object was made; reports each once."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml, self._handles = nvml, handles
@@ -61,11 +61,11 @@ class NvmlFaults:
             self._events = nvml.nvmlEventSetCreate()
             for handle in handles:
                 nvml.nvmlDeviceRegisterEvents(handle, XID_EVENT, self._events)
-        except (nvml.NVMLError, AttributeError):  # not in every virtual machine
+        except (nvml.NVMLError, AttributeError):  # missing in some virtual machines
             self._events = None
 
     def poll(self) -> list[tuple[int, str]]:
-        """Return (GPU, what happened) of every fault that was not reported before."""
+        """Return (GPU, what happened) of every fault not reported yet."""
         found = self._xids()
         for gpu, handle in enumerate(self._handles):
             if self._is_lost(handle):
@@ -84,7 +84,7 @@ class NvmlFaults:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
                 gpu = int(nvml.nvmlDeviceGetIndex(event.device))
-            except nvml.NVMLError:  # there is no further event
+            except nvml.NVMLError:  # no further event
                 break
             number = int(event.eventData)
             if number not in CONSEQUENCES:
@@ -108,20 +108,22 @@ class NvmlFaults:
 
 
 class SmiFaults:
-    """The same as far as nvidia-smi tells: that it fails, in its words, once it has answered before."""
+    """The same without NVML: a fault is that nvidia-smi fails after it has answered once; its message is the
+    description.
+    """
 
     def __init__(self, complain: Callable[[], str] | None = None) -> None:
         self._complain, self._told = complain or _complaint, False
 
     def poll(self) -> list[tuple[int | None, str]]:
-        """Return nvidia-smi's complaint, once."""
+        """Return nvidia-smi's error message, once."""
         line = "" if self._told else next(filter(COMPLAINT.search, self._complain().splitlines()), "")
         self._told = self._told or bool(line)
         return [(None, line.strip()[:300])] if line else []
 
 
 def _complaint() -> str:
-    """Return what nvidia-smi prints where it fails."""
+    """Return nvidia-smi's output if it fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False

@@ -18,14 +18,14 @@ from topology.profile.samples import FAULTS, Conditions
 PERIOD_S = 2.0  # with nvidia-smi, which takes tenths of a second to start
 NVML_PERIOD_S = 0.5  # short enough for samples of a short run; queries of an open library are cheap
 Read = Callable[[], dict[int, GpuState]]
-Sample = tuple[float, dict[int, GpuState]]  # seconds since the epoch, state by nvidia-smi's index
+Sample = tuple[float, dict[int, GpuState]]  # seconds since the epoch, states by nvidia-smi index
 
 
 class GpuMonitor:
     """Reads GPU states and faults in a thread from `start` to `stop`: by NVML twice a second, else nvidia-smi every 2
     s.
 
-    `faults` are those until now.
+    `faults` are those seen so far.
     """
 
     def __init__(self, read: Read = read_states, open_nvml: Callable[[], Nvml] = Nvml) -> None:
@@ -38,7 +38,7 @@ class GpuMonitor:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """End the thread and return the samples."""
+        """Stop the thread and return the samples."""
         self._over.set()
         self._thread.join(timeout=2 * PERIOD_S)
         return list(self._samples)
@@ -55,7 +55,7 @@ class GpuMonitor:
     def _ask(self, read: Read, faults: NvmlFaults | SmiFaults, period_s: float) -> None:
         over = False
         while not over:
-            over = self._over.wait(period_s)  # once more at the end: a fault is what ended many a run
+            over = self._over.wait(period_s)  # once more at the end: many runs end because of a fault
             states = {} if over else read()
             if states:
                 self._samples.append((time.time(), states))

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from executor.kernels import on_demand as kernels
 
-PROGRAMS_PER_PROCESSOR = 4  # so that nearly every SM runs one
+PROGRAMS_PER_PROCESSOR = 4  # enough that nearly every SM runs one
 
 
 class SmClock:
     """Takes stamps and returns the mean clock between successive stamps. Does nothing on a CPU.
 
-    `missing` says why a GPU's clock is not known: no Triton, or a compiler that fails.
+    `missing` is the reason if a GPU's clock is unknown: no Triton, or a failing compiler.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class GpuProcess:
 
 def read_states(run: RunCommand = run_text) -> dict[int, GpuState]:
     """Return the states of GPUs by nvidia-smi's index; empty without nvidia-smi."""
-    # The field was renamed in driver 535; old drivers know only the old name, new ones may drop it.
+    # The field was renamed in driver 535: old drivers know only the old name, new ones may drop it.
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         text = run(
             (
@@ -86,12 +86,12 @@ def _gpu_state(
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """Return the reasons that a driver's bits stand for."""
+    """Return the throttle reasons for a driver's bit mask."""
     return tuple(text for bit, text in THROTTLE_BITS.items() if bits & bit)
 
 
 class Nvml:
-    """The driver's library, initialised once; `read` returns the same as `read_states`, by the same index.
+    """The driver's library (NVML), initialised once; `read` returns the same as `read_states`, with the same indices.
 
     Raises ImportError, OSError or an NVMLError where the library cannot be initialised.
     """

@@ -40,7 +40,7 @@ def _check_status(answer: tuple[Any, ...]) -> None:
 
 
 def set_context(device: torch.device) -> None:
-    """Make the device's context current in this thread: autograd's threads start without one."""
+    """Make the device's context current in this thread, since autograd's threads start without one."""
     driver = _driver()
     status, ordinal = driver.cuDeviceGet(device.index)
     _check_status((status,))
@@ -73,7 +73,7 @@ def fill_word(address: int, value: int, stream: int) -> None:
 
 
 def wait_word(address: int, value: int, stream: int) -> None:
-    """Wait until a word of this GPU has reached `value`, in the cyclic order of int32. Cannot be captured."""
+    """Wait until a word of this GPU is `value` or later in the cyclic order of int32. Cannot be captured."""
     _check_status(_driver().cuStreamWaitValue32(stream, address, value & 0xFFFFFFFF, 0))  # 0: greater or equal
 
 

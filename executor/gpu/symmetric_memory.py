@@ -28,10 +28,10 @@ from executor.gpu.exchange_watch import CallCounter, process_watch
 from executor.gpu.stream_ops import Order
 from topology.errors import PlannerError
 
-POLLS = 1 << 28  # of a flag, a tenth to a fifth of a microsecond each: about a minute
+POLLS = 1 << 28  # polls of a flag, a tenth to a fifth of a microsecond each: about a minute
 BARRIER_MS = 60_000
 STORE_ALIGNMENT = 256
-MAX_PROGRAMS = 256  # of one kernel, for which flags and epochs are laid out
+MAX_PROGRAMS = 256  # programs of one kernel for which flags and epochs have room
 
 
 class SymmetricMemoryError(PlannerError):
@@ -52,7 +52,7 @@ class Allocation:
                 remedy="set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 (and NCCL_NVLS_ENABLE=0) in every process",
             )
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        # An allocation of its own: in a shared pool, addresses would carry an offset that differs from rank to rank.
+        # An allocation of its own: in a shared pool, offsets in addresses would differ from rank to rank.
         self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name)
         self.handle = rendezvous(self.local, group)
         if self.handle.multicast_ptr:
@@ -85,8 +85,9 @@ class Workspace:
         self.order = Order(device)
         self.captured = False
         self.graphs: Workspace | None = None
-        self.outgrown: list[Allocation | Workspace | None] = []  # that captured graphs still refer to
-        # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that timed out.
+        self.outgrown: list[Allocation | Workspace | None] = []  # memory that captured graphs still use
+        # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank waited for in
+        # vain.
         self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
         self.epoch, self.ticket, self.error = self.words[0, :1], self.words[1, :1], self.words[2, :1]
         self.epochs = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)  # for kernels with an epoch a program
@@ -103,17 +104,17 @@ class Workspace:
         if self.captured:
             self.outgrown += [self.data if wanted_bytes else None, self.signals if wanted_flags else None]
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)  # no rank writes to the buffers any more
+        dist.barrier(self.group)  # all ranks have stopped writing to the buffers
         self.prepared.clear()
         if wanted_flags:
-            # Zero is before every call, so fresh flags need no knowledge of the epoch.
+            # Zero is earlier than every call, so new flags need not know the epoch.
             self.signals = Allocation(4 * max(1024, 1 << (flags - 1).bit_length()), self.group, self.device)
         if wanted_bytes:
             self.set_bytes = -(-max(set_bytes, 1 << 16) // STORE_ALIGNMENT) * STORE_ALIGNMENT
             self.data = Allocation(2 * self.set_bytes, self.group, self.device)
 
     def lacks(self, set_bytes: int, flags: int) -> tuple[bool, bool]:
-        """Return whether the data buffers, and the flags, are too small."""
+        """Return whether the data buffers and the flags are too small."""
         return (
             self.data is None or self.set_bytes < set_bytes,
             self.signals is None or self.signals.local.numel() < 4 * flags,
@@ -123,8 +124,8 @@ class Workspace:
         """Return the workspace for copies in captured graphs, for the call that is being captured.
 
         Nothing can be allocated during capture, so the first capture takes over the memory of earlier eager calls, and
-        the next eager call allocates anew. Sharing memory would be wrong: a graph is replayed without our knowledge,
-        and later products still read its buffers.
+        the next eager call allocates anew. The two cannot share memory: a graph may be replayed at any time, when
+        products still read the buffers of eager calls.
         """
         if self.graphs is None or any(self.graphs.lacks(set_bytes, flags)):
             if any(self.lacks(set_bytes, flags)):
@@ -145,12 +146,12 @@ class Workspace:
         return torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001 - the public function also checks for CUDA
 
     def barrier(self) -> None:
-        """Run a barrier of the ranks on the current stream; after it no rank reads data of earlier calls."""
+        """Run a barrier of the ranks on the current stream; after it no rank reads data from earlier calls."""
         self.flags.handle.barrier(0, BARRIER_MS)
 
     @cached_property
     def call_counter(self) -> CallCounter:
-        """The counter of calls in which a stream waits, see `executor.gpu.exchange_watch`."""
+        """The counter of calls in which a stream waits; see `executor.gpu.exchange_watch`."""
         return process_watch().add_counter(f"{self.purpose}, group {self.group.group_name}")
 
     @property
@@ -209,7 +210,7 @@ def release() -> None:
 
 
 def check_delivered() -> None:
-    """Raise SymmetricMemoryError if any wait since the last check ran out of polls. Synchronizes with the GPU."""
+    """Raise SymmetricMemoryError if a wait since the last check exceeded its polls. Synchronizes with the GPU."""
     for (group, purpose, _), space in _workspaces.items():
         missed = int(space.error.item())
         if missed:

@@ -25,7 +25,9 @@ HEAT_SIZE = 8192  # m, n, k of the bfloat16 matmul that keeps the GPU busy: 1.5 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Device seconds of one call (median), spread, number of calls, host seconds to issue one, and when it ran."""
+    """Device seconds of one call (median), spread, number of calls, host seconds to issue one, and the time of
+    measurement.
+    """
 
     seconds: float
     spread: float

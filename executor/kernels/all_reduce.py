@@ -1,4 +1,4 @@
-"""All-reduce in one kernel, for small messages, optionally fused with the residual and RMSNorm that follow.
+"""All-reduce in one kernel for small messages, optionally fused with the following residual and RMSNorm.
 
 A tensor is treated as rows of at most BLOCK numbers; each program takes every P-th row and waits only for the same
 program of the other ranks. Sums are float32, of float64 tensors float64, in rank order, so all ranks get bitwise equal
@@ -42,10 +42,11 @@ def _exchange(
     LIMIT: tl.constexpr,
     LEAVE: tl.constexpr,
 ):
-    """Signal the same program of all peers that this one's stores are done, and wait for theirs. Flags: (2, W, STRIDE).
+    """Signal to the same program of all peers that this program's stores are done, and wait for their signals. Flags:
+    (2, W, STRIDE).
 
     All peers are signalled at once, since one after the other would cost a round trip over NVLink each. With LEAVE the
-    program also counts itself as having read the epoch.
+    program also counts as having read the epoch.
     """
     program = tl.program_id(0)
     peers = tl.arange(0, triton.next_power_of_2(WORLD))
@@ -97,7 +98,7 @@ def flagged_words(
     call = tl.load(epochs + program, volatile=True)
     at = tl.arange(0, BLOCK)
     where = program * BLOCK + at
-    inside = where < quads * 4  # a multiple of 4, so that the compiler vectorises the accesses
+    inside = where < quads * 4  # a multiple of 4, so that the compiler vectorises accesses
     own = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=inside, other=0)
     flagged = ((call + 1).to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     half_set = (call % 2) * WORLD * STRIDE * BLOCK + program * BLOCK
@@ -247,7 +248,7 @@ def two_shot(
         rounded = total.to(x.dtype.element_ty)
         for step in tl.static_range(1, WORLD):
             tl.store(_address(peer_slots, (RANK + step) % WORLD, x) + sums + where, rounded, mask=inside)
-        total = rounded.to(wide)  # as the others see it
+        total = rounded.to(wide)  # the value as the peers receive it
         _finish(total, RANK * share + row, at, inside, out, residual, residual_out, weight, columns, EPS, NORM)
     _exchange(flags, peer_flags, WORLD * STRIDE, call + 1, epoch, ticket, error, RANK, WORLD, STRIDE, LIMIT, False)
     for row in range(program, share, programs):

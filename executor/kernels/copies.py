@@ -1,4 +1,4 @@
-"""Small kernels for copies by copy engines: wait for a flag, and add up what arrived."""
+"""Small kernels next to copies by copy engines: wait for a flag, and add up received data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait_and_clear(flag, error, code, LIMIT: tl.constexpr):
 
 @triton.jit
 def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Own += all other ranks' slots (W, numel), in float32, or float64 where they are, and in rank order."""
+    """Own += all other ranks' slots (W, numel), in rank order, in float32 (float64 if the slots are)."""
     wide: tl.constexpr = tl.float64 if own.dtype.element_ty == tl.float64 else tl.float32
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel

@@ -1,6 +1,4 @@
-"""The small kernels of a decoder that serves, each one pass over rows of tokens: positions, residual and norm,
-activation.
-"""
+"""Small kernels of a serving decoder, each one pass over rows of tokens: positions, residual and norm, activation."""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ def _shards(
         row = m * BLOCK_M
         if WAIT:
             number = _piece_of(tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
-            # A piece that an earlier tile of this program has waited for is not waited for again. This is recomputed
-            # from the tile index: a value carried between iterations would make the loads depend on the tile before.
+            # A tile does not wait again for a piece that an earlier tile of this program has waited for. This is
+            # recomputed from the tile index: a value carried between iterations would make the loads depend on the tile
+            # before.
             before = _piece_of(tile - programs, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
             if (tile - programs < first) | (number > before):
                 wait_for(flags + shard * pieces + number % pieces, 1, error, 1 + shard, LIMIT)

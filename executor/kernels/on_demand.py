@@ -4,7 +4,7 @@
 
     kernels.rotate_pairs
 
-This is the one place where modules that import Triton are loaded late.
+Modules that import Triton are imported late, and only here.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"no kernel is called {name!r}")
     found = getattr(import_module(MODULES[name]), name)
-    globals()[name] = found  # so that this is asked once
+    globals()[name] = found  # cached: each kernel is looked up once
     return found

@@ -28,9 +28,8 @@ class _Address:
 class PreparedKernel:
     """A compiled kernel and its arguments, of which those at `changing` take new addresses in every call.
 
-    `programs` are those of one dim or of up to three. `args` are given as for Triton's own launch, tensors and TMA
-    descriptors among them; each address that changes has to be as well aligned as the first. Tensors are not kept
-    alive.
+    `programs` is the grid: a number, or up to three. `args` are those of Triton's own launch, including tensors and TMA
+    descriptors; later addresses must be aligned like the first ones. Tensors are not kept alive.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class PreparedKernel:
         compiled = kernel.warmup(*args, grid=grid, **options)
         compiled[grid]  # loads it
         self._launch = compiled.run
-        # The launcher's own arguments: programs, stream, function, what it has to know of it, and no hooks.
+        # The launcher's own arguments: programs, stream, function, its metadata, and no hooks.
         self._head = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
         self._args = [_by_address(arg) for arg in args]
         descriptors = {index: arg for index, arg in enumerate(self._args) if hasattr(arg, "block_shape")}
@@ -62,7 +61,7 @@ class PreparedKernel:
         self._launch(*self._head, *self._args)
 
     def over(self, programs: tuple[int, ...], stream: int, *addresses: int) -> None:
-        """Launch with `programs` as the grid, which later calls keep."""
+        """Launch with `programs` as the grid, which later calls use as well."""
         self._head[:3] = _three(programs)
         self(stream, *addresses)
 

@@ -24,10 +24,11 @@ def rotate_pairs(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rotate the pairs (i, i + HALF) of rows of x by the angles of their positions, in float32; BACK: by minus that.
+    """Rotate the pairs (i, i + HALF) of rows of x by the angles of their positions, in float32; with BACK by the
+    negative angles.
 
-    Rows are numbered over three dimensions, the last of them `heads`, and positions are the first or the second one;
-    x lies as its strides say, `out` one row after the other. cos and sin are (positions, 2 HALF).
+    Rows have three dimensions, the last of them `heads`; positions are the first or the second. x is read by its
+    strides, `out` is contiguous. cos and sin are (positions, 2 HALF).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     outer, head = row // heads, row % heads

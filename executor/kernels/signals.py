@@ -23,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for(flag, expected, error, code, LIMIT: tl.constexpr):
-    """Wait until the int32 at `flag` has reached `expected`, at most LIMIT polls; else put `code` at `error`."""
+    """Wait until the int32 at `flag` has reached `expected`, at most LIMIT polls; else write `code` to `error`."""
     polls = 0
     while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - expected < 0) & (polls < LIMIT):
         polls += 1
@@ -33,7 +33,7 @@ def wait_for(flag, expected, error, code, LIMIT: tl.constexpr):
 
 @triton.jit
 def wait_for_all(flags, expected, wanted, sources, error, LIMIT: tl.constexpr):
-    """As `wait_for`, for a block of flags of which those `wanted` count; their round trips overlap."""
+    """As `wait_for`, for those flags of a block that are `wanted`; their round trips overlap."""
     polls, late = 0, 1
     while (late > 0) & (polls < LIMIT):
         behind = wanted & (tl.atomic_add(flags, 0, mask=wanted, sem="acquire", scope="sys") - expected < 0)
@@ -45,16 +45,16 @@ def wait_for_all(flags, expected, wanted, sources, error, LIMIT: tl.constexpr):
 
 @triton.jit
 def publish_to(flags, value, wanted):
-    """Set those `wanted` of a block of int32 flags, usually a peer's, after all that this program has stored."""
+    """Set the `wanted` flags of a block of int32 flags, usually a peer's, after all stores of this program."""
     tl.atomic_xchg(flags, value, mask=wanted, sem="release", scope="sys")
 
 
 @triton.jit
 def bulk_stores_done(LATEST: tl.constexpr, ASM: tl.constexpr):
-    """Wait until the bulk (TMA) stores of this program, but for the LATEST 0 to 2, are in memory.
+    """Wait until the bulk (TMA) stores of this program, except the LATEST (0 to 2), are in memory.
 
-    `desc.store` alone waits only until shared memory may be reused, and a release after it would publish data still
-    under way. Several warps issue one store and one thread releases, hence the barrier between them.
+    `desc.store` alone waits only until shared memory may be reused, and a release after it would publish data that are
+    not there yet. Several warps issue one store and one thread releases; hence the barrier.
     """
     if ASM:
         if LATEST == 0:
@@ -79,7 +79,9 @@ def _assembly(TEXT: tl.constexpr):
 
 @triton.jit
 def advance_epoch_when_last(epoch, ticket, programs):
-    """Count a program that has read the epoch; the last advances it, for the next launch, and resets the ticket."""
+    """Count a program that has read the epoch; the last one advances the epoch for the next launch and resets the
+    ticket.
+    """
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
         tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu")
@@ -87,7 +89,7 @@ def advance_epoch_when_last(epoch, ticket, programs):
 
 @triton.jit
 def clear_flags_when_last(ticket, flags, count):
-    """Count a program that is past all its waits; the last sets `count` flags to zero for the next call."""
+    """Count a program that has finished all its waits; the last one sets `count` flags to zero for the next call."""
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
         for index in range(count):

@@ -12,7 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def place_in_shard(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return (row of tiles, column of tiles) of the `tile`-th of a shard: down GROUP_M rows, then one column on."""
+    """Return (row of tiles, column of tiles) of the `tile`-th tile of a shard: down GROUP_M rows, then the next
+    column.
+    """
     per_group = GROUP_M * tiles_n
     first_m = (tile // per_group) * GROUP_M
     height = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -22,13 +24,13 @@ def place_in_shard(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def first_at_or_after(start, program, programs):
-    """Return the first number >= `start` that belongs to `program` when they are dealt round robin."""
+    """Return the first number >= `start` that `program` gets when numbers are distributed round robin."""
     return start + (program - start % programs + programs) % programs
 
 
 @triton.jit
 def step(a, b, acc, row, column, depth, B_TRANSPOSED: tl.constexpr):
-    """Return `acc` plus one step of its product; `b` is described as (N, K) if B_TRANSPOSED, else as (K, N)."""
+    """Return `acc` plus one step of a tile's product; `b` has shape (N, K) if B_TRANSPOSED, else (K, N)."""
     left = a.load([row, depth])
     if B_TRANSPOSED:
         right = b.load([column, depth]).T

@@ -34,7 +34,7 @@ from topology.profile.measurement import measurement_from_records
 PIECES = ("flows", "compute", "collectives")
 # Shares of the budget. Collectives have the most data points; compute needs seconds to reach sustained clocks.
 SHARE = {"flows": 0.25, "compute": 0.25, "collectives": 0.5}
-ENDING_S = 4.0  # to free memory, leave the process group and exit: taken from what a piece may measure
+ENDING_S = 4.0  # to free memory, leave the process group and exit: not part of the time for measuring
 GRACE_S = 3.0
 CPU_BYTES = 2**16
 CPU_LARGEST = 2**14
@@ -99,7 +99,8 @@ def _piece(
         arguments += [f"--nbytes={CPU_BYTES}"] if cpu else []
     if piece == "collectives":
         arguments += [f"--largest={CPU_LARGEST}"] if cpu else []
-    # By itself CUDA counts by speed, and nvidia-smi by bus. One host needs no network to find itself.
+    # By default CUDA numbers devices by speed, and nvidia-smi by bus. A single host needs no network for its
+    # rendezvous.
     environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **loopback_environment()}
     together = piece == "collectives"
     return launch(

@@ -1,6 +1,7 @@
 """Common parts of all measurements: command-line options, the devices to measure, and reports of failed parts.
 
-A measurement is a process that starts others for its parts (`executor.launch.local_ranks`). Never imports torch.
+A measurement is a process that starts a process for each of its parts (`executor.launch.local_ranks`). Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from topology.units import in_gib
 
 
 def load_torch() -> Any:
-    """Return torch. Processes on CPUs measure without it, and tests bring a stand-in, so it is loaded here and late."""
+    """Return torch, imported late: measurements on CPUs do not need it, and tests replace it by a stand-in."""
     return importlib.import_module("torch")
 
 
@@ -118,7 +119,7 @@ def loopback_environment() -> dict[str, str]:
 
 
 def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:
-    """Record and print why a piece of the measurement failed, if it did."""
+    """Record and print the cause if a part of the measurement failed."""
     listed = describe_problem(piece, done)
     if listed:
         recorder.missing(listed)
@@ -126,7 +127,7 @@ def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:
 
 
 def describe_problem(piece: str, done: LaunchResult) -> str:
-    """One line on a piece that did not end well, or nothing."""
+    """Return a line about a part that did not end well, or an empty string."""
     survivors = f"; processes {', '.join(map(str, done.survivors))} could not be ended" if done.survivors else ""
     if done.outcome == "failed" and done.failure is not None:
         who = f"rank {done.failure.rank}" if done.failure.rank is not None else "the launcher"

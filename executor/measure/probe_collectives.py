@@ -30,13 +30,13 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", 
 SMALLEST, LARGEST = 2**10, GIB
 EAGER_LIMIT = 4 * MIB
 WARMUP, ITERATIONS = 5, 20
-PER_GRAPH = 10  # calls in one graph: its launch, some 8 us, is shared by them
+PER_GRAPH = 10  # calls per graph, so that the launch of some 8 us is shared
 INIT_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
 class Rank:
-    """One process of the run: torch, its rank, its buffers, its process groups, and failures so far."""
+    """One process of the run: torch, its rank, buffers, process groups, and the failures so far."""
 
     torch: Any
     dist: Any
@@ -45,8 +45,8 @@ class Rank:
     cuda: bool
     source: Any
     sink: Any
-    no_graph: set[str] = field(default_factory=set)  # ops that some rank could not capture
-    reported: set[tuple[str, str]] = field(default_factory=set)  # (op, launch) whose failure is recorded already
+    no_graph: set[str] = field(default_factory=set)  # ops that some rank failed to capture
+    reported: set[tuple[str, str]] = field(default_factory=set)  # (op, launch) pairs with a recorded failure
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def reduce_over_ranks(self, values: Sequence[float], *, minimum: bool = False) -> list[float]:
@@ -107,7 +107,7 @@ def collective_call(me: Rank, op: str, ranks: tuple[int, ...], nbytes: int) -> C
 
 
 def timed_calls(me: Rank, call: Callable[[], None], count: int) -> list[float]:
-    """Return seconds of each of `count` calls issued back to back."""
+    """Return the seconds of each of `count` calls issued back to back."""
     if not me.cuda:
         seconds = []
         for _ in range(count):
@@ -180,7 +180,7 @@ def _time_sizes(
             took = _time_size(me, op, group_set, size, launch, indices, recorder)
             if launch == "graph":
                 continue
-            if took is None:  # the failure is recorded; larger messages would fail, too
+            if took is None:  # the failure is recorded; larger messages would fail as well
                 return len(pass_sizes)
             last_s, last_bytes = took, size
     return len(pass_sizes)
@@ -197,8 +197,8 @@ def _time_size(
 ) -> float | None:
     """Time one size one way, on all groups of the set at once; rank 0 records.
 
-    Returns the slowest group's seconds, None where some rank failed. Whether all are ready is put to the vote before
-    anything is replayed: a rank that could not capture would leave the others waiting in the collective.
+    Returns the slowest group's seconds, None where some rank failed. All ranks vote before anything is replayed: a
+    rank that could not capture would not enter the collective, and the others would wait there forever.
     """
     mine = next((ranks for ranks in group_set if me.rank in ranks), None)
     nbytes = rounded_bytes(op, size, len(group_set[0]), me.source.element_size())
@@ -221,7 +221,7 @@ def _time_size(
                 seconds = replay(me, graph)
         finally:
             me.torch.cuda.synchronize()
-            graph.reset()  # a communicator cannot be destroyed while a graph holds it
+            graph.reset()  # a communicator cannot be destroyed while a graph uses it
     if failed:
         if launch == "graph":
             me.no_graph.add(op)
@@ -249,7 +249,7 @@ def _time_size(
 def record_sizes(
     device: Any, items: Sequence[tuple[str, Sequence[int]]], indices: Sequence[int], recorder: Recorder
 ) -> None:
-    """Record collectives, each at sizes in bytes, on all ranks of the process group that has been joined.
+    """Record collectives, each for its sizes in bytes, on all ranks of the current process group.
 
     Raises RuntimeError where an all-reduce of ones does not count the ranks.
     """
@@ -271,7 +271,7 @@ def record_sizes(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its name: never nothing."""
+    """Return the first line of an error's message; if that is empty, the error's class."""
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
 
 
@@ -286,7 +286,7 @@ def check_sum(me: Rank, ranks: tuple[int, ...]) -> bool:
 
 
 def start_rank(options: argparse.Namespace) -> Rank:
-    """Join the process group and allocate buffers as large as every GPU can spare."""
+    """Join the process group and allocate buffers as large as fits on every GPU."""
     torch = load_torch()
     dist = torch.distributed
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -315,7 +315,7 @@ def start_rank(options: argparse.Namespace) -> Rank:
 
 
 def versions(me: Rank) -> dict[str, str]:
-    """Return the versions of the libraries that the times depend on."""
+    """Return the versions of the libraries on which the times depend."""
     found = {"torch": str(me.torch.__version__)}
     if me.cuda:
         found["nccl"] = ".".join(map(str, me.torch.cuda.nccl.version()))

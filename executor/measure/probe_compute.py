@@ -25,9 +25,9 @@ BURST = 10
 COPY_BYTES = GIB
 ROUNDS = 7
 SUSTAIN_S = 4.0
-READING_S = 1.0  # nvidia-smi answers in less, and the work queued meanwhile must be over soon after
+READING_S = 1.0  # nvidia-smi answers in less time; work queued meanwhile should end soon after its answer
 MOST_QUEUED = 800  # launches that fit into a stream's queue without blocking the host
-CHUNK = 20  # matmuls between two looks at the clock, some 30 ms of an H200
+CHUNK = 20  # matmuls between two clock readings, some 30 ms on an H200
 
 
 def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline, sustain_s: float) -> None:
@@ -54,7 +54,7 @@ def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline,
     if not deadline.allows(sustain_s + 2):
         recorder.missing("sustained matmul: out of time", late=True)
     else:
-        for index in indices:  # what a kill during the long part must not take with it; later records replace these
+        for index in indices:  # recorded early: a kill in the long part must not lose it; later records replace these
             recorder.write("compute", **to_builtins(samples[index]))
         slowest = max(2 * MATMUL**3 / (samples[index].burst_flops or 1.0) for index in indices)
         rates, during = _sustained(torch, operands, sustain_s, slowest)
@@ -91,9 +91,9 @@ def _timed(torch: Any, call: Any, count: int) -> list[float]:
 def _sustained(
     torch: Any, operands: list[Any], seconds: float, product_s: float
 ) -> tuple[list[float], dict[int, GpuState]]:
-    """Keep all GPUs multiplying for `seconds`; return the rate of the last part, and clocks read meanwhile.
+    """Keep all GPUs multiplying for `seconds`; return the rate of the last part, and the clocks read meanwhile.
 
-    `product_s` is how long one product takes the slowest of them.
+    `product_s` is the time of one product on the slowest GPU.
     """
     deadline, started = Deadline(seconds), time.monotonic()
     last: list[float] = [0.0] * len(operands)

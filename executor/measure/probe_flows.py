@@ -21,7 +21,7 @@ from topology.units import MIB
 
 FLOW_BYTES = 128 * MIB  # copies reach their rate from about 64 MiB on
 ROUNDS = 5
-ROUND_S = 3e-3  # each round copies again and again for about this long
+ROUND_S = 3e-3  # about the seconds of a round, in which copies are repeated
 MAX_COPIES = 32
 GATE_CYCLES = 2_000_000  # about a millisecond: longer than launching a round takes
 MAX_TWO_DISJOINT = 64
@@ -90,7 +90,7 @@ def measure(device: Any, names: Sequence[str], recorder: Recorder, deadline: Dea
         started = time.monotonic()
         try:
             _measure_set(device, pattern, flows, names, recorder)
-        except RuntimeError as error:  # one impossible set (memory, a link that fails) must not hide the others
+        except RuntimeError as error:  # other sets are still measured if one is impossible (memory, a failing link)
             recorder.missing(f"{pattern} {flows}: {str(error).splitlines()[0][:300]}")
         longest_s = max(longest_s, time.monotonic() - started)
     for pattern, count in skipped.items():
@@ -99,7 +99,7 @@ def measure(device: Any, names: Sequence[str], recorder: Recorder, deadline: Dea
 
 def _measure_set(device: Any, pattern: str, flows: Sequence[Ends], names: Sequence[str], recorder: Recorder) -> None:
     device.prepare(flows)
-    first = max(device.timed(flows, 1))  # also the warm-up: first use of a pair maps its memory
+    first = max(device.timed(flows, 1))  # also the warm-up: the first use of a pair maps its memory
     copies = max(1, min(MAX_COPIES, int(ROUND_S / first)))
     rounds = [device.timed(flows, copies) for _ in range(ROUNDS)]
     recorder.write(
@@ -186,7 +186,9 @@ class CudaCopies:
             self._sinks[ends].copy_(self._sources[key], non_blocking=True)
 
     def correct(self, ends: Ends) -> bool:
-        """Compare what arrived with the pattern made anew on the sink: a second copy would hide a broken path."""
+        """Compare the received data with the pattern, made anew on the sink, since a second copy would hide a broken
+        path.
+        """
         src, dst = ends
         return bool(self.torch.equal(self._sinks[ends], self._pattern(src, dst)))
 
@@ -196,7 +198,7 @@ class CudaCopies:
     def _pattern(self, seed: End, device: End) -> Any:
         torch = self.torch
         values = torch.arange(self.nbytes // 4, dtype=torch.int32, device=f"cuda:{device}")
-        return values.mul_(1_103_515_245).add_(12_345 + 7_919 * int(seed))  # wraps, differs for every source
+        return values.mul_(1_103_515_245).add_(12_345 + 7_919 * int(seed))  # wraps around, differs for every source
 
     def _wait(self) -> None:
         for ordinal in range(self.torch.cuda.device_count()):
@@ -235,7 +237,7 @@ class HostCopies:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; return 0 even when time ran out, since what was recorded is valid."""
+    """Measure; return 0 even if time ran out, since the records made so far are valid."""
     parser = piece_parser("executor.measure.probe_flows")
     parser.add_argument("--indices", required=True, help="nvidia-smi's index of each device, comma separated")
     parser.add_argument("--nbytes", type=int, default=FLOW_BYTES)

@@ -1,4 +1,4 @@
-"""What the ranks of a measurement do together: join one process group, and decide what comes next."""
+"""Common steps of the ranks of a measurement: join a process group, and agree on what to measure next."""
 
 from __future__ import annotations
 

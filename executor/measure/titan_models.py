@@ -28,7 +28,9 @@ _registered: set[str] = set()
 
 
 def register(model: Model, family: str, *, flavor: str, text: bool) -> str:
-    """Register the model's shape with torchtitan, with random data unless `text`; return its registered name."""
+    """Register the model's shape with torchtitan, with random data unless `text` is given; return its
+    registered name.
+    """
     name = f"{SPEC}_{codec.fingerprint(model)}{'_text' if text else ''}"
     if name in _registered:
         return name

@@ -23,7 +23,7 @@ from simulator.config.workload import Workload
 from simulator.legality.networks import torchtitan_family
 
 FLAVOR = "calibration"  # the name of the only size of a registered model
-STEPS = 100000  # of the learning-rate schedule; steps are taken one by one from outside
+STEPS = 100000  # steps of the learning-rate schedule; the caller takes steps one by one
 SELECTIVE = {"selective-op": "op", "selective": "2"}
 
 _meshes: dict[tuple[int, ...], Any] = {}
@@ -107,7 +107,9 @@ def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str
 
 
 def _reusing_meshes(trainer: type, plan: Plan) -> type:
-    """Return a trainer class that reuses the meshes of an earlier one of the same degrees: they cost seconds."""
+    """Return a trainer class that reuses the meshes of an earlier trainer with the same degrees, since creating them
+    takes seconds.
+    """
     key = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)
 
     class ReusedMeshes(trainer):  # type: ignore[misc]  # torchtitan is not there when types are checked

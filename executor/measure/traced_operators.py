@@ -25,7 +25,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_efficient_attention",
 )
 BACKWARD = "_backward"
-MOST_CALLS = 200_000  # events; a document with more does not describe one step
+MOST_CALLS = 200_000  # events; a document with more contains more than one step
 
 Key = tuple[str, tuple[tuple[str, int], ...], str, str]  # kind, shape, dtype, direction
 
@@ -59,7 +59,7 @@ def _innermost(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[st
 
 
 def _launched(events: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[list[float], list[float]]]:
-    """Return, by host thread, when kernels were launched (microseconds) and how long each took (seconds)."""
+    """Return, by host thread, the launch times of kernels (microseconds) and their durations (seconds)."""
     took: dict[int, float] = {}
     for event in events:
         if event.get("cat") == "kernel" and (number := _argument(event, "correlation")) is not None:

@@ -12,8 +12,8 @@ from executor.model.saved_results import product
 from simulator.config.adapter import ALL_LINEAR, Adapter, frozen_parts, projections_named
 from simulator.config.model import Model
 
-SCALING = 2.0  # alpha over rank; no cost depends on it
-# Linear layers of a block by the projections that they are.
+SCALING = 2.0  # alpha over rank; costs do not depend on it
+# Names of a block's linear layers by projection.
 _LAYERS = {
     "q": "attention.wq",
     "k": "attention.wk",
@@ -42,7 +42,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def train_only(decoder: Decoder, model: Model, adapter: Adapter | None) -> Decoder:
-    """Freeze what `adapter` does not train, and put adapters in their places; return the decoder."""
+    """Freeze the parameters that `adapter` does not train, and add adapters; return the decoder."""
     if adapter is None:
         return decoder
     if adapter.freezes_all:

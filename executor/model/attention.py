@@ -26,7 +26,7 @@ def project_each(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
 
 
 def apply_linear(x: Tensor, linear: nn.Linear) -> Tensor:
-    """Return a linear layer applied to `x`; one of a kind of its own, such as with an adapter, says how."""
+    """Return a linear layer applied to `x`; special ones, such as one with an adapter, compute it themselves."""
     if type(linear) is not nn.Linear:
         adapted: Tensor = linear(x)
         return adapted
@@ -38,12 +38,14 @@ def identity(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Return `norm` applied to `x`, in the type of `x`: torch has no kernel for mixed types, as under autocast."""
+    """Return `norm` applied to `x`, in the type of `x`, since torch has no kernel for mixed types (as under
+    autocast).
+    """
     return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 class CausalAttention(nn.Module):
-    """Attention of one rank that holds whole sequences; context parallelism puts a ring in its place.
+    """Attention of one rank that holds whole sequences; context parallelism replaces it by a ring.
 
     With `window` w > 0 a query sees its own key and the w - 1 before it (Mistral, arXiv 2310.06825).
     """
@@ -56,7 +58,7 @@ class CausalAttention(nn.Module):
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d); return (B, a, S, d)."""
         tokens = q.shape[2]
         if q.dtype.itemsize > 2:
-            # No fused kernel takes grouped keys in wide types: torch would keep whole scores instead.
+            # No fused kernel takes grouped keys in wide types: torch would store all scores instead.
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         grouped = q.shape[1] != k.shape[1]
         with attention():
@@ -71,8 +73,8 @@ class CausalAttention(nn.Module):
 
 
 def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return attention by the flash kernel with a window; the public function takes only a mask, which it reads
-    whole.
+    """Return attention by the flash kernel with a window; the public function takes only a mask, and then computes all
+    scores.
     """
     tokens = q.shape[2]
     out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above

@@ -24,7 +24,7 @@ from executor.model.moe import MixtureOfExperts
 from executor.model.shards import ParameterShard
 from simulator.config.model import Model
 
-ROPE_BASE = 500_000.0  # Llama 3's; the shapes do not say it and no cost depends on it
+ROPE_BASE = 500_000.0  # Llama 3's value; the shapes do not include it and costs do not depend on it
 
 
 class Block(nn.Module):
@@ -48,7 +48,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model, or a pipeline stage of it: `layers` are indices in the whole, ends are None where not held."""
+    """The whole model, or a pipeline stage of it: `layers` are indices in the whole model; embedding and head are None
+    on stages without them.
+    """
 
     def __init__(
         self, model: Model, layers: Iterable[int] | None = None, *, first: bool = True, last: bool = True
@@ -56,7 +58,7 @@ class Decoder(nn.Module):
         super().__init__()
         refuse_unsupported(model)
         self.tied = model.tied_embeddings
-        # By name, of parameters that tensor or expert parallelism has sharded.
+        # By name, for parameters that tensor or expert parallelism has sharded.
         self.parameter_shards: dict[str, ParameterShard] = {}
         self.tok_embeddings = nn.Embedding(model.vocab, model.hidden) if first else None
         indices = range(model.layers) if layers is None else layers
@@ -66,17 +68,17 @@ class Decoder(nn.Module):
         self.tie()
 
     def blocks(self) -> dict[str, Block]:
-        """Return the layers held here by their index in the whole model."""
+        """Return the layers of this stage by their index in the whole model."""
         return cast("dict[str, Block]", dict(self.layers.items()))
 
     def tie(self) -> None:
-        """Make the head use the embedding's parameter; to be repeated when parameters have been replaced."""
+        """Make the head use the embedding's parameter; call it again after parameters have been replaced."""
         if self.tied and self.output is not None and self.tok_embeddings is not None:
             self.output.weight = self.tok_embeddings.weight
 
     def set_positions(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """Say which positions of the sequence this rank's tokens have; `positions` is (S,) of integers."""
-        tables: dict[int, tuple[Tensor, Tensor]] = {}  # one for all layers
+        """Set the positions of this rank's tokens in the sequence; `positions` is (S,) of integers."""
+        tables: dict[int, tuple[Tensor, Tensor]] = {}  # shared by all layers
         for block in self.blocks().values():
             width, rest = block.attention.rope_dim, (1, 1) if block.attention.tokens_first else (1,)
             if width not in tables:
@@ -89,9 +91,9 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V), or
-        the sum of the loss where `targets` are given to a head that computes it.
+        the sum of the loss if `targets` are given and the head computes it.
 
-        With sequence parallelism hidden states and logits have their tokens first, (S, B, ..).
+        With sequence parallelism hidden states and logits are tokens first, (S, B, ..).
         """
         x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for block in self.layers.values():

@@ -25,14 +25,14 @@ def draw(name: str, shape: torch.Size, *, seed: int, device: torch.device, dtype
         return torch.zeros(shape, device=device, dtype=dtype)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
-    # Always drawn in float32: other types would take different numbers from the generator.
+    # Always drawn in float32: for other types the generator would give different numbers.
     return (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) * STD).to(dtype)
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, *, seed: int, parameter_shards: Mapping[str, ParameterShard] | None = None) -> None:
-    """Fill every parameter of `model` (not on the meta device) in place. `parameter_shards`: of its parameters, by
-    name.
+    """Fill every parameter of `model` (not on the meta device) in place. `parameter_shards` has its sharded parameters,
+    by name.
     """
     for name, parameter in model.named_parameters():
         here, shard = local_tensor(parameter), (parameter_shards or {}).get(name)

@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
 
 def can_group(tokens: Tensor, weights: Tensor) -> bool:
-    """Return whether one kernel can run all experts: bfloat16 on Hopper and newer, rows aligned to 16 bytes."""
+    """Return whether one kernel can run all experts: bfloat16, Hopper or newer, rows aligned to 16 bytes."""
     aligned = not any(size * weights.element_size() % 16 for size in weights.shape[1:])
     return aligned and tokens.is_cuda and tokens.dtype is torch.bfloat16 and _capability(tokens.device) >= (9, 0)
 
@@ -85,7 +85,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return (B, S, h), or the same with other first dimensions."""
-        x = self.gather_tokens(as_autocast(x))  # before it is copied for every expert
+        x = self.gather_tokens(as_autocast(x))  # cast before the copies for the experts
         out = self.routed(x)
         if self.shared is not None:
             shared = self.shared(x)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Results = TypeVar("Results", bound=Tensor | tuple[Any, ...])  # of an operator: a tensor, or several among others
+Results = TypeVar("Results", bound=Tensor | tuple[Any, ...])  # of an operator: one tensor, or several
 
 # Attention kernels: too expensive to recompute.
 ATTENTION = (
@@ -32,7 +32,9 @@ ATTENTION = (
 
 
 class SavedResults:
-    """Saved results of one pass through one block. `first_run` and `second_run` are the contexts of its two runs."""
+    """Saved results of one pass through one block. `first_run` and `second_run` are the contexts of the pass and of its
+    recomputation.
+    """
 
     def __init__(self) -> None:
         self.results: list[Tensor | tuple[Any, ...]] = []
@@ -54,18 +56,18 @@ class SavedResults:
         if self.replays:
             found = self.results[self.next_result]
             self.next_result += 1
-            return cast("Results", _detached(found))  # of the same operator in the first run
+            return cast("Results", _detached(found))  # results of the same operator in the first run
         computed = compute()
         self.results.append(_detached(computed))
         return computed
 
     def saves_next_product(self) -> bool:
-        """Count a linear layer, and return whether its result is saved: every second one, beginning with the first."""
+        """Count a linear layer and return whether its result is saved: every second one is, starting with the first."""
         self.products += 1
         return self.products % 2 == 1
 
     def several_products(self, compute: Callable[[Sequence[int]], Sequence[Tensor]], count: int) -> tuple[Tensor, ...]:
-        """Return the results of `count` linear layers; `compute` makes those with the numbers that it is given."""
+        """Return the results of `count` linear layers; `compute` computes those whose numbers it receives."""
         saves = [self.saves_next_product() for _ in range(count)]
         wanted = [number for number, saved in enumerate(saves) if not (saved and self.replays)]
         made = dict(zip(wanted, compute(wanted), strict=True)) if wanted else {}
@@ -76,7 +78,7 @@ class SavedResults:
 
 
 def _detached(found: Tensor | tuple[Any, ...]) -> Tensor | tuple[Any, ...]:
-    """Return detached tensors: those returned to autograd become part of its graph."""
+    """Return detached tensors, since tensors returned to autograd become part of its graph."""
     if isinstance(found, Tensor):
         return found.detach()
     return tuple(one.detach() if isinstance(one, Tensor) else one for one in found)
@@ -134,12 +136,14 @@ def scattered_product(compute: Callable[[], Tensor]) -> Tensor:
     Call it inside an autograd function's forward.
     """
     if _active is not None:
-        _active.saves_next_product()  # counted, whichever it is: the result is smaller than the product
+        _active.saves_next_product()  # counted in any case; this result is always saved, being smaller than the product
     return save_or_replay(compute)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return x in autocast's type if autocast is on: it casts only torch's own operators, not autograd functions."""
+    """Return x in autocast's type if autocast is on, since it casts only for torch's own operators, not for autograd
+    functions.
+    """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

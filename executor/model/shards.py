@@ -1,6 +1,6 @@
 """Shards of parameters: which part of a parameter a rank holds.
 
-Tensor and expert parallelism shard first and leave plain tensors, described by a `ParameterShard`: operators on plain
+Tensor and expert parallelism shard first and produce plain tensors, described by a `ParameterShard`: operators on plain
 tensors cost the host a fraction of DTensor's dispatch. FSDP then shards these, as DTensors over its own mesh.
 """
 
@@ -36,7 +36,7 @@ class ParameterShard:
 
 
 def shard_parameter(module: nn.Module, name: str, dim: int | None, group: dist.ProcessGroup) -> ParameterShard:
-    """Replace a module's parameter `name` by this rank's part of it; return which part that is."""
+    """Replace a module's parameter `name` by this rank's part of it; return the description of that part."""
     parameter = module.get_parameter(name)
     shard = ParameterShard(parameter.shape, dim, group)
     if dim is not None:

@@ -19,8 +19,8 @@ from torch.nn import functional
 # Logits per piece, 256 MiB in float32: 523 tokens of 128,256 logits, one thread block each, about two per SM; smaller
 # pieces would leave SMs idle.
 PIECE_LOGITS = 1 << 26
-# Logits that a head in pieces has at a time, 256 MiB in 16 bits: products of 1,046 tokens with 128,256 words take
-# longer than the gradient of the head, which each reads and writes.
+# Logits per piece of a head in pieces, 256 MiB in 16 bits. Each piece reads and writes the gradient of the head; with
+# 1,046 tokens and a vocabulary of 128,256 its products take longer than that.
 HEAD_LOGITS = 2 * PIECE_LOGITS
 
 
@@ -58,13 +58,13 @@ class VocabularyLoss(nn.Module):
 
 
 class HeadInPieces(nn.Linear):
-    """The head with its loss, for HEAD_LOGITS logits at a time: no more are there."""
+    """The head with its loss, for HEAD_LOGITS logits at a time, so that never more are in memory."""
 
     loss: VocabularyLoss
 
     @classmethod
     def of(cls, head: nn.Linear, loss: VocabularyLoss) -> HeadInPieces:
-        """Return the head with its loss, and the parameters that `head` has."""
+        """Return the head with its loss, which uses the parameters of `head`."""
         made = cls(head.in_features, head.out_features, bias=False, device="meta")
         made.weight, made.loss = head.weight, loss
         return made
@@ -78,8 +78,8 @@ class HeadInPieces(nn.Linear):
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Head and loss for some tokens after the other, each with its gradients at once, so that no logits are kept and
-    none are made again. The gradient of the head is added up in float32 (or wider) by the products themselves.
+    """Head and loss, one group of tokens at a time. Each group computes its gradients at once, so logits are neither
+    saved nor recomputed. The products themselves accumulate the head's gradient in float32 (or wider).
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class _HeadLoss(torch.autograd.Function):
                     grad_x[here] = slope @ head
                 if grad_head is not None:
                     _add_product(grad_head, slope.t(), some)
-                del slope  # before the next logits are there
+                del slope  # freed before the next logits are allocated
         ctx.save_for_backward(grad_x, grad_head)
         ctx.kind = weight.dtype
         return total
@@ -115,7 +115,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _loss_and_slope(logits: Tensor, targets: Tensor, loss: VocabularyLoss, *, slope: bool) -> tuple[Tensor, Any]:
-    """Return the sum of the loss, and its gradient by the logits, or None where no `slope` is asked for."""
+    """Return the sum of the loss, and its gradient with respect to the logits (None without `slope`)."""
     with torch.enable_grad():
         total = loss.of_rows(logits.requires_grad_(slope), targets)
     return total.detach(), torch.autograd.grad(total, logits)[0] if slope else None
@@ -133,7 +133,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _EagerLoss(torch.autograd.Function):
-    """Cross-entropy by pieces of the tokens. With sharded columns, each rank's softmax is rescaled to all columns."""
+    """Cross-entropy, computed in groups of tokens. With sharded columns, each rank's softmax is rescaled to all
+    columns.
+    """
 
     @staticmethod
     def forward(
@@ -187,7 +189,7 @@ def _combine_ranks(own: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tup
 
 
 class _CompilablePart(nn.Module):
-    """A function that is compiled on its own, since collectives run between these functions."""
+    """A function that is compiled separately, since collectives run between these functions."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ def mode_named(name: str | Mode) -> Mode:
 def all_gather_matmul(
     x: Tensor, weights: tuple[Tensor, ...], group: dist.ProcessGroup, *, mode: str | Mode, dim: int = 0
 ) -> tuple[Tensor, ...]:
-    """Return X @ w^T for each weight (N_i, K), where X is all ranks' `x` (..., K) concatenated along `dim`.
+    """Return X @ w^T for each weight (N_i, K), where X concatenates the `x` (..., K) of all ranks along `dim`.
 
     Several weights share one all-gather (queries, keys and values; gate and up).
     """
@@ -64,7 +64,7 @@ def all_gather_matmul(
     run = mode_named(mode)
     if torch.is_grad_enabled():
         outs: tuple[Tensor, ...] = AllGatherMatmul.apply(run, group, rows, *weights)
-    else:  # autograd's own cost is that of two launches
+    else:  # autograd alone costs as much as two launches
         outs = run.gather_matmul(rows, tuple(weight.t() for weight in weights), group)[0]
     return tuple(_from_rows(out, rest, dim) for out in outs)
 
@@ -104,7 +104,7 @@ def as_cuda_graphs(call: Callable[..., Any], *samples: Tensor) -> Callable[..., 
     `call` takes tensors (all inputs with gradients, weights included) and returns tensors; shapes and `requires_grad`
     are those of the samples. A replay costs the host one launch. Results are valid until the next replay. In a graph,
     reduce-scatters of the modes copy_engine and fused send whole shards and add them up after the last matmul, and
-    exchanges by copy engines start with a barrier instead of double buffering; graphs have their own buffers.
+    exchanges by copy engines use a barrier at their start instead of double buffering; graphs have their own buffers.
     """
     # Earlier graphs are garbage in reference cycles; collecting them during a capture would invalidate it.
     gc.collect()

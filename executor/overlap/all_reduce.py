@@ -1,4 +1,4 @@
-"""All-reduce of up to 8 MiB by our own Triton kernels, alone or fused with the residual and the RMSNorm that follow."""
+"""All-reduce of up to 8 MiB by our own Triton kernels, alone or fused with the following residual and RMSNorm."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from executor.kernels import on_demand as kernels
 from executor.kernels.prepared_kernel import PreparedKernel
 
 LARGEST_BYTES = 8 * 2**20
-# What flagged words send in addition, (W - 1)·n bytes, in the time that an exchange of flags takes: 2.2 us on two H200
+# The additional bytes of flagged words, (W - 1)·n, that take as long as an exchange of flags: 2.2 us on two H200
 # (examples/validation/overlap_2xH200.md), where NVLink carries 350 GB/s.
 FLAGGED_SAVE_BYTES = 768 * 2**10
 TWO_SHOT_SAVES_BYTES = 1.5 * 2**20
-FLAGS = 2 * MAX_PROGRAMS  # of one source: two exchanges
-MAX_COLUMNS = 16384  # one row is one program's registers
-WORDS = 256  # of a program of the kernel with flagged words
+FLAGS = 2 * MAX_PROGRAMS  # flags per source rank, for two exchanges
+MAX_COLUMNS = 16384  # one row is held in the registers of one program
+WORDS = 256  # numbers per program of the kernel with flagged words
 ALIGNMENT = 16
 
 
@@ -94,7 +94,7 @@ def all_reduce_rms_norm(
 
 @cache
 def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, row: int | None = None) -> Launch:
-    """Return the launch configuration: short rows for small tensors, so that many SMs take part, longer ones else."""
+    """Return the launch configuration: short rows for small tensors, so that many SMs take part, else longer ones."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     columns = row or (1024 if numel <= 1024 * processors else 2048 if numel <= 2048 * processors else 4096)
     rows = -(-numel // columns)
@@ -107,7 +107,7 @@ def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, r
 
 
 def flagged(numel: int, itemsize: int) -> Launch | None:
-    """Return the configuration for flagged words; None for sizes that are too large or no multiple of 16 bytes."""
+    """Return the configuration for flagged words; None for sizes that are too large or not a multiple of 16 bytes."""
     nbytes = numel * itemsize
     if itemsize not in {2, 4} or nbytes % ALIGNMENT or nbytes > 4 * WORDS * MAX_PROGRAMS:
         return None

@@ -18,12 +18,12 @@ from executor.overlap.nccl import Nccl
 from executor.overlap.relay import relay_sum
 from simulator.overlap.modes import LARGE_BYTES, relayed
 
-# Multiply-adds from which two ranks relay in four pieces, each a whole number of rounds of tiles, whose products take
-# turns on two streams: 837 and 868 instead of 866 and 889 us at 8192 x 8192 x 4096. At half the depth that was 445 and
-# 451 instead of 452 and 467 us while the host kept up, and 558 instead of 454 when it did not: eight products and their
-# signals cost it 260 to 550 us.
+# Multiply-adds from which two ranks relay in four pieces, each a whole number of waves of tiles, with products
+# alternating between two streams: 837 and 868 instead of 866 and 889 us at 8192 x 8192 x 4096. At half the depth it
+# took 445 and 451 instead of 452 and 467 us while the host kept up, and 558 instead of 454 us when it did not: eight
+# products and their signals cost the host 260 to 550 us.
 FOUR_PIECES_PRODUCT = 2**38
-TILE = (128, 256)  # of the library's products
+TILE = (128, 256)  # rows of a tile of the library's products
 
 
 class CopyEngine(Nccl):
@@ -36,7 +36,7 @@ class CopyEngine(Nccl):
             return super().gather_matmul(x, operands, group, keep=keep)
         rank, world, rows = dist.get_rank(group), dist.get_world_size(group), x.shape[0]
         outs = [x.new_empty(world * rows, operand.shape[1]) for operand in operands]
-        # Two ranks exchange one shard only; in halves, the second is copied during the product of the first.
+        # Two ranks exchange one shard only, in halves: the second half is copied during the product of the first.
         large = world == 2 and x.numel() * x.element_size() >= LARGE_BYTES
         exchange = push.CopyGather(x, group, pieces=2 if large else 1, keep=keep)
         for out, operand in zip(outs, operands, strict=True):
@@ -75,7 +75,7 @@ class CopyEngine(Nccl):
         return push.scatter_sum(make, shape, x.dtype, group, x.device)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Reduce-scatter during the product, then all-gather; the second half is exposed."""
+        """Reduce-scatter during the product, then all-gather; the all-gather is exposed."""
         if not x.is_cuda or x.shape[0] % dist.get_world_size(group):
             return super().matmul_reduce(x, operand, group)
         return self.start_gather(self.matmul_scatter(((x, operand),), group), group)().clone()

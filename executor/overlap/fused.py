@@ -69,7 +69,7 @@ class Fused(CopyEngine):
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
         if len(pairs) > 1 or not kernel_supports(*pairs[0]) or dist.get_world_size(group) == 1:
             return super().matmul_scatter(pairs, group)
-        if torch.cuda.is_current_stream_capturing():  # a stream's wait for a word cannot be captured
+        if torch.cuda.is_current_stream_capturing():  # a wait of a stream for a word cannot be captured
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
@@ -103,7 +103,7 @@ def _descriptor(tensor: Tensor, block: list[int]) -> object:
 
 
 def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object, bool]:
-    """Return TMA descriptors of the left and the right operand, and whether the right one lies as (N, K)."""
+    """Return TMA descriptors of the left and the right operand, and whether the right one is stored as (N, K)."""
     left = _descriptor(a, [tile.block_m, tile.block_k])
     if operand.is_contiguous():
         return left, _descriptor(operand, [tile.block_k, tile.block_n]), False
@@ -151,7 +151,7 @@ def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, til
         tile.group_m,
         tile.halves,
         symmetric.POLLS,
-        True,  # assembly: this is a GPU
+        True,  # assembly, since this is a GPU
     )
     return PreparedKernel(
         kernels.gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages
@@ -159,7 +159,7 @@ def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, til
 
 
 def pieces_for(x: Tensor) -> int:
-    """Return two pieces per shard, so that the first arrives early; one for small shards, bound by latency."""
+    """Return two pieces per shard, so that the first arrives early; one for small shards, where latency decides."""
     return 2 if x.numel() * x.element_size() >= LARGE_BYTES else 1
 
 
@@ -223,7 +223,7 @@ def _prepare_scatter(
         tile.block_k,
         tile.group_m,
         symmetric.POLLS,
-        True,  # assembly: this is a GPU
+        True,  # assembly, since this is a GPU
     )
     kernel = PreparedKernel(
         kernels.matmul_scatter,

@@ -20,8 +20,7 @@ class Mode(ABC):
     """One implementation of tensor-parallel matmuls with their collectives."""
 
     name: str
-    # Whether kernels of this mode multiply half precision only; wider types are then exchanged and multiplied as its
-    # module says.
+    # Whether the kernels of this mode support half precision only; for wider types see the mode's module.
     half_precision_only = False
 
     @abstractmethod
@@ -30,7 +29,7 @@ class Mode(ABC):
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Return X @ operand for each operand (K, N_i), where X (W·R, K) is all ranks' `x` (R, K).
 
-        With `keep` X is returned, too. It may be in a buffer that the call after the next one overwrites.
+        With `keep` X is returned as well. The call after the next one may overwrite its buffer.
         """
 
     @abstractmethod
@@ -56,7 +55,9 @@ def products(
     *,
     add: bool = False,
 ) -> Tensor:
-    """Return the sum of x[first:last] @ operand over the pairs, in `out` if that is given, on top of it with `add`."""
+    """Return the sum of x[first:last] @ operand over the pairs, written to `out` if given, or added to it with
+    `add`.
+    """
     total = out if add else None
     for x, operand in pairs:
         part = x[first:last]
@@ -70,7 +71,7 @@ def products(
 
 
 def shard_rows(rows: int, group: dist.ProcessGroup) -> int:
-    """Return rows / W. Raises ValueError when they cannot be shared out evenly."""
+    """Return rows / W. Raises ValueError if W does not divide the rows."""
     world = dist.get_world_size(group)
     if rows % world:
         raise ValueError(f"{rows} rows cannot be shared out evenly among {world} ranks")

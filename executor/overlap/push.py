@@ -25,7 +25,7 @@ from executor.kernels.prepared_kernel import PreparedKernel
 
 MAX_PIECES = 8
 ROWS_OF_TILES = 256
-FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink domain of today
+FLAG_RANGE = MAX_PIECES * 64  # flags per set: for up to 64 ranks, today's largest NVLink domain
 
 ADD_BLOCK = 4096
 
@@ -50,7 +50,7 @@ def split_rows(rows: int, pieces: int, unit: int) -> Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One copy and the flag that follows it: addresses on the peer, place in the source."""
+    """One copy and the flag that follows it: addresses on the peer, and the offset in the source."""
 
     target: int
     offset: int
@@ -80,7 +80,7 @@ class CopyExchange:
             self.space = self.space.for_graphs(set_bytes, 2 * FLAG_RANGE)
         else:
             self.space.reserve(set_bytes, 2 * FLAG_RANGE)
-        self.waiting: int | None = None  # the stream that waits for words in this call, if one does
+        self.waiting: int | None = None  # the stream that waits for words in this call, if there is one
         self.turn = 0 if self.captured else self.space.turn()
 
     @property
@@ -119,7 +119,7 @@ class CopyExchange:
         (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.copy_stream)
 
     def wait(self, flag: int, source: int) -> None:
-        """Make the current stream wait for a flag that rank `source` sets, and reset it for the next call."""
+        """Make the current stream wait for a flag from rank `source`, and reset it for the next call."""
         if self.captured:
             self.cached("wait", self._wait_kernel)(self.current, flag, 1 + source)
         else:
@@ -170,7 +170,7 @@ class CopyGather(CopyExchange):
     what = "an all-gather"
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, pieces: int, keep: bool) -> None:
-        """Start to push `x` (R, K) to all peers. With `keep` it goes to its place among the gathered ones, too."""
+        """Start to push `x` (R, K) to all peers. With `keep` it is also copied to its place in the gathered rows."""
         nbytes = x.numel() * x.element_size()
         super().__init__(group, "gather", x.device, dist.get_world_size(group) * nbytes)
         self.plan: GatherPlan = self.cached((x.shape, x.dtype, pieces), lambda: self._plan(x, pieces))
@@ -185,7 +185,7 @@ class CopyGather(CopyExchange):
     def _plan(self, x: Tensor, pieces: int) -> GatherPlan:
         space, (rows, depth) = self.space, x.shape
         rank, world, row_bytes = space.rank, space.world, depth * x.element_size()
-        bounds = split_rows(rows, min(pieces, MAX_PIECES), ROWS_OF_TILES)  # whole tiles of rows, whatever their height
+        bounds = split_rows(rows, min(pieces, MAX_PIECES), ROWS_OF_TILES)  # whole tiles of rows for any tile height
         place = self.set_offset + rank * rows * row_bytes
         pushes = tuple(
             Push(

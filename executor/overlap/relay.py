@@ -1,4 +1,4 @@
-"""Ring reduce-scatter in which each matmul accumulates into the partial sum that arrived from the rank before.
+"""Ring reduce-scatter in which each matmul accumulates into the partial sum from the previous rank.
 
 The sum for a shard starts at the rank after its owner and travels round the ring to the owner. A rank multiplies into
 symmetric memory and signals the next rank, whose copy engine fetches the partial sum to where the next matmul is added
@@ -25,8 +25,8 @@ Multiply = Callable[[int, int, int, Tensor, bool], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPlan:
-    """By step and piece: this rank's partial sums, their addresses on the rank before, the next rank's and own
-    flags.
+    """By step and piece: this rank's partial sums, their addresses on the previous rank, the next rank's and
+    own flags.
     """
 
     partial_sums: tuple[tuple[Tensor, ...], ...]
@@ -44,7 +44,7 @@ class RelayScatter(CopyExchange):
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
     ) -> None:
         self.nbytes = shape[0] * shape[1] * dtype.itemsize
-        # The memory of `push.CopyScatter`, and as much of it: a graph of the same call uses that instead.
+        # The memory of `push.CopyScatter`, of the same size, since a graph of the same call uses that class.
         super().__init__(group, "scatter", device, dist.get_world_size(group) * self.nbytes)
         self.plan: RelayPlan = self.cached(("relay", shape, dtype, bounds), lambda: self._plan(shape, dtype, bounds))
 
@@ -67,16 +67,16 @@ class RelayScatter(CopyExchange):
         )
 
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
-        """Copy the partial sum of a step from the rank before to `target`; the current stream waits for it."""
+        """Copy the partial sum of a step from the previous rank to `target`; the current stream waits for it."""
         flag = self.plan.own_flags[step][piece]
         self.wait_on(self.copy_stream, flag, 1)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.source_addresses[step][piece], nbytes, self.copy_stream)
         self.space.order(first=self.copy_stream, then=self.current)
-        stream_ops.write_word(flag, 0, self.copy_stream)  # for the next call; the product need not wait for this
+        stream_ops.write_word(flag, 0, self.copy_stream)  # reset for the next call; the product need not wait for it
 
     def lanes(self, count: int) -> tuple[torch.cuda.Stream | None, ...]:
-        """Return streams for products, the current one (None if it is the only one) first."""
+        """Return the streams for products, the current one first; a single one is given as None."""
         if count == 1:
             return (None,)
         more = tuple(side_stream(self.space.device, f"products {n}", priority=0) for n in range(1, count))
@@ -84,13 +84,13 @@ class RelayScatter(CopyExchange):
         return (torch.cuda.current_stream(self.space.device), *more)
 
     def use_stream(self, stream: torch.cuda.Stream | None) -> None:
-        """Make `stream` the current stream for what follows; None changes nothing."""
+        """Make `stream` the current stream; None changes nothing."""
         if stream is not None:
             torch.cuda.set_stream(stream)
             self.current = stream.cuda_stream
 
     def signal_piece(self, step: int, piece: int) -> None:
-        """Signal the next rank that the current stream has computed a partial sum."""
+        """Signal to the next rank that the current stream has computed a partial sum."""
         self.space.order(first=self.current, then=self.signal_stream)
         stream_ops.write_word(self.plan.peer_flags[step][piece], 1, self.signal_stream)
 

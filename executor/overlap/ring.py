@@ -25,7 +25,7 @@ class Ring(Nccl):
         for step in range(world):
             shard = (rank + step) % world
             works = []
-            if step + 1 < world:  # what comes from the next rank is the shard after the one we hold
+            if step + 1 < world:  # the next rank sends the shard that follows the current one
                 works = _hop(chunk, gathered[(shard + 1) % world], send_to=rank - 1, receive_from=rank + 1, group=group)
             for out, operand in zip(outs, operands, strict=True):
                 torch.mm(chunk, operand, out=out[shard])
@@ -41,7 +41,7 @@ class Ring(Nccl):
         def partial(shard: int) -> Tensor:
             return products(pairs, shard * rows, (shard + 1) * rows)
 
-        # The sum for a shard starts at the rank after its owner and goes round to the owner.
+        # The sum for a shard starts at the rank after its owner and travels round the ring to the owner.
         total = partial((rank - 1) % world)
         for step in range(1, world):
             arriving = torch.empty_like(total)

@@ -3,8 +3,8 @@
 The modes are those of torchtitan 0.2.2: `full` recomputes every block, `selective` every second block, `selective-op`
 saves the results of attention, reduce-scatters and every second matmul (eager: `executor.model.saved_results`;
 compiled: torch's own policy, which the compiler supports). A block's `forward` is replaced instead of wrapping the
-block, so that parameters keep their names. With activation offload (eager, `full`), what blocks keep waits in host
-memory, and each copy is waited for, as transformers has it (`torch.autograd.graph.save_on_cpu`).
+block, so that parameters keep their names. With activation offload (eager, `full`), saved inputs of blocks are kept in
+host memory, and the device waits for each copy, as in transformers (`torch.autograd.graph.save_on_cpu`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def apply_activation_checkpoint(
     model: Decoder, mode: str, *, early_stop: bool, compiled: bool, away: bool = False
 ) -> None:
     """Apply a mode of `MESHWRIGHT.recomputes` to every block; see `simulator.runtimes.recomputation` for
-    `early_stop`. `away`: what blocks keep waits in host memory.
+    `early_stop`. `away`: saved inputs of blocks are kept in host memory.
     """
     if mode == "none":
         return
@@ -81,7 +81,7 @@ def _recompute(block: Block, contexts: Any, *, early_stop: bool, away: bool) -> 
     extra = {} if contexts is None else {"context_fn": contexts}
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        # A block uses no random numbers, so the generator's state need not be saved.
+        # A block uses no random numbers, so the state of the generator need not be saved.
         with _kept(x, away=away):
             out: torch.Tensor = checkpoint(
                 plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra

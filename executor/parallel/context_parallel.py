@@ -32,8 +32,8 @@ from executor.model.saved_results import save_or_replay
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
-CAUSAL, ALL = "causal", "all"  # rows of a sequence that is cut in the order of ranks
-MIN_CUDNN_TOKENS = 128  # shorter parts are not given to cuDNN, which is no faster there
+CAUSAL, ALL = "causal", "all"  # values of `_Ring.rows`: the sequence is split in rank order
+MIN_CUDNN_TOKENS = 128  # shorter parts do not use cuDNN, which is not faster for them
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
 
@@ -118,9 +118,9 @@ def _cudnn_works(device: int, width: int, dtype: torch.dtype) -> bool:
     """Return whether cuDNN's attention supports parts with grouped keys on this GPU.
 
     `scaled_dot_product_attention` prefers cuDNN on Hopper and later, unless TORCH_CUDNN_SDPA_PREFERRED=0, which is
-    respected here; which shapes it supports depends on its version, so a small part is tried, forward and backward. Its
-    results are checked by `executor.verify.kernels`. Must be called before the first step: inside a checkpointed block
-    the trial would be taken for the block's own attention.
+    respected here. The supported shapes depend on cuDNN's version, so this tries a small part, forward and backward.
+    Its results are checked by `executor.verify.kernels`. Must be called before the first step: inside a checkpointed
+    block the trial would be recorded as the block's own attention.
     """
     if os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") == "0" or torch.cuda.get_device_capability(device)[0] < 9:
         return False
@@ -143,7 +143,7 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     return scores
 
 
-Part = tuple[slice, Tensor, Tensor]  # queries, their attention over some keys, its log-sum-exp
+Part = tuple[slice, Tensor, Tensor]  # queries, their attention over some keys, and its log-sum-exp
 
 
 def combine(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def combine(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
 class _Ring:
     """The context-parallel group, this rank's neighbours in it, and how keys are communicated.
 
-    `rows` are those of a sequence that is cut in the order of ranks, causal or all to all; else it is in zigzag.
+    `rows` is CAUSAL or ALL for a sequence that is split in rank order, and empty for zigzag.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: str, rows: str = "") -> None:
@@ -178,7 +178,7 @@ class _Ring:
         self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
 
     def start(self, sent: Tensor) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send a tensor to the next rank; return the buffer for that of the rank before, and the work
+        """Start to send a tensor to the next rank; return the buffer for the previous rank's tensor, and the work
         handles.
         """
         arriving = torch.empty_like(sent)
@@ -189,10 +189,10 @@ class _Ring:
         return arriving, dist.batch_isend_irecv(operations)
 
     def key_blocks(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, its keys and values), this rank's first; the next ones are communicated meanwhile."""
+        """Yield (owner, its keys and values), this rank's first; the next ones are sent meanwhile."""
         if self.gathers:
             everyone = keys.new_empty((self.world, *keys.shape))
-            # Flat, since gloo concatenates along the first dimension and cannot stack.
+            # Flat, because gloo concatenates along the first dimension and cannot stack.
             work = dist.all_gather_into_tensor(everyone.view(-1), keys.view(-1), group=self.group, async_op=True)
             yield self.rank, keys
             work.wait()
@@ -211,7 +211,7 @@ class _Ring:
         return source == self.rank and self.rows != ALL
 
     def visible_slices(self, source: int, half: int) -> tuple[slice, slice] | None:
-        """Return (queries, keys): which local queries attend to which keys of rank `source`; nothing if none do."""
+        """Return (queries, keys): which local queries attend to which keys of rank `source`; None if none do."""
         whole = slice(None)
         if self.rows == CAUSAL and source > self.rank:
             return None
@@ -236,7 +236,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Tensor, Tenso
             found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=causal)
             parts.append((queries, *found))
     out, lse = combine(parts)
-    # The backward kernels need the forward result in its own type; the plain backward uses the wide one.
+    # The backward kernels need the forward result in its own type; the plain backward uses the wider one.
     return (out.to(q.dtype) if _is_half_precision(q) else out), lse
 
 
@@ -274,7 +274,7 @@ class _RingAttention(torch.autograd.Function):
                     causal=ring.is_causal(source),
                 )
                 dq[:, :, queries].add_(parts[0])
-            _wait(pending)  # gradients of these keys from the rank that had them before
+            _wait(pending)  # gradients of these keys from the rank that held them before
             if parts is not None:
                 mine = d_keys[source if ring.gathers else 0]
                 mine[0][:, :, seen].add_(parts[1])
@@ -290,15 +290,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, *, causal: bool) -> Tensor:
-    """Return attention (B, a, S, d) of this rank's rows of a sequence, cut in the order of ranks, to those of all ranks
-    of `group`, around a ring.
+    """Return attention (B, a, S, d) of this rank's rows of a sequence to the rows of all ranks of `group`, around a
+    ring. The sequence is split in rank order.
     """
     out: Tensor = _RingAttention.apply(q, k, v, _Ring(group, "ring", CAUSAL if causal else ALL))
     return out
 
 
 class RingAttention(nn.Module):
-    """Replaces `CausalAttention` where sequences are sharded over `group` in zigzag.
+    """Replaces `CausalAttention` if sequences are sharded over `group` in zigzag.
 
     `method` is `ring` or `all_gather`; `width` the head size, and `dtype` the type of queries on `device`.
     """

@@ -28,7 +28,7 @@ def apply_fsdp(
     precision: MixedPrecisionPolicy,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard each block, [norm, output] as one unit, and the root with the embedding's own unit before it.
+    """Shard each block, then [norm, output] as one unit, the embedding as one, and the root.
 
     `mesh` has one axis (shards) or two (replicas, shards). With expert parallelism the experts are a separate unit on
     `expert_mesh`. Tied embeddings stay in the root's unit, since a parameter can belong to one unit only.
@@ -59,7 +59,7 @@ class Replica(DistributedDataParallel):
     `rebuild_buckets`). But an NCCL call holds its tensors until its work is waited for, or until another call of its
     group after the watchdog has seen it end (ProcessGroupNCCL.cpp, `stashed_for_allocator_safety_`), and DDP waits for
     futures only: the old bucket, a second copy of all gradients, would still be allocated at the memory peak of the
-    second step. So we wait for the work: on a GPU this only makes the stream wait, which DDP has done already.
+    second step. So we wait for the work; on a GPU this only makes the stream wait, as DDP already did.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -49,12 +49,10 @@ class AllToAllExchange(nn.Module):
         # The host needs both split sizes; this is the only synchronisation with the device.
         sent, received = torch.stack((counts, theirs)).view(2, self.world, -1).sum(2).tolist()
         arrived = _AllToAll.apply(tokens, sent, received, self.group)
-        # Tokens arrive sorted by sender, then expert; they are sorted by expert here.
+        # Tokens arrive sorted by sender, then by expert; sort them by expert.
         here = theirs.numel() // self.world
         expert = torch.arange(here, dtype=torch.int16, device=tokens.device).repeat(self.world)
-        expert = expert.repeat_interleave(
-            theirs, output_size=sum(received)
-        )  # without output_size it synchronises again
+        expert = expert.repeat_interleave(theirs, output_size=sum(received))  # output_size avoids synchronising again
         order = expert.argsort(stable=True)
         back = inverse_of(order)
         done = experts(take(arrived, order, back), theirs.view(self.world, -1).sum(0))

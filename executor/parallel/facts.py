@@ -1,4 +1,4 @@
-"""What a rank reads of its mesh and of its model's modules, for `executor.run.effects`. Never imports torch."""
+"""Facts that a rank reads from its mesh and its model's modules, for `executor.run.effects`. Never imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFacts:
-    """The mesh as torch reports it: sizes by axis, ranks by coordinate, and whether it is the one of the plan."""
+    """The mesh as torch reports it: sizes by axis, ranks by coordinate, and whether it equals the plan's."""
 
     axes: dict[str, int]
     ranks: list[object]
@@ -18,7 +18,7 @@ class MeshFacts:
 class ModelFacts:
     """Counts and names read from the modules themselves, not from the request.
 
-    `most_shards`: into how many parts the largest weights are divided. `tp_overlap`: the mode by site.
+    `most_shards`: the number of parts of the most divided weight. `tp_overlap`: the mode by site.
     """
 
     most_shards: int

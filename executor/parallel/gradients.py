@@ -17,7 +17,7 @@ def sum_partial_gradients(
 ) -> None:
     """All-reduce gradients that are partial sums over ranks (norms under sequence parallelism, routers).
 
-    Once per step and flattened into one buffer, since each is small and bound by latency.
+    They are small and latency decides, so they are reduced once per step, flattened into one buffer.
     """
     parts: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
     for name, parameter in parameters:
@@ -33,7 +33,7 @@ def sum_partial_gradients(
 
 
 def cuts_of(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups whose ranks have parts of a gradient that FSDP has cut."""
+    """Return the groups over which FSDP has sharded a gradient."""
     if not isinstance(grad, DTensor):
         return ()
     cut = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
@@ -47,10 +47,10 @@ def global_norm(
     pipeline: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the 2-norm of the gradients of the whole model, each number counted once; a collective call.
+    """Return the 2-norm of the gradients of the whole model, every element counted once; a collective call.
 
-    Squares are summed over the ranks that a parameter is sharded over, not over its replicas, and at last over the
-    stages of the pipeline.
+    Squares are summed over the ranks that a parameter is sharded over, not over its replicas, and finally over pipeline
+    stages.
     """
     by_cut: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for name, parameter in parameters:

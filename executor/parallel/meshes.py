@@ -21,7 +21,7 @@ from topology.errors import BadPlan
 
 
 class _Counting(Protocol):
-    """A process group's method that torch's stubs leave out."""
+    """A method of process groups that torch's stubs omit."""
 
     def _get_sequence_number_for_group(self) -> int: ...
 
@@ -79,9 +79,9 @@ def describe_mesh(meshes: Meshes, plan: Plan) -> MeshFacts:
 
 
 def collectives_entered() -> dict[str, int]:
-    """Return how many collectives this rank has entered in each of its groups, by the group's ranks and a number.
+    """Return the number of collectives that this rank has entered, by group: the group's ranks and a number.
 
-    Groups of the same ranks are numbered in order of creation, which is the same on all ranks.
+    Groups of the same ranks are numbered in their order of creation, which is the same on all ranks.
     """
     counts: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - the only list of all groups
@@ -95,6 +95,6 @@ def set_timeout(meshes: Meshes, seconds: float) -> None:
     """Set the timeout of every group's collectives; the default of groups made for a mesh is half an hour."""
     views = [mesh for mesh in (meshes.grid, meshes.dense, meshes.sparse) if mesh is not None]
     groups = [None, *(group for mesh in views for group in mesh.get_all_groups())]
-    dist.barrier()  # no rank is still inside a collective with the old timeout
+    dist.barrier()  # all ranks have left the collectives with the old timeout
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # noqa: SLF001 - the only way to change it

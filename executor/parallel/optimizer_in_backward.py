@@ -1,8 +1,8 @@
-"""The optimizer in the backward pass: a parameter is updated as soon as its gradient is there, which then goes.
+"""The optimizer in the backward pass: a parameter is updated as soon as its gradient is computed, which is then freed.
 
 FSDP calls hooks of sharded parameters when their gradients have been reduced (torch 2.13, torch/distributed/fsdp/
-_fully_shard/_fsdp_collectives.py: `foreach_reduce`); without it they run as autograd has added a gradient up. All
-gradients are never there at once, so they are not clipped: only their norm is reported.
+_fully_shard/_fsdp_collectives.py: `foreach_reduce`); without FSDP they run when autograd has accumulated a gradient.
+Gradients never exist all at once, so they are not clipped; only their norm is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from executor.parallel.gradients import cuts_of
 class OptimizerInBackward:
     """Updates `named` parameters in backward passes, each by an optimizer that `build` makes for its local shard.
 
-    With `keeps` gradients are kept in `seen` by name, for a check.
+    With `keeps` gradients are stored in `seen` by name, for a check.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OptimizerInBackward:
         self.seen: dict[str, Tensor] = {}
         self._local: dict[str, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-        # A parameter that held this would keep itself and its states alive: hooks are no part of what gc can collect.
+        # A reference to the parameter from here would keep it and its states alive: gc cannot collect hooks.
         update = weakref.WeakMethod(self._update)
 
         def hook(parameter: nn.Parameter, name: str) -> None:

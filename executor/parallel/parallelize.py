@@ -1,4 +1,4 @@
-"""Apply a plan to the decoder: each step is one choice of the plan, in the only order in which they compose.
+"""Apply a plan to the decoder: one step per choice of the plan, in the only order in which they compose.
 
 Pipeline stages are built on the meta device; tensor and expert parallelism shard parameters first, FSDP shards what is
 left; recomputation is inside compilation, and compilation inside FSDP's hooks, so that a block is compiled whole.
@@ -62,7 +62,7 @@ class ParallelModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A plan and what it is applied to. Weights and batches are drawn from `seed`."""
+    """A plan and its inputs. Weights and batches are drawn from `seed`."""
 
     plan: Plan
     model: Model
@@ -71,7 +71,7 @@ class Setup:
     meshes: Meshes
     device: torch.device
     seed: int = 0
-    own_table: bool = False  # run the simulator's pipeline table instead of torch's schedule
+    own_table: bool = False  # use the simulator's pipeline table instead of torch's schedule
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -168,7 +168,7 @@ def _shard_over_ranks(setup: Setup, part: Decoder) -> None:
 
 
 def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
-    """Apply the stage's recomputation, then compile each block; `early_stop` as the runtime description has it."""
+    """Apply the stage's recomputation, then compile each block; `early_stop` is from the runtime description."""
     plan, runtime = setup.plan, setup.runtime
     recompute = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
     apply_activation_checkpoint(
@@ -186,8 +186,8 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
 def _apply_fsdp(setup: Setup, part: Decoder) -> None:
     """Apply FSDP2 with the runtime's types.
 
-    With tensor or pipeline parallelism it is applied even where it shards nothing, for its mixed precision, and
-    whatever the types are: the model that is verified in float64 is built like the one that is timed.
+    With tensor or pipeline parallelism it is applied even where it shards nothing, for its mixed precision, and for all
+    types, so that the model that is verified in float64 is built like the one that is timed.
     """
     plan, meshes = setup.plan, setup.meshes
     store, compute, reduce = setup.dtypes
@@ -219,7 +219,7 @@ def _is_replicated_only(plan: Plan) -> bool:
 
 
 def _data_mesh(mesh: DeviceMesh, shards: str, plan: Plan) -> DeviceMesh:
-    """Return the axes that data parallelism uses: `dp_replicate` only where there are several replicas."""
+    """Return the axes of data parallelism, including `dp_replicate` only if there are several replicas."""
     return mesh["dp_replicate", shards] if plan.dp_replicate > 1 else mesh[shards]
 
 
@@ -232,7 +232,7 @@ def _shapes(plan: Plan, model: Model, workload: Workload, tp_rank: int) -> dict[
     """Return the shapes of tokens, hidden states and logits at stage boundaries, per micro batch and rank."""
     batch, tokens = plan.micro_batch_size, workload.seq_len // plan.cp
     hidden, logits = (batch, tokens), (batch, tokens)
-    vocab = -(-model.vocab // plan.tp)  # words per rank, the remainder on the last, as `ParameterShard` has it
+    vocab = -(-model.vocab // plan.tp)  # words per rank, the remainder on the last rank, as in `ParameterShard`
     if _tokens_first(plan):
         hidden, logits = (tokens // plan.tp, batch), (tokens, batch)
     return {

@@ -1,7 +1,7 @@
 """Pipeline parallelism with torch.distributed.pipelining.
 
-The schedule is torch's of the plan's name, or our own table (`simulator.pipeline.schedules`), which torch's runtime
-loads, so that the simulated schedule is the one that runs. Communication: hidden states to the next stage and their
+The schedule is torch's schedule of that name, or our own table (`simulator.pipeline.schedules`). torch's runtime loads
+the table, so the simulated schedule is the one that runs. Communication: hidden states to the next stage and their
 gradients back, one message per micro batch and stage boundary.
 """
 
@@ -33,14 +33,15 @@ from simulator.pipeline.schedules.table import Schedule
 class _Stage(PipelineStage):
     """A stage whose graph outlives the first half of a split backward pass.
 
-    After the gradients of its inputs torch cuts a stage's output off the graph. An autograd function written in Python
-    that has no other node behind it goes with it, though the gradients of its weights are still to come: torch 2.11
-    then fails ("Attribute '_input_metadata' is invalid"). The output's own node keeps the graph, without the loss.
+    After computing the gradients of the inputs torch detaches a stage's output from the graph. That frees an autograd
+    function written in Python to which no other node refers, although the gradients of its weights are still needed:
+    torch 2.11 then fails ("Attribute '_input_metadata' is invalid"). A reference to the output's own node keeps the
+    graph alive, without the loss.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.graphs: dict[int, list[Node | None]] = {}  # by micro batch, between the two halves
+        self.graphs: dict[int, list[Node | None]] = {}  # by micro batch, kept between the two halves
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -106,7 +107,7 @@ def _states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def run(schedule: _PipelineSchedule, tokens: Tensor | None, targets: Tensor | None) -> list[Tensor]:
-    """Run one step's micro batches; return their losses, empty where the last stage is not here."""
+    """Run one step's micro batches; return their losses, empty on ranks without the last stage."""
     losses: list[Tensor] = []
     # The concatenated logits of all micro batches are not needed and would be the largest tensor of the run.
     step: Callable[..., object] = schedule.step

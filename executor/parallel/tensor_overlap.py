@@ -2,7 +2,8 @@
 
 Weights are sharded as in plain tensor parallelism. With sequence parallelism the input projections of attention and
 feed-forward all-gather the tokens and the output projections reduce-scatter their sum; here each runs as one overlapped
-operation. Sites whose mode is `none` are not changed. Selective recomputation saves what it saves of plain layers.
+operation. Sites whose mode is `none` are not changed. Selective recomputation saves the same results as for plain
+layers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from simulator.config.overlap_sites import NONE, executor_name, mode_at
 
 
 class SavingMode(Mode):
-    """A mode whose results in a block's forward pass are those that selective recomputation may save."""
+    """A mode whose results in the forward pass of a block can be saved by selective recomputation."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode, self.name, self.half_precision_only = mode, mode.name, mode.half_precision_only
@@ -85,9 +86,10 @@ def overlap_block(block: Block, tp_overlap: str, group: dist.ProcessGroup) -> No
 
 
 def applied_overlap(blocks: Sequence[Block]) -> dict[str, str]:
-    """Return the mode that each site of `blocks` runs in, read from their modules; `/` between where blocks differ.
+    """Return the mode of each site of `blocks`, read from their modules; modes that differ between blocks are joined by
+    `/`.
 
-    A site that no block has is left out: sparse layers have no dense feed-forward, and latent attention compresses.
+    Sites that no block has are left out: sparse layers have no dense feed-forward, and latent attention compresses.
     """
     found: dict[str, set[str]] = {}
     for block in blocks:

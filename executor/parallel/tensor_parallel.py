@@ -111,7 +111,7 @@ def _shard_block(block: Block, layout: TokenLayout, *, expert_parallel: bool) ->
     dims: dict[str, int | None] = {"attention.wo.weight": 1}
     block.attention.tokens_first, block.attention.project_out = layout.tokens_first, layout.project_out
     if isinstance(block.attention, LatentAttention):
-        # The compressed vector is shared by all heads: every rank compresses all tokens and expands them for its heads.
+        # All heads share the compressed vector: every rank compresses all tokens and expands them for its heads.
         dims |= dict.fromkeys(("attention.wq_b.weight", "attention.wkv_b.weight"), 0)
         compressing = ("wq_a", "q_norm", "wkv_a", "kv_norm")
         present = [name for name in compressing if getattr(block.attention, name) is not None]
@@ -130,7 +130,7 @@ def _shard_block(block: Block, layout: TokenLayout, *, expert_parallel: bool) ->
         dims |= {"feed_forward.w1.weight": 0, "feed_forward.w3.weight": 0, "feed_forward.w2.weight": 1}
         block.feed_forward.project_in, block.feed_forward.project_out = layout.project_in, layout.project_out
     if block.moe is not None:
-        # Every rank routes its own tokens, or all tokens through its slice: its gradients are partial sums either way.
+        # Every rank routes its own tokens, or all tokens through its slice; either way its gradients are partial sums.
         apart = ("router", "shared_gate")
         dims |= {f"moe.{name}.weight": None for name in apart if getattr(block.moe, name) is not None}
         if block.moe.shared is not None:

@@ -121,14 +121,14 @@ class Trainer:
         return total
 
     def _loss(self, module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the loss over a micro batch; in pieces, the head has computed it with its products."""
+        """Return the sum of the loss over a micro batch; a head in pieces has computed it already."""
         with self._precision():
             given = module(tokens, targets) if self.in_pieces else module(tokens)
         loss: Tensor = given if self.in_pieces else self.parallel.loss(given, targets)
         return loss
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's gradient after a backward pass, kept where it has been updated with by then."""
+        """Return a parameter's gradient after a backward pass; an optimizer in the backward pass has kept it."""
         return parameter.grad if self.in_backward is None else self.in_backward.seen.get(name)
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -146,7 +146,7 @@ class Trainer:
 
     def update(self) -> Tensor:
         """Clip the gradients, step the optimizer and clear the gradients; return their norm before clipping."""
-        if self.in_backward is not None:  # which has done so
+        if self.in_backward is not None:  # the optimizers in the backward pass have updated the parameters
             return self.in_backward.norm(self.device)
         stages = self.meshes.group("pp") if self.plan.pp > 1 else None
         norm = gradients.global_norm(self.named_parameters(), self.parameter_shards, stages, self.device)

@@ -31,7 +31,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class UlyssesAttention(nn.Module):
-    """Replaces `core`, which it runs on all tokens and a share of the heads."""
+    """Replaces `core` and calls it with all tokens and a share of the heads."""
 
     method = "all_to_all"
 
@@ -53,7 +53,7 @@ class UlyssesAttention(nn.Module):
         return mine.transpose(0, 1).flatten(1, 2)
 
     def _all_tokens(self, x: Tensor) -> Tensor:
-        """Return (B, heads / W, W S, d) of (B, heads, S, d): all tokens, by rank, of this rank's heads."""
+        """Return (B, heads / W, W S, d) of (B, heads, S, d): this rank's heads for all tokens, in rank order."""
         parts = x.unflatten(1, (self.world, -1)).transpose(0, 1)
         everyone: Tensor = _AllToAll.apply(parts, self.group)
         return everyone.movedim(0, 2).flatten(2, 3)

@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(request: Request, request_path: str, out: Path, budget_s: float, watch: GpuMonitor | None = None) -> JsonObject:
-    """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; default: where
-    there are.
+    """Launch the ranks, write `run.json` into `out` and return it. `watch` reads the GPUs meanwhile; by default if
+    there are any.
     """
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
 
 
 def _apart(request: Request, node: str, meeting: Rendezvous) -> LaunchResult | None:
-    """Return how a run ends whose nodes do not meet; None where they do."""
+    """Return the outcome of a run whose nodes do not meet; None if they do."""
     try:
         if not meeting.loopback and (unusable := why_no_interface(request.device)):
             return not_launched(f"the interface of {node_name()} cannot be used: {unusable}")
@@ -200,7 +200,7 @@ def _apart(request: Request, node: str, meeting: Rendezvous) -> LaunchResult | N
 def collect(
     request: Request, request_path: str, out: Path, nodes: int, patience_s: float = LATE_S, names: Sequence[str] = ()
 ) -> JsonObject:
-    """Write `run.json` from what the ranks of all nodes recorded, and return it."""
+    """Write `run.json` from the records of the ranks of all nodes, and return it."""
     done = combine_agent_results(out, nodes, patience_s, names)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
     write_report(document, out / "run.json")
@@ -208,7 +208,7 @@ def collect(
 
 
 def report_killed(request: Request, request_path: str, out: Path, number: int) -> JsonObject:
-    """Write `run.json` from what the ranks recorded of a run whose executor was ended by a signal; return it."""
+    """Write `run.json` for a run whose executor was ended by a signal, from the records of its ranks; return it."""
     name = signal.Signals(number).name
     message = f"the executor was ended by {name}: nobody watched its ranks"
     failure = Failure(rank=None, exit_code=None, signal=name, message=message)
@@ -231,7 +231,9 @@ def _endpoint_from_environment() -> str:
 
 
 def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
-    """Return the worker's arguments; `until` is seconds since the epoch, so that the start of the ranks counts."""
+    """Return the worker's arguments; `until` is in seconds since the epoch, so that the time for starting ranks
+    counts.
+    """
     return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
 
 
@@ -242,14 +244,14 @@ def environment(request: Request, records: Path, *, one_host: bool = True) -> di
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    # What the prediction assumes, unless the user's own environment says otherwise.
+    # The prediction's assumptions, unless the user's own environment sets something else.
     added |= {one.name: os.environ.get(one.name, one.value) for one in assumed_environment(request.plan)}
     # The flight recorder's variables have two names, by version of torch.
     added |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
     added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if one_host and Path("/sys/class/net/lo").exists():  # ranks of one host communicate over loopback
+    if one_host and Path("/sys/class/net/lo").exists():  # the ranks of one host communicate over loopback
         added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return added
 
@@ -262,7 +264,8 @@ def report(
     samples: Sequence[Sample] = (),
     faults: Sequence[GpuFault] = (),
 ) -> JsonObject:
-    """Return the report of a run from its ranks' records in `folder`; `arguments` are those of the ranks.
+    """Return the report of a run from its ranks' records in `folder`; `arguments` are the ranks' command-line
+    arguments.
 
     `samples` are states of the GPUs during the run, `faults` what their driver reported.
     """
@@ -349,7 +352,7 @@ def _read_trace(path: Path) -> Trace | None:
 
 
 def _read_traces(folder: Path, ranks: int) -> dict[int, Trace]:
-    """Return the traces of all ranks by rank; none where they are too large together, or one is missing."""
+    """Return the traces of all ranks by rank; empty if they are too large in total or one is missing."""
     paths = [folder / f"rank{rank}.trace.json" for rank in range(ranks)]
     if ranks < 2 or not all(path.is_file() for path in paths):
         return {}
@@ -371,7 +374,7 @@ def _gpu_states(request: Request, records: RankRecords, samples: Sequence[Sample
 
 
 def _is_ours(request: Request, fault: GpuFault) -> bool:
-    """Return whether a fault may concern the run. Always true under CUDA_VISIBLE_DEVICES, which renumbers GPUs."""
+    """Return whether a fault may concern the run; always True under CUDA_VISIBLE_DEVICES, which renumbers GPUs."""
     return fault.gpu is None or "CUDA_VISIBLE_DEVICES" in os.environ or not request.gpus or fault.gpu in request.gpus
 
 
@@ -396,7 +399,7 @@ def _status(
         if short:
             return "out_of_time", {"rank": None, "message": "the budget ended before all steps were taken"}
         return "finished", None
-    # In a failed run the heartbeats tell which rank kept the others waiting.
+    # In a failed run the heartbeats show which rank kept the others waiting.
     blamed = [] if done.ok else find_suspects(read_heartbeats(folder, ranks), ranks)
     if done.outcome == "timeout":
         return "timeout", {"rank": None, "message": "the budget ended", "suspects": blamed}

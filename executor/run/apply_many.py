@@ -26,7 +26,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError
 
-MIN_LAUNCH_S = 20.0  # below which no processes are started
+MIN_LAUNCH_S = 20.0  # seconds below which no processes are started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_run(path: Path, out: Path) -> Run:
     """Return the run of a request's file. Raises BadPlan or BadModel for what the executor cannot run."""
     request = codec.convert(codec.read_json(path), Request, where=str(path))
-    if request.trainer == "own":  # another framework says itself what it cannot run
+    if request.trainer == "own":  # the other framework reports itself what it cannot run
         check(request.plan, request.model, request.workload, request.runtime)
     return Run(request=request, path=path, out=out)
 
@@ -73,7 +73,7 @@ def run_many(
 ) -> list[JsonObject]:
     """Run all within `budget_s` seconds, write each `run.json`, and return the reports in order of execution.
 
-    `on_report` is called with each report when it is written, which is when the processes of its batch have ended.
+    `on_report` is called with each report once it is written, after the processes of its batch have ended.
     """
     end = time.monotonic() + budget_s
     documents = []
@@ -91,7 +91,7 @@ def run_many(
 
 
 def batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the runs in batches that share processes: those of equal meshes, in the order of each batch's first run.
+    """Return the runs in batches that share processes: runs with equal meshes, in the order of each batch's first run.
 
     A communicator keeps the buffers of every connection it ever opened outside of torch's allocator, gigabytes after a
     few plans, so plans that need other groups get new processes. (Destroying and recreating the groups crashed with
@@ -131,12 +131,13 @@ def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], li
     made = []
     for index, run in enumerate(runs):
         took = _seconds(run)
-        # The first run that did not finish is the one that ended the processes; those before it took the start.
+        # The first run that did not finish is the one that ended the processes; starting them counts for the run
+        # before.
         own_s = done.seconds if began_at is None else max(0.0, ended_at - began_at)
         ended = replace(done, seconds=own_s) if took is None else _as_finished(done, took)
         over_at = float("inf") if took is None else (run.records / "rank0.jsonl").stat().st_mtime
         began_at = over_at
-        faults = [fault for fault in watch.faults if fault.at <= over_at]  # one before the run leaves it in doubt, too
+        faults = [fault for fault in watch.faults if fault.at <= over_at]  # those before the run count, too
         document = report(run.request, ended, run.records, arguments, samples, faults)
         write_report(document, run.out / "run.json")
         made.append((run, document))

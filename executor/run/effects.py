@@ -1,4 +1,4 @@
-"""Compare requested settings with those that took effect in a run, so that an ignored setting is found.
+"""Compare requested settings with those that took effect in a run, to find ignored settings.
 
 Inputs are the request, the facts that a rank recorded about its model after the last step, and its trace. No torch.
 """
@@ -26,10 +26,9 @@ COMPILED = ("triton_",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One setting; `ok` if the effective value is the requested one.
+    """One setting; `ok` if the effective value is the requested one, `certain` if it was read from the model itself.
 
-    `certain`: read from the model itself. Kernel names change with library versions, so a mismatch there is reported
-    but does not fail the run.
+    Kernel names change with library versions, so a mismatch there is reported but does not fail the run.
     """
 
     what: str

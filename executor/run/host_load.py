@@ -1,4 +1,4 @@
-"""How busy others keep the host while steps are timed: launches of small kernels wait for it."""
+"""Load of the host by other processes while steps are timed, which delays launches of small kernels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import time
 
 import psutil
 
-WAITING = ("idle", "iowait", "guest", "guest_nice")  # guests' time is counted in `user` as well
+WAITING = ("idle", "iowait", "guest", "guest_nice")  # guest time is counted in `user` as well
 
 
 class HostLoad:
-    """The load of this node from when it is made."""
+    """The load of this node since the object was created."""
 
     def __init__(self) -> None:
         self._began = self._read()
 
     def since(self) -> dict[str, float]:
-        """Return the node's cores, and how many of them on average other processes than its ranks kept busy, or its
-        hypervisor gave to other machines (Linux counts it as stolen). Each rank is taken to be as busy as this one.
+        """Return the node's cores, and how many of them on average were busy with processes other than its ranks, or
+        given to other machines by the hypervisor (Linux counts that as stolen time). Each rank is assumed to be as busy
+        as this one.
         """
         seconds, busy, stolen, own = (now - then for now, then in zip(self._read(), self._began, strict=True))
         ranks, passed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), max(seconds, 1e-3)
@@ -27,7 +28,7 @@ class HostLoad:
 
     @staticmethod
     def _read() -> tuple[float, float, float, float]:
-        """Return the time, and seconds of processors: of all processes, stolen, of this rank."""
+        """Return the time, and the processor seconds of all processes, stolen ones, and those of this rank."""
         times, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
         stolen = times.pop("steal", 0.0)
         busy = sum(seconds for kind, seconds in times.items() if kind not in WAITING)

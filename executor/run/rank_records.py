@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded, read from their JSON lines."""
+"""The records of a run's ranks, read from their JSON lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankRecords:
         return {entry["kind"] for entry in self.entries}
 
     def of(self, *kinds: str) -> list[JsonObject]:
-        """Return the records of these kinds, without their kind."""
+        """Return the records of the given kinds, without the field for the kind."""
         chosen = (entry for entry in self.entries if entry["kind"] in kinds)
         return [{key: value for key, value in entry.items() if key != "kind"} for entry in chosen]
 
@@ -57,7 +57,7 @@ class RankRecords:
 
     @property
     def peak_memory(self) -> dict[str, int]:
-        """Return the largest value of each peak in bytes during timed steps, or at all if there were none."""
+        """Return the largest value of each peak in bytes over timed steps, or over all steps if none was timed."""
         peaks: dict[str, int] = {}
         for entry in self.of("step") or self.entries:
             for key, value in entry.items():
@@ -67,5 +67,5 @@ class RankRecords:
 
 
 def first_record(ranks: Iterable[RankRecords], kind: str) -> JsonObject | None:
-    """Return the first record of a kind, of the first rank that has one."""
+    """Return the first record of a kind, from the first rank that has one."""
     return next((entry for rank in ranks for entry in rank.of(kind)), None)

@@ -1,5 +1,5 @@
-"""Ranks of several nodes compare what they run: different versions compute, pack or wait differently, and may never
-meet.
+"""Ranks of several nodes compare their software: other versions compute, pack or wait differently, and may
+never meet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LARGEST_BYTES = 1024
 
 
 def require_same_software(device: torch.device) -> None:
-    """Raise RuntimeError where ranks of other nodes have another version of something. A collective call.
+    """Raise RuntimeError if ranks of other nodes have other versions of a package. A collective call.
 
     Python's own version may differ.
     """

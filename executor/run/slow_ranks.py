@@ -1,5 +1,5 @@
-"""Which rank keeps the others waiting: the one that waits least in collectives while its peers wait, by the profiled
-step.
+"""Find the rank that keeps the others waiting: in the profiled step it waits least in collectives, while its peers
+wait.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from simulator.config.plan import Plan, rank_grid
 from simulator.program import trace as tr
 from simulator.program.trace import Trace
 
-LEAST_SHARE = 0.1  # of the step that others wait longer: less is the draw of a step
-LONGER = 1.05  # from here on kernels, and not the host, make a rank late
+LEAST_SHARE = 0.1  # share of the step by which the others wait longer; below it is random variation
+LONGER = 1.05  # ratio to the others' kernel time above which kernels, not the host, make a rank late
 
 
 def slow_ranks(plan: Plan, traces: Mapping[int, Trace]) -> list[str]:

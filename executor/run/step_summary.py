@@ -1,4 +1,4 @@
-"""What the steps that ranks recorded come to: times, throughput, clocks and memory of a run."""
+"""Summary of a run from its ranks' step records: times, throughput, clocks and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executor.launch.request import Request
 from executor.run.rank_records import RankRecords, StepRecord
 from topology.codec import JsonObject
 
-CLOCK_CHANGE = 0.1  # of the clocks of a run's steps: more than the power cap changes from step to step
+CLOCK_CHANGE = 0.1  # relative change of a run's clocks; more than the power limit changes them between steps
 
 
 def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObject:
@@ -42,7 +42,7 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObj
         "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
         # By CUDA events around the step; None without a GPU.
         "device_step_s": median(on_device) if all(on_device) else None,
-        # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
+        # Mean over each step by the SMs' cycle counters, on the slowest rank; None without a GPU.
         "sm_clock_hz": median(clocks) if clocks else None,
         "sm_clock_change": _clock_change(clocks),
         "host": _busiest_host(by_rank),
@@ -56,7 +56,7 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObj
 
 
 def _busiest_host(by_rank: Sequence[RankRecords]) -> JsonObject | None:
-    """Return what the rank says of its node whose cores others kept busiest; None where none says."""
+    """Return the load record of the node with the most cores busy with other processes; None if there is no record."""
     found = [entry for records in by_rank for entry in records.of("host")]
     return max(found, key=lambda one: (one["others"] + one["stolen"]) / one["cores"], default=None)
 
@@ -68,14 +68,15 @@ def _slowest_clocks(steps: Sequence[Sequence[StepRecord]], count: int) -> list[f
 
 
 def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
-    """Return the medians before and after the step at which clocks changed most; None where by less than CLOCK_CHANGE.
+    """Return the medians before and after the step at which clocks changed most; None for less than CLOCK_CHANGE.
 
-    A limit that is set or lifted in a run, or a GPU that heats up, makes two runs of one: its median is of neither.
+    When a limit is set or lifted during a run, or a GPU heats up, the run has two parts, and its median describes
+    neither.
     """
     count = len(clocks)
     if count < 4:
         return None
-    # The cut that leaves the least variance within the two parts, none of which is a single step.
+    # The cut with the least variance within the two parts, neither of which is a single step.
     at = max(range(2, count - 1), key=lambda i: i * (count - i) * (mean(clocks[:i]) - mean(clocks[i:])) ** 2)
     before, after = median(clocks[:at]), median(clocks[at:])
     return (

@@ -1,4 +1,4 @@
-"""torchtitan's own training step behind the interface of ours, so that a run of it has the same records."""
+"""torchtitan's own training step with the interface of our own, so that its runs have the same records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TitanTrainer:
     """
 
     def __init__(self, request: Request, device: Any) -> None:
-        """Raises BadPlan for a model that torchtitan does not have, and for ranks that are not each on its own GPU."""
+        """Raises BadPlan for a model that torchtitan does not have, and if ranks share a GPU."""
         if request.gpus and tuple(request.gpus) != tuple(range(len(request.gpus))):
             raise BadPlan("torchtitan runs rank r on GPU r", why=f"the plan places ranks on {list(request.gpus)}")
         self._step = titan_step(request.model, request.plan, request.workload, request.runtime, device)

@@ -43,7 +43,7 @@ from executor.verify.checks import check_numbers
 from topology import codec
 
 PROFILE_S = 10.0
-MAX_EXTRA_WARM_UP = 6  # steps, while the allocator's memory still grows by more than GROWTH_FACTOR
+MAX_EXTRA_WARM_UP = 6  # at most so many steps, while the allocator's memory still grows by more than GROWTH_FACTOR
 GROWTH_FACTOR = 1.002
 
 
@@ -73,20 +73,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise
             recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
             recorder.close()
-            # Exit at once: unwinding would run collectives that the other ranks never join.
+            # Exit at once: unwinding would run collectives that the other ranks never enter.
             os._exit(OUT_OF_MEMORY)
         recorder.close()
         beat.close()
         _release_memory(request.device)
-    # Only after success: after a failure other ranks may be gone, and destroying the group would wait for them.
+    # Only after success: after a failure other ranks may have ended, and destroying the group would wait for them.
     dist.destroy_process_group()
     if not right:
         os._exit(WRONG_NUMBERS)
 
 
 def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> bool:
-    """Join the process group, verify, warm up and measure; return False when the numbers were wrong: then nothing
-    was.
+    """Join the process group, verify, warm up and measure; return False if the numbers were wrong, in which case
+    nothing is measured.
     """
     device = _device(request)
     if device.type == "cpu":
@@ -105,7 +105,7 @@ def _run_in_group(
     request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
 ) -> bool:
     began = time.perf_counter()
-    dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
+    dist.barrier()  # the first collective: finds a missing rank under the short timeout
     require_same_software(device)
     recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=device_name(device))
     if not _all_have_time(deadline, 0.0, device):
@@ -147,7 +147,9 @@ def _run_in_group(
 
 
 def _own_trainer(request: Request, device: torch.device, recorder: Recorder, beat: Heartbeat) -> Trainer | None:
-    """Build meshes, check the plan's numbers, and build the model; None where they are wrong: it is never timed."""
+    """Build meshes, check the plan's numbers, and build the model; None if the numbers are wrong, so that it is never
+    timed.
+    """
     plan = request.plan
     beat.set_phase("building meshes")
     meshes = meshes_for(plan, device.type)
@@ -187,8 +189,8 @@ def _take_steps(
 ) -> float:
     """Warm up, run the steps and record each; return the seconds of the longest.
 
-    Warm-up is extended while the allocator still grows: experts get more tokens in some steps, and requesting memory
-    from the driver is not a recurring cost of training.
+    Warm-up is extended while the allocator still grows: experts get more tokens in some steps, and requests of memory
+    from the driver are not a recurring cost of training.
     """
     longest, index, warm_up, reserved = 0.0, 0, request.warm_up, 0
     clock, load = SmClock(device), None
@@ -217,7 +219,7 @@ def _take_steps(
         synchronize(device)
         seconds = time.perf_counter() - begin
         clock.stamp()
-        symmetric.check_delivered()  # a kernel whose wait timed out has continued with incomplete data
+        symmetric.check_delivered()  # a kernel whose wait timed out went on with incomplete data
         longest = max(longest, seconds)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
             # Equal on every rank, since both are sums over all ranks.
@@ -296,7 +298,7 @@ def _device(request: Request) -> torch.device:
 
 
 def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
-    """Return whether every rank has time for another step: ranks that decide differently would wait forever."""
+    """Return whether every rank has time for another step; ranks that decided differently would wait forever."""
     left = torch.tensor(float(deadline.allows(step_s)), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left.item())

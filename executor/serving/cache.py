@@ -1,4 +1,4 @@
-"""The paged KV cache of one rank, and which pages belong to whom."""
+"""The paged KV cache of one rank, and the pages of each sequence."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from executor.serving.operators import Heads, Pages
 from topology.errors import Infeasible
 
-PAGE = 64  # tokens: one page is one block of keys that a program of the attention kernel multiplies
+PAGE = 64  # tokens per page: one page is one block of keys of the attention kernel
 
 
 class PagedCache:
-    """`pages` pages of PAGE tokens for every layer. Page 0 belongs to no sequence: rows that fill up a batch write
-    there.
+    """`pages` pages of PAGE tokens for every layer. Page 0 belongs to no sequence: padding rows of a batch
+    write there.
     """
 
     def __init__(self, layers: int, pages: int, heads: Heads, *, device: torch.device, dtype: torch.dtype) -> None:
-        # Random numbers: sequences whose pages nothing was written to are timed, and equal numbers draw less power.
+        # Random numbers: sequences are also timed without writing their pages, and equal numbers draw less power.
         self.data = torch.empty((layers, 2, pages, heads.kv, PAGE, heads.width), device=device, dtype=dtype).normal_()
         self.pages = pages
         self._free = list(range(pages - 1, 0, -1))
@@ -30,8 +30,8 @@ class PagedCache:
         return len(self._free)
 
     def take(self, tokens: int) -> list[int]:
-        """Return pages for so many tokens, which are the caller's until `give_back`. Raises Infeasible without
-        enough.
+        """Return pages for this number of tokens, owned by the caller until `give_back`. Raises Infeasible if there are
+        too few.
         """
         count = pages_of(tokens)
         if count > len(self._free):
@@ -43,10 +43,10 @@ class PagedCache:
 
 
 def pages_of(tokens: int) -> int:
-    """Return how many pages so many tokens take."""
+    """Return the number of pages for this number of tokens."""
     return -(-tokens // PAGE)
 
 
 def page_bytes(layers: int, heads: Heads, dtype: torch.dtype) -> int:
-    """Return bytes of one page over all layers of a rank."""
+    """Return the bytes of one page, over all layers of a rank."""
     return 2 * layers * heads.kv * heads.width * PAGE * dtype.itemsize

@@ -1,6 +1,6 @@
-"""Are the served numbers right? Two layers of the model, compared with the training decoder on one process.
+"""Check of the served numbers: two layers of the model, compared with the training decoder on one process.
 
-Prompts of several lengths are read, together and in parts with answers, and go on, step by step and from captured
+Prompts of several lengths are read, together and in parts with answers, and continued, step by step and from captured
 graphs; after every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the
 whole sequence, in float32 from the same weights.
 """
@@ -23,11 +23,11 @@ from executor.verify.kernels import KernelVerdict
 from simulator.config.model import Model
 
 PROMPTS = (5, PAGE, 2 * PAGE + 3)
-CUT = PAGE + 6  # tokens of the last prompt that are read first
+CUT = PAGE + 6  # tokens of the last prompt's first part
 ANSWER = 4
 LAYERS = 2
-# Of the served type, for results that are rounded to it several times a layer; of float32, for sums over up to
-# thousands of numbers in another order.
+# Tolerances in units in the last place: of the served type, since results are rounded to it several times per layer; of
+# float32, for sums of up to thousands of numbers in another order.
 UNITS, SUMMED_UNITS = 2.0**3, 2.0**5
 
 
@@ -69,9 +69,10 @@ def _reference(model: Model, device: torch.device, dtype: torch.dtype, seed: int
 
 @torch.no_grad()
 def _compare(engine: Engine, whole: Decoder, seed: int) -> float:
-    """Serve every prompt and its answer; return the largest difference from the reference, fed with the served tokens.
+    """Serve every prompt and its answer; return the largest difference from the reference, which gets the served
+    tokens.
 
-    All prompts but the last are read together; the last in two parts, while the others go on; then all go on.
+    All prompts but the last are read together, the last one in two parts while the others continue; then all continue.
     """
     generator = torch.Generator().manual_seed(seed)
     device, vocab = engine.model.device, engine.model.model.vocab
@@ -80,7 +81,7 @@ def _compare(engine: Engine, whole: Decoder, seed: int) -> float:
     *early, late = range(len(PROMPTS))
 
     def differs(scores: Tensor, which: Sequence[int]) -> float:
-        """Compare, and let the texts go on by what was served."""
+        """Compare, and append the served tokens to the texts."""
         found = [_difference(engine.model, row, whole, texts[one]) for row, one in zip(scores, which, strict=True)]
         for one in which:
             texts[one] = torch.cat((texts[one], engine.tokens[held[one].slot, None]))

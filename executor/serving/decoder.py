@@ -1,4 +1,5 @@
-"""The forward pass of one rank: answers that go on by one token, alone or in a step that reads prompts into the cache.
+"""The forward pass of one rank: answers continue by one token, alone or in a step that also reads prompts into the
+cache.
 
 Weights are those of `executor.model.decoder.Decoder`, drawn by the same names, with projections that read the same
 input joined into one matrix. Tensor parallelism cuts heads, the feed-forward's width and the vocabulary; after each
@@ -42,7 +43,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The ranks of tensor parallelism and this one's place. `group` is None for one rank."""
+    """The ranks of tensor parallelism and this rank's index among them. `group` is None for one rank."""
 
     ranks: int = 1
     rank: int = 0
@@ -67,10 +68,10 @@ class ServedDecoder:
         self.angles = self._angles(positions)
 
     def mix(self, tokens: Tensor, chunks: Chunks, going: tuple[Tensor, Tensor], cache: PagedCache) -> Tensor:
-        """Read `chunks` of prompts while answers go on; return the scores (prompts + B, V here) after each.
+        """Read `chunks` of prompts and continue answers; return the scores (prompts + B, V here) after each.
 
-        `tokens` (T + B,) are those of the chunks, then the last of each answer; `going` their positions (B,) and pages
-        (B, ..).
+        `tokens` (T + B,) are those of the chunks, then the last token of each answer; `going` has the answers'
+        positions (B,) and pages (B, ..).
         """
         positions, tables = going
         read, size = chunks.positions.shape[0], cache.data.shape[4]
@@ -103,11 +104,11 @@ class ServedDecoder:
         return functional.linear(self._through(tokens, attend), self.head)
 
     def likeliest(self, scores: Tensor) -> Tensor:
-        """Return the token (B,) with the highest of all ranks' scores (B, V here); of equals, the first rank's."""
+        """Return the token (B,) with the highest of all ranks' scores (B, V here); of equal ones, the first rank's."""
         best, index = scores.max(dim=1)
         if self.spread.group is None:
             return index
-        # One float32 tensor holds both: token numbers are whole numbers below 2**24.
+        # One float32 tensor holds both: token numbers are integers below 2**24.
         mine = torch.stack((best.float(), (index + self.spread.rank * scores.shape[1]).float()))
         every = mine.new_empty((self.spread.ranks, *mine.shape))
         dist.all_gather_into_tensor(every, mine[None], group=self.spread.group)
@@ -130,7 +131,7 @@ class ServedDecoder:
         """Return (normalized, sum) of the residual and all ranks' parts (T, h)."""
         group = self.spread.group
         if group is not None:
-            # Two ranks send as much to each other as NCCL's ring would, whatever the size.
+            # Between two ranks this sends as much as NCCL's ring for any size.
             own = self.spread.ranks == 2 or fits_own_kernel(part.numel() * part.element_size())
             if own and self.all_reduce == "own":
                 return all_reduce_rms_norm(part, residual, weight, group, eps=NORM_EPS)
@@ -138,7 +139,9 @@ class ServedDecoder:
         return operators.add_norm(part, residual, weight, NORM_EPS)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the memory that ranks share for steps of up to `tokens`: growing it is slow. A collective call."""
+        """Allocate the memory that ranks share for steps of up to `tokens`, since growing it later is slow. A
+        collective call.
+        """
         part = torch.zeros((tokens, self.model.hidden), dtype=self.dtype, device=self.device)
         self.sum_and_norm(part, torch.zeros_like(part), self.norm)
 
@@ -160,7 +163,7 @@ class ServedDecoder:
         )
 
     def _drawn(self, name: str, shape: tuple[int, ...], *, cut: int | None = None) -> Tensor:
-        """Return this rank's part of a parameter, cut along a dim or whole."""
+        """Return this rank's part of a parameter, sharded along a dim or whole."""
         whole = draw(name, torch.Size(shape), seed=self._seed, device=self.device, dtype=self.dtype)
         if cut is None or self.spread.ranks == 1:
             return whole

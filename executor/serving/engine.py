@@ -1,8 +1,9 @@
-"""Sequences that go on together: their state on the device, and steps that are replayed from captured CUDA graphs.
+"""Sequences that are continued together: their state on the device, and decode steps replayed from captured CUDA
+graphs.
 
 Every sequence has a slot with its last token, its position and the numbers of its pages. A step gathers the slots of
-those that go on, so that sequences come and go without moving: the host uploads which slots take part only when they
-change. Rows that fill a batch up to the size of a captured graph belong to a slot of nobody.
+the sequences it continues, so sequences need not be moved when others start or end; the host uploads the list of slots
+only when it changes. Rows that pad a batch to the size of a captured graph use a slot of no sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EVERY = 8
 
 @dataclass(slots=True)
 class CacheSlot:
-    """What a sequence has on the device."""
+    """The state of a sequence on the device."""
 
     slot: int
     pages: list[int]
@@ -31,7 +32,7 @@ class CacheSlot:
 
 @dataclass(slots=True)
 class Captured:
-    """A decode step of one batch size: replaying it reads `rows` and leaves `scores`."""
+    """A decode step for one batch size: a replay reads `rows` and writes `scores`."""
 
     rows: Tensor
     scores: Tensor
@@ -46,8 +47,8 @@ class Engine:
     cache: PagedCache
     max_sequences: int
     max_tokens: int  # of one sequence
-    tokens: Tensor = field(init=False)  # (slots,) the last one of each
-    positions: Tensor = field(init=False)  # (slots,) of that token
+    tokens: Tensor = field(init=False)  # (slots,) the last token of each sequence
+    positions: Tensor = field(init=False)  # (slots,) position of that token
     tables: Tensor = field(init=False)  # (slots, pages)
     _graphs: dict[int, Captured] = field(default_factory=dict)
     _free: list[int] = field(init=False)
@@ -55,7 +56,7 @@ class Engine:
     _size: int = 0
 
     def __post_init__(self) -> None:
-        slots, device = self.max_sequences + 1, self.model.device  # the last is nobody's
+        slots, device = self.max_sequences + 1, self.model.device  # the last slot belongs to no sequence
         self._free = list(range(self.max_sequences - 1, -1, -1))
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -64,7 +65,7 @@ class Engine:
     # --- sequences ----------------------------------------------------------------------------------------------
 
     def hold(self, tokens: int) -> CacheSlot:
-        """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible without room."""
+        """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible if there is no room."""
         pages = self.cache.take(tokens)
         held = CacheSlot(self._free.pop(), pages)
         self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.model.device)
@@ -75,24 +76,24 @@ class Engine:
         self._free.append(held.slot)
 
     def set_position(self, held: Sequence[CacheSlot], position: int) -> None:
-        """Say that `position` tokens of each are cached, without reading any: for timing."""
+        """Mark `position` tokens of each sequence as cached without reading any; for timing."""
         self.positions[self._rows(held)] = position
 
     def read(self, prompts: Sequence[tuple[CacheSlot, Tensor]]) -> Tensor:
-        """Read whole prompts (tokens,) into the cache and write the first token of each answer; return its scores."""
+        """Read whole prompts (tokens,) into the cache and write the first token of each answer; return their scores."""
         return self.mix([(held, tokens, 0) for held, tokens in prompts], ())
 
     def mix(self, parts: Sequence[tuple[CacheSlot, Tensor, int]], going: Sequence[CacheSlot]) -> Tensor:
-        """Read a part of each prompt, its tokens (tokens,) after so many that were read, while `going` go on by a
+        """Read a part of each prompt, its tokens (tokens,) and the number of earlier ones, and continue `going` by a
         token.
 
-        Returns scores (parts + going, V here). What follows a part that does not end its prompt is nobody's answer.
+        Returns scores (parts + going, V here). Scores after a part that does not end its prompt are not used.
         """
         read = [tokens.numel() for _, tokens, _ in parts]
         ends = [begin + length for length, (_, _, begin) in zip(read, parts, strict=True)]
         places = [self._places(held, end) for (held, _, _), end in zip(parts, ends, strict=True)]
         before = tuple(begin for _, _, begin in parts)
-        # One copy, before the first kernel: each waits for what was launched before it.
+        # A single copy, before the first kernel: each copy waits for all earlier launches.
         positions, slots, cached, tokens, read_rows, going_rows, read_to, query_ends, key_ends = self._upload(
             torch.cat([torch.arange(begin, end) for begin, end in zip(before, ends, strict=True)]),
             torch.cat([place[begin:] for place, begin in zip(places, before, strict=True)]),
@@ -122,13 +123,13 @@ class Engine:
         return scores
 
     def _upload(self, *rows: Tensor | list[int]) -> Sequence[Tensor]:
-        """Copy rows of whole numbers to the device at once; one int64 tensor (n,) each."""
+        """Copy several rows of integers to the device at once; one int64 tensor (n,) each."""
         host = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in rows]
         sent: Sequence[Tensor] = torch.cat(host).to(self.model.device).split([row.numel() for row in host])
         return sent
 
     def go_on(self, held: Sequence[CacheSlot]) -> Tensor:
-        """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""
+        """Write one more token of every sequence; return the scores (sequences, V here) from which it was chosen."""
         going = tuple(one.slot for one in held)
         size = self._graph_size(len(going))
         captured = self._graphs.get(size)
@@ -141,12 +142,12 @@ class Engine:
         return captured.scores[: len(going)]
 
     def _step(self, rows: Tensor) -> Tensor:
-        """Let the sequences of `rows` (B,) of slots go on by a token."""
+        """Continue the sequences of `rows` (B,) of slots by a token."""
         positions = self.positions[rows]
         scores = self.model.go_on(self.tokens[rows], positions, self.tables[rows], self.cache)
         self.tokens[rows] = self.model.likeliest(scores)
         self.positions[rows] = positions + 1
-        self.positions[-1:] = 0  # nobody's slot stays in its only page
+        self.positions[-1:] = 0  # the slot of no sequence stays in its only page
         return scores
 
     def _places(self, held: CacheSlot, tokens: int) -> Tensor:
@@ -160,7 +161,7 @@ class Engine:
     # --- captured steps -----------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture a step of each batch size up to `max_sequences`; on a CPU steps stay as they are.
+        """Capture a step for each batch size up to `max_sequences`; on a CPU nothing is captured.
 
         Largest first: memory that kernels of this repository share between ranks cannot grow while a graph is captured.
         """
@@ -172,13 +173,13 @@ class Engine:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for size in reversed(sizes):
-                self._step(self._padded((), size))  # compiles kernels, opens communicators
+                self._step(self._padded((), size))  # compiles kernels and opens communicators
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         pool = None
         for size in reversed(sizes):
             rows, graph = self._padded((), size), torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks for events from a thread of its own, which a global mode would forbid.
+            # NCCL's watchdog queries events from its own thread, which a global capture mode would forbid.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 scores = self._step(rows)
             pool = pool or graph.pool()

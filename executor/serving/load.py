@@ -1,8 +1,8 @@
 """Requests answered while they arrive: the load generator and the loop of one server.
 
 The scheduler is the simulation's own (`simulator.serving.batch`), with the engine `meshwright` of its table, so that
-what differs between prediction and measurement is time and not policy. All ranks run the same loop; of the wall clock
-only rank 0 reads, and tells the others how many requests have arrived.
+prediction and measurement differ in times, not in policy. All ranks run the same loop; only rank 0 reads the wall
+clock, and broadcasts how many requests have arrived.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE = "meshwright"
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """A request inside the server: its answer, what it holds on the device, and when each token was there."""
+    """A request in the server: its answer, its slot and pages on the device, and the time of each token."""
 
     answer: Answer
     held: CacheSlot | None = None
@@ -40,14 +40,14 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class HostGaps:
-    """What the device waited for the host before steps that only go on: seconds of all, and how many answers they
-    had.
+    """Time that the device waited for the host before steps without prompts: seconds in total, and the number of
+    answers.
     """
 
     steps: int = 0
     answers: int = 0
     seconds: float = 0.0
-    since: float | None = None  # when the device became free; None where it had nothing to do
+    since: float | None = None  # when the device finished its work; None if it had none
 
     def issued(self, answers: int) -> None:
         """Count a step that the host has just launched."""
@@ -59,8 +59,8 @@ class HostGaps:
 
 @dataclass(slots=True)
 class PrefillSteps:
-    """Steps that read prompts: how many, their tokens and answers, seconds until they were issued and until they were
-    done.
+    """Steps that read prompts: their number, tokens and answers, and the seconds until they were issued and until they
+    ended.
     """
 
     steps: int = 0
@@ -83,7 +83,7 @@ class AnswerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What clients saw, answers in order of completion, and what the host cost.
+    """What clients saw, answers in order of completion, and the time that the host cost.
 
     `itl_s`: at most about a thousand quantiles of the time between tokens. `host`: the totals of a `HostGaps`.
     """
@@ -100,7 +100,7 @@ class LoadResult:
 
 @dataclass(slots=True)
 class Server:
-    """Answers the requests of `traffic` with an engine; `broadcast` is where rank 0 tells the others, None for one
+    """Answers the requests of `traffic` with an engine; `broadcast` sends rank 0's values to the others, None for one
     rank.
     """
 
@@ -118,14 +118,14 @@ class Server:
         engine = self.engine
         self.batch = Batch(
             engine=engine_of(ENGINE),
-            # Each sequence may leave its last page open.
+            # Each sequence may leave its last page partly empty.
             capacity=(engine.cache.free_pages - engine.max_sequences) * PAGE,
             max_sequences=engine.max_sequences,
             max_tokens=self.max_batched_tokens,
         )
 
     def run(self) -> LoadResult:
-        """Answer all requests, or those for which there is time; return what clients saw."""
+        """Answer all requests, or as many as there is time for; return what clients saw."""
         requests = self.traffic.draw()
         closed = self.traffic.concurrency and not self.traffic.trace
         todo = deque(requests[self.traffic.concurrency :] if closed else requests)
@@ -133,7 +133,7 @@ class Server:
         done: list[ServedRequest] = []
         device = self.engine.model.device
         complete = True
-        with PausedGarbageCollection():  # which collects first, for a fifth of a second
+        with PausedGarbageCollection():  # it begins with a collection, which takes a fifth of a second
             if self.engine.model.spread.group is not None:
                 dist.barrier(group=self.engine.model.spread.group)
             synchronize(device)
@@ -146,7 +146,7 @@ class Server:
                 if self.steps % 16 == 0 and not self._time_left():
                     complete = False
                     break
-                if self.batch.idle:  # the next request is not quite there
+                if self.batch.idle:  # the next request arrives later
                     self.between.since = None
                     continue
                 left = self._step(going, begin)
@@ -173,7 +173,7 @@ class Server:
         self.batch.add(answer)
 
     def _arrivals(self, todo: deque[Request], begin: float, going: dict[int, ServedRequest]) -> None:
-        """Add the requests that have arrived; where there is nothing else to do, wait for the next."""
+        """Add the requests that have arrived; if there is nothing else to do, wait for the next one."""
         arrived = 0
         if self.broadcast is None or self.broadcast.writes:
             if self.batch.idle and todo:
@@ -193,7 +193,7 @@ class Server:
         return bool(self._agreed(int(self.deadline.left_s > 0)))
 
     def _step(self, going: dict[int, ServedRequest], begin: float) -> list[ServedRequest]:
-        """Take the scheduler's next step; return the requests that it ended."""
+        """Take the scheduler's next step; return the requests that it finished."""
         step, began = self.batch.next_step(), time.perf_counter()
         self.steps += 1
         there = [one for one in going.values() if one.at_s] if step.sequences else []
@@ -227,7 +227,9 @@ class Server:
     def _parts(
         self, step: Step, going: dict[int, ServedRequest]
     ) -> tuple[list[tuple[CacheSlot, Tensor, int]], list[ServedRequest]]:
-        """Return what a step reads of each prompt, as `Engine.mix` takes it, and the requests whose prompts it ends."""
+        """Return the part of each prompt that a step reads, as input of `Engine.mix`, and the requests whose prompts it
+        completes.
+        """
         parts, ended, budget = [], [], step.prompt_tokens
         for answer in step.readers:
             one = going[id(answer)]

@@ -1,7 +1,7 @@
-"""The operators of a decoder that serves, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
+"""The operators of a serving decoder, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
 
-A step that reads prompts launches them one by one, six a layer, and its host is no faster than the device: they go
-through `PreparedKernel`, since Triton's own launch takes the host longer than many of them run.
+A step that reads prompts launches them one by one, six per layer, and the host is then hardly faster than the device.
+So they use `PreparedKernel`: Triton's own launch takes the host longer than many of these kernels run.
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
@@ -21,11 +21,11 @@ from executor.kernels.prepared_kernel import PreparedKernel
 
 HEADS_AT_ONCE = 8
 GATED_AT_ONCE = 1024
-SMALLEST_DOT = 16  # rows of a tensor core's product
+SMALLEST_DOT = 16  # rows of a product on tensor cores
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 8
 HALVES = (torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # bytes: Triton compiles accesses of so many at once where all addresses allow it
+ALIGNMENT = 16  # bytes: Triton compiles accesses of this size if all addresses are aligned to it
 
 _prepared: dict[tuple[Any, ...], PreparedKernel] = {}
 
@@ -33,7 +33,7 @@ _prepared: dict[tuple[Any, ...], PreparedKernel] = {}
 def _launch(
     kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...], **options: int
 ) -> None:
-    """Launch `kernel`, whose first arguments are `tensors` and the others `constants`, on the current stream."""
+    """Launch `kernel` on the current stream; its first arguments are `tensors`, the others `constants`."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     device = tensors[0].device.index
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
@@ -47,7 +47,7 @@ def _launch(
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of this rank and their width."""
+    """Numbers of heads of this rank, and their width."""
 
     queries: int
     kv: int
@@ -68,7 +68,7 @@ class Pages:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one page."""
+        """Tokens per page."""
         return self.keys.shape[2]
 
 
@@ -118,13 +118,13 @@ def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, hea
 
 
 def splits_for(programs: int, processors: int) -> int:
-    """Return over how many programs the keys of a sequence are spread: a power of two that fills the GPU."""
+    """Return the number of programs per sequence over which its keys are split: a power of two that fills the GPU."""
     wanted = -(-PROGRAMS_PER_SM * processors // programs)
     return min(MAX_SPLITS, 1 << max(0, wanted - 1).bit_length())
 
 
 def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, heads: Heads) -> Tensor:
-    """As `attend_pages`, over pages that are copied together first."""
+    """As `attend_pages`, on a contiguous copy of the pages."""
     longest = int(lengths.max())
     keys, values = (
         part[tables[:, : -(-longest // pages.tokens)].long()].transpose(1, 2).flatten(2, 3)[:, :, :longest]
@@ -138,10 +138,11 @@ def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Parts of prompts that one step reads, one after the other: `lengths` tokens of each after `before` cached ones.
+    """Parts of prompts that one step reads, concatenated: `lengths` tokens of each after `before` cached ones.
 
-    `positions` and `slots` (T,) are of the tokens; `cached` (K,) the slots of all keys that they meet, their own last,
-    None where no prompt has any before; `query_ends` and `key_ends` (prompts + 1,) int32 count both up from 0.
+    `positions` and `slots` (T,) are those of the tokens; `cached` (K,) the slots of all keys that they attend to, their
+    own last, or None if no prompt has earlier tokens; `query_ends` and `key_ends` (prompts + 1,) int32 are the
+    cumulative numbers of queries and keys, starting with 0.
     """
 
     lengths: tuple[int, ...]
@@ -154,20 +155,20 @@ class Chunks:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Keys that the last token of each part meets."""
+        """Number of keys that the last token of each part attends to."""
         return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
 
 
 def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> Tensor:
-    """Return causal attention (T, a d) inside each prompt of qkv (T, (a + 2 k) d), over what is cached of it, too."""
+    """Return causal attention (T, a d) within each prompt of qkv (T, (a + 2 k) d), including its cached tokens."""
     q, k, v = qkv.view(qkv.shape[0], -1, heads.width).split((heads.queries, heads.kv, heads.kv), dim=1)
     if chunks.cached is not None:
         page, place = chunks.cached // pages.tokens, chunks.cached % pages.tokens
         k, v = pages.keys[page, :, place], pages.values[page, :, place]  # (K, k, d)
     if qkv.is_cuda and qkv.dtype in HALVES:
-        # Not scaled_dot_product_attention: where that prefers cuDNN, each new length builds an execution graph for tens
-        # of milliseconds. Here all prompts are one launch of one kernel; queries are the last of their keys, as
-        # FlashAttention counts.
+        # Not scaled_dot_product_attention: if that prefers cuDNN, each new length takes tens of milliseconds to build a
+        # graph. Here all prompts are one launch of one kernel; queries are the last of their keys, as FlashAttention
+        # counts.
         out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
             q, k, v, chunks.query_ends, chunks.key_ends, max(chunks.lengths), max(chunks.keys), 0.0, True, False
         )[0]  # fmt: skip
@@ -188,7 +189,7 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (normalized, sum) of x and residual (T, h), the normalized sum scaled by `weight` (h,)."""
+    """Return (normalized, sum) of x and residual (T, h), with the normalized sum scaled by `weight` (h,)."""
     if not x.is_cuda:
         total = residual + x
         return functional.rms_norm(total, weight.shape, weight, eps), total

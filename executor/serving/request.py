@@ -1,4 +1,4 @@
-"""What a serving run is asked: one JSON file, written by `planner apply --task serve` and read by every rank."""
+"""The request for a serving run: one JSON file, written by `planner apply --task serve` and read by every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ALL_REDUCES = ("own", "nccl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """A step to time. `decode`: `batch` answers go on, each with `context` tokens cached; `prefill`: so many prompts
-    are read at once, each of `context` tokens.
+    """A step to time. `decode`: `batch` answers are continued, each with `context` tokens cached; `prefill`: `batch`
+    prompts of `context` tokens are read at once.
     """
 
     phase: str
@@ -26,7 +26,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests to be answered while they arrive; `name` stands in the report."""
+    """Requests to be answered while they arrive; the report uses `name`."""
 
     name: str
     traffic: Traffic
@@ -34,10 +34,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest:
-    """`all_reduces` are measured one after the other, the loads with the first of them; on one GPU there is nothing to
-    add.
+    """`all_reduces` are measured one after the other, the loads with the first one only; one GPU needs none.
 
-    `cache_tokens` 0 takes the memory that weights and graphs leave. `predicted` is copied into the report.
+    With `cache_tokens` 0 the cache takes the memory that weights and graphs leave. `predicted` is copied into the
+    report.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -58,7 +58,7 @@ class ServeRequest:
 
 
 def require_served(request: ServeRequest) -> None:
-    """Raise BadModel or BadPlan for what this engine does not serve."""
+    """Raise BadModel or BadPlan for requests that this engine does not support."""
     model, tp = request.model, request.tp
     lacks = {
         "experts": model.moe is not None,

@@ -22,12 +22,14 @@ from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 MODULE = "executor.serving.worker"
-ENDING_S = 8.0  # of the budget, for ending ranks and writing the report
+ENDING_S = 8.0  # seconds of the budget for ending ranks and writing the report
 KINDS = {"checked": "checks", "step": "steps", "sum": "sums", "load": "loads", "missing": "missing"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve. Returns 0 when everything asked was measured, 1 when not, 2 for what cannot be served, 130 on Ctrl-C."""
+    """Serve. Returns 0 if everything requested was measured, 1 if not, 2 for a request that cannot be served, 130 on
+    Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="executor.serving.run")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)

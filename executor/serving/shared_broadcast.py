@@ -1,8 +1,8 @@
-"""Numbers that rank 0 tells the other ranks of its host, through memory that their processes share.
+"""Broadcast of numbers from rank 0 to the other ranks of its host, through memory that their processes share.
 
-A broadcast through sockets takes a tenth of a millisecond, a decode step a few; a word that another process wrote is
-there in a microsecond. A message is a value and then its number, and a reader takes the value after it has seen the
-number: x86 keeps the order of stores, so that what is read is whole.
+A broadcast through sockets takes a tenth of a millisecond, a decode step a few milliseconds; a word in shared memory is
+visible after a microsecond. A message is a value and then its number, and a reader takes the value after it has seen
+the number: x86 keeps the order of stores, so the value is complete.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch.distributed as dist
 
 POLL_S = 2e-5
-SLOTS = 64  # messages a reader may be behind
+SLOTS = 64  # messages that a reader may be behind
 
 
 class SharedBroadcast:
-    """A collective constructor: every rank of `group`, processes of one host, makes one at the same time."""
+    """The constructor is collective: all ranks of `group`, processes of one host, call it at the same time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.writes = dist.get_rank(group) == 0
@@ -36,7 +36,9 @@ class SharedBroadcast:
             Path(path[0]).unlink()
 
     def agreed(self, value: int) -> int:
-        """Return rank 0's `value`. Ranks meet at least every SLOTS calls by other means: they take the same steps."""
+        """Return rank 0's `value`. Ranks must synchronise otherwise at least every SLOTS calls; they do, since they
+        take the same steps.
+        """
         slot = self._words[self._told % SLOTS]
         self._told += 1
         if self.writes:

@@ -1,4 +1,4 @@
-"""How long steps of given shapes take, answers that go on or prompts that are read, and the sums over ranks in them."""
+"""Times of steps of given shapes, continuing answers or reading prompts, and of the sums over ranks in them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from executor.serving.request import StepShape
 
 WARM_UP, REPEATS, PROMPT_REPEATS = 2, 8, 2
 MEASURED = WARM_UP + 2 * REPEATS
-SUMS = 16  # over ranks, in one graph
+SUMS = 16  # sums over ranks in one graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """Seconds of one step in the slowest rank, medians. `queued_s` with the host ahead of the device, `seconds` with
     the host waiting for each step before it starts the next, as it does while requests come and go; `issued_s` until
-    the host had launched all of it.
+    the host had launched all kernels.
     """
 
     phase: str
@@ -37,7 +37,7 @@ class StepTime:
 
 
 def time_step(engine: Engine, shape: StepShape) -> StepTime | str:
-    """Time a step; return its time, or in words why it has no room. A collective call."""
+    """Time a step; return its time, or a sentence if there is no room for it. A collective call."""
     room = shape.context + MEASURED
     if shape.batch > engine.max_sequences or room > engine.max_tokens:
         return f"{shape} is beyond the limits of the engine"
@@ -78,7 +78,7 @@ def time_all_reduce(engine: Engine, tokens: int) -> float:
 
 
 def _replayed(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what replays `run` from a CUDA graph; on a CPU itself."""
+    """Return a function that replays `run` as a CUDA graph; on a CPU `run` itself."""
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream()
@@ -106,7 +106,7 @@ def _prefill(engine: Engine, held: list[CacheSlot], shape: StepShape) -> tuple[f
 
 
 def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float, float, float]:
-    """Return seconds of a run with the host ahead, with the host waiting, and until it was issued, in the slowest
+    """Return the seconds of a run with the host ahead, with the host waiting, and until it was issued, on the slowest
     rank.
     """
     device = engine.model.device

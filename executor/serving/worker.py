@@ -31,7 +31,7 @@ from executor.serving.steps import StepTime, time_all_reduce, time_step
 from simulator.serving.traffic import Request, Traffic
 from topology import codec
 
-CACHE_SHARE = 0.85  # of what weights leave of a GPU's memory; graphs and prompts take of the rest
+CACHE_SHARE = 0.85  # share of the GPU memory left by weights; graphs and prompts use the rest
 CPU_CACHE_TOKENS = 4096
 WARM_UP = 8  # requests
 SUMMED = (1, 8, 64)  # tokens
@@ -39,7 +39,7 @@ SUMMED = (1, 8, 64)  # tokens
 
 @record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run this rank. Exits with WRONG_NUMBERS when served scores are not those of the training decoder."""
+    """Run this rank. Exits with WRONG_NUMBERS if served scores differ from those of the training decoder."""
     parser = argparse.ArgumentParser(prog="executor.serving.worker")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorder: Recorder) -> None:
-    """Check, then measure everything that is asked and for which there is time, the loads last."""
+    """Check, then measure everything that is requested while there is time, the loads last."""
     began = time.perf_counter()
     alone = request.tp == 1
     spread = Spread() if alone else Spread(request.tp, dist.get_rank(), dist.group.WORLD)
@@ -75,16 +75,16 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
     for way in _ways(request, device):
         try:
             verdict = check(request.model, spread, all_reduce=way, device=device, dtype=dtype, seed=request.seed)
-        except symmetric.SymmetricMemoryError as error:  # on all ranks alike: where it is lacking, NCCL still runs
+        except symmetric.SymmetricMemoryError as error:  # fails on all ranks alike; NCCL still works
             recorder.missing(f"all-reduce {way}: {error}")
             continue
         recorder.write("checked", **asdict(verdict), ok=verdict.ok, after_s=time.perf_counter() - began)
         ways += [way] if verdict.ok else []
     if not ways:
-        os._exit(WRONG_NUMBERS)  # unwinding would run collectives that other ranks may not join
+        os._exit(WRONG_NUMBERS)  # unwinding would run collectives that other ranks may not enter
     engine = _engine(request, spread, device, dtype)
     recorder.write("built", pages=engine.cache.pages, after_s=time.perf_counter() - began, **_memory(device))
-    for way in reversed(ways):  # the loads are answered with the first
+    for way in reversed(ways):  # the loads use the first all-reduce only
         engine.model.all_reduce = way
         engine.model.reserve(request.max_num_batched_tokens + request.max_num_seqs)
         engine.capture()
@@ -114,7 +114,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
         Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, broadcast, deadline).run()
         server = Server(engine, load.traffic, request.max_num_batched_tokens, broadcast, deadline)
         recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **asdict(server.run()))
-        if not server.batch.idle:  # there was no time for the rest, whose pages are not free
+        if not server.batch.idle:  # time ran out before the rest, whose pages are still in use
             break
     recorder.write("done", after_s=time.perf_counter() - began)
 
@@ -122,7 +122,7 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
 def _time_sums(
     engine: Engine, way: str, deadline: Deadline, control: dist.ProcessGroup | None, recorder: Recorder
 ) -> None:
-    """Time the sums over ranks of steps of a few sizes."""
+    """Time the sums over ranks for steps of a few sizes."""
     for tokens in sorted({min(size, engine.max_sequences) for size in SUMMED}):
         if _all_have_time(deadline, control):
             seconds = time_all_reduce(engine, tokens)
@@ -130,7 +130,7 @@ def _time_sums(
 
 
 def _warm_up(traffic: Traffic) -> Traffic:
-    """Return a few requests of a load's lengths: libraries choose kernels when they first see a shape."""
+    """Return a few requests with the lengths of a load, since libraries choose kernels when they first see a shape."""
     few = traffic.draw()[:WARM_UP]
     return Traffic(
         prompt=traffic.prompt,
@@ -140,7 +140,7 @@ def _warm_up(traffic: Traffic) -> Traffic:
 
 
 def _ways(request: ServeRequest, device: torch.device) -> tuple[str, ...]:
-    """Return the all-reduces to measure: our kernels need GPUs, one rank adds nothing."""
+    """Return the all-reduces to measure: our kernels need GPUs, and one rank needs none."""
     if request.tp == 1 or device.type != "cuda":
         return ("nccl",)
     return request.all_reduces

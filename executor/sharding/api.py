@@ -8,9 +8,9 @@
 
 The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank
 keeps its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the
-plan has; outputs are DTensors. A call is of the dtypes and flags that were captured. Its sizes may be others: each set
-of sizes has a program, made at its first call, and those of the last `MOST_SIZES` are kept. `exported.py` lists what
-else is kept of a module, and what is refused.
+plan has; outputs are DTensors. A call must have the captured dtypes and flags. Its sizes may differ: each set of sizes
+has a program, made at its first call, and the programs of the last `MOST_SIZES` are kept. `exported.py` lists what else
+of a module is kept, and what is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from topology.codec import JsonObject
 from topology.errors import BadInput, PlannerError, UserError
 
 PLANNER_BUDGET_S = 600.0
-MOST_SIZES = 32  # other sizes of arguments whose programs a sharded module keeps
+MOST_SIZES = 32  # other sets of argument sizes whose programs a sharded module keeps
 AxisMap = Mapping[str, str | Sequence[str]]
 
 
@@ -77,7 +77,7 @@ def request(
     stages: Mapping[str, Any] | None = None,
     routes: str | None = None,
 ) -> JsonObject:
-    """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
+    """Return the document that `planner shard` reads: the graph, and the constraints on its sharding."""
     return {
         "graph": msgspec.to_builtins(captured.graph),
         "mesh": {"names": list(mesh), "shape": list(mesh.values())},
@@ -103,9 +103,9 @@ def plan(
     memory_limit: float | None = None,
     budget_s: float = PLANNER_BUDGET_S,
 ) -> RunnableProgram:
-    """Ask `planner shard` for the program of a request, of least time on `cluster` within GiB of memory a rank.
+    """Ask `planner shard` for the program of a request, the fastest on `cluster` within `memory_limit` (GiB per rank).
 
-    Raises UserError where it has none.
+    Raises UserError if there is none.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "program.json")
@@ -144,7 +144,7 @@ def shard(
     dynamic: bool = True,
     **constraints: Any,
 ) -> ShardedModule:
-    """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
+    """Return `module` on the ranks of `mesh`, for calls with the shapes of `args` and `kwargs`.
 
     `constraints` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the
     maps `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left
@@ -185,7 +185,7 @@ def shard(
 
 
 def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int) -> Captured:
-    """Return the graph of a call of whole tensors, of one of its micro batches."""
+    """Return the graph of a call with whole tensors; with stages, of one of its micro batches."""
 
     def first(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -197,7 +197,7 @@ def _captured(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked: the mesh, what `request` takes, and a module to capture again, or why there is none."""
+    """A request: the mesh, the arguments of `request`, and a module to capture again, or why there is none."""
 
     module: nn.Module | UserError | None
     mesh: Mapping[str, int]
@@ -206,8 +206,8 @@ class _Question:
     memory_limit: float | None
 
     def captured(self, args: Sequence[Any], kwargs: Mapping[str, Any], like: Captured) -> Captured:
-        """Return the graph of a call of other sizes. Raises UserError where it has other parameters than `like`, or
-        the module has no copy.
+        """Return the graph of a call with other sizes. Raises UserError if its parameters differ from those of `like`,
+        or the module could not be copied.
         """
         assert self.module is not None  # noqa: S101 - by the caller
         if isinstance(self.module, UserError):
@@ -223,7 +223,9 @@ class _Question:
         return found
 
     def program(self, captured: Captured, like: ShardedModule | None = None) -> RunnableProgram:
-        """Return the program of a graph, on every rank; its inputs lie as those of `like` do, which has other sizes."""
+        """Return the program of a graph, on every rank; its inputs are placed like those of `like`, which has other
+        sizes.
+        """
         placements = {**self.constraints["placements"], **({} if like is None else self._chosen(like))}
         document = request(captured, self.mesh, **{**self.constraints, "placements": placements})
         return _planned_once(document, self.cluster, self.memory_limit)
@@ -249,7 +251,7 @@ def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned_once(document: Mapping[str, Any], cluster: str | None, memory_limit: float | None) -> RunnableProgram:
-    """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is
+    """Return the program that rank 0 got from the planner, on every rank. Raises UserError on all ranks if there is
     none.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -280,7 +282,7 @@ def _device() -> torch.device:
 
 
 class ShardedModule(nn.Module):
-    """A module as a program on this rank. Parameters and buffers are DTensors under the names that the module has
+    """A module as a program on this rank. Parameters and buffers are DTensors under their names in the module
     (`weights.py`).
     """
 
@@ -293,8 +295,8 @@ class ShardedModule(nn.Module):
         asked: Collection[str] = (),
         like: ShardedModule | None = None,
     ) -> None:
-        """`asked` names inputs that have gradients, besides those that the program has. The parameters are those of
-        `like`, where it is the same module at other sizes.
+        """`asked` names inputs that need gradients, in addition to the program's. With `like`, the same module at other
+        sizes, its parameters are used.
         """
         super().__init__()
         self.training = captured.training
@@ -313,7 +315,7 @@ class ShardedModule(nn.Module):
         else:
             self.weights.share(captured)
         self.question: _Question | None = None
-        self._sized: dict[Any, ShardedModule] = {}  # by shapes of the arguments, those last called at the end
+        self._sized: dict[Any, ShardedModule] = {}  # by shapes of the arguments, the most recently called last
         read = {name for data in program.instructions for name in data.get("reads", ())}
         leads = read | set(program.gradients.values())
         self.graded = [name in leads for name in program.seeds] or [False] * len(program.outputs)  # by result
@@ -326,11 +328,11 @@ class ShardedModule(nn.Module):
         return placements_of(self.program.buffers[buffer], self.program)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them.
+        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors with the plan's placements.
 
-        A call of other sizes has a program of its own: the first one of these sizes asks the planner for it, on all
-        ranks. Raises BadInput for sizes for which the module has another graph, and for other dtypes or flags than were
-        captured.
+        A call with other sizes has a program of its own; the first call with these sizes asks the planner for it, on
+        all ranks. Raises BadInput for sizes with which the module has another graph, and for dtypes or flags other than
+        the captured ones.
         """
         own = self._of_sizes(args, kwargs)
         if own is not self:
@@ -369,7 +371,7 @@ class ShardedModule(nn.Module):
         return self._results([self.ranks.everywhere(name, state) for name in self.program.outputs])
 
     def _of_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedModule:
-        """Return this module, or the same one at the sizes of a call, where they are all that is not as captured."""
+        """Return this module, or the same one for the sizes of a call if only sizes differ from the captured ones."""
         batches, captured = self.program.micro_batches, self.captured
         call = of_one_batch(signature_of(args, kwargs), batches)
         if self.question is None or call is None or not call.differs_in_sizes(captured.call):
@@ -380,20 +382,22 @@ class ShardedModule(nn.Module):
             other = self.question.captured(args, kwargs, like=captured)
             program = self.question.program(other, like=self)
             sized = ShardedModule(None, other, program, self.mesh, self.asked, like=self)
-            if len(self._sized) >= MOST_SIZES:  # a backward pass to come holds its own
+            if len(self._sized) >= MOST_SIZES:  # a later backward pass holds its own reference
                 del self._sized[next(iter(self._sized))]
         self._sized[shapes] = sized
         return sized
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """Return the module. Raises UserError for another mode than the captured one: the graph is that of one mode."""
+        """Return the module. Raises UserError for another mode than the captured one, since the graph is for
+        one mode.
+        """
         if mode != self.captured.training:
             said = "training" if self.captured.training else "evaluation"
             raise UserError(f"the module was captured in {said} mode", remedy="shard it once more in the other one")
         return self
 
     def _check_gradient(self, name: str, leaf: torch.Tensor) -> None:
-        """Raise BadInput where an argument requires a gradient that the program does not make."""
+        """Raise BadInput if an argument requires a gradient that the program does not compute."""
         if not (leaf.requires_grad and torch.is_grad_enabled()):
             return
         whole_on_stages = self.program.stage_axis and not isinstance(leaf, DTensor)
@@ -405,8 +409,8 @@ class ShardedModule(nn.Module):
             )
 
     def _values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for another call than the
-        captured one.
+        """Return this rank's pieces of inputs and parameters by buffer. Raises BadInput for a call of another form than
+        the captured one.
         """
         autocast = ambient_autocast(self.ranks.device.type), self.captured.autocast
         check_call(signature_of(args, kwargs), self.captured.call, self.program.micro_batches, autocast)
@@ -424,7 +428,7 @@ class ShardedModule(nn.Module):
         return values | self.weights.pieces(self.weights.parameters)
 
     def _results(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """Return pieces of all results as DTensors, those of micro batches as one."""
+        """Return the pieces of all results as DTensors; those of micro batches are concatenated."""
         names = self.captured.graph.outputs
         found: list[torch.Tensor] = []
         for at, name in enumerate(names):

@@ -1,7 +1,7 @@
-"""Kernels that compute rows of the last dims one by one: in the order in which rows lie in memory.
+"""Kernels that compute rows of the last dims one by one, in the order of the rows in memory.
 
-torch copies rows that lie otherwise than their dims before it multiplies or normalizes them; here they are computed as
-they lie, and so do the results.
+torch copies rows whose order in memory differs from that of the dims before it multiplies or normalizes them; here they
+are computed in memory order, and the results have the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ OF_ROWS = frozenset(("aten.linear.default", "aten.matmul.default"))
 
 
 def by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function of the rows of its first operand that takes them in the order in which they lie in memory,
-    where torch would copy them first; with other operands of rows, as it is.
+    """Return a function that passes the rows of its first operand in memory order where torch would copy them first;
+    with other operands of rows it changes nothing.
     """
 
     def of_rows(x: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
@@ -31,8 +31,8 @@ def by_rows(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _order_of_rows(x: torch.Tensor, over: int) -> list[int]:
-    """Return the dims as they lie in memory, rows of the last `over` dims innermost; none where that is their order, or
-    where they do not lie so.
+    """Return the dims in memory order, with the last `over` dims innermost; empty if that is their order already, or if
+    those dims are not innermost.
     """
     if x.ndim < 3 or x.is_contiguous():
         return []

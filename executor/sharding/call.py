@@ -20,15 +20,15 @@ from topology.errors import BadInput, UserError
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How a module is called: the structure of its arguments and, of each, shape and dtype, or what it is if it is no
-    tensor.
+    """How a module is called: the structure of its arguments and, for each, shape and dtype, or its value if it is not
+    a tensor.
     """
 
     tree: Any
     leaves: tuple[Any, ...]
 
     def differs_in_sizes(self, other: Signature) -> bool:
-        """Return whether sizes of tensors are all that differs, and some do."""
+        """Return whether two signatures differ, and only in sizes of tensors."""
         if self.tree != other.tree:
             return False
         both = list(zip(self.leaves, other.leaves, strict=True))
@@ -46,7 +46,7 @@ def is_shaped(leaf: Any) -> bool:
 
 
 def of_one_batch(call: Signature, micro_batches: int) -> Signature | None:
-    """Return the signature of one of so many micro batches, along the first dim; None where they do not divide it."""
+    """Return the signature of one of `micro_batches`, along the first dim; None if they do not divide it."""
     if micro_batches == 1:
         return call
     leaves = []
@@ -68,20 +68,22 @@ def _seen(leaf: Any) -> Any:
 
 
 def autocast_of(args: Sequence[Any]) -> torch.dtype | None:
-    """Return the dtype of the autocast around this call, on the device of its tensors; None where there is none."""
+    """Return the dtype of the autocast around this call, on the device of its tensors; None without autocast."""
     devices = {leaf.device.type for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)}
     return ambient_autocast(next(iter(devices), "cpu"))
 
 
 def ambient_autocast(device: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts now, or None where it is off."""
+    """Return the dtype to which autocast casts at the moment, or None if it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_call(
     found: Signature, wanted: Signature, micro_batches: int, autocast: tuple[torch.dtype | None, torch.dtype | None]
 ) -> None:
-    """Raise BadInput where a call is not the one that was captured, of one micro batch; `autocast` is of both."""
+    """Raise BadInput if a call differs from the captured one, which is of one micro batch; `autocast` is that
+    of each.
+    """
     if found.tree != wanted.tree:
         raise BadInput("a call with other arguments than were captured", remedy=f"arguments as in {wanted.tree}")
     for number, (mine, one) in enumerate(zip(found.leaves, wanted.leaves, strict=True)):
@@ -103,14 +105,14 @@ def check_call(
 
 
 def _said(leaf: Any) -> str:
-    """Return what an argument is, in words."""
+    """Return a description of an argument."""
     if is_shaped(leaf):
         return f"a tensor of {list(leaf[0])}, {leaf[1]}"
     return repr(leaf)[:60]
 
 
 class Piece(torch.autograd.Function):
-    """The piece that a rank has of a tensor that all ranks have; its gradient is whole again, on all of them."""
+    """A rank's piece of a tensor that all ranks have whole; its gradient is made whole again, on all ranks."""
 
     @staticmethod
     def forward(
@@ -123,11 +125,11 @@ class Piece(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         (gradient,), place, buffer = incoming, ctx.place, ctx.buffer
-        if gradient is None:  # nothing flows back, on no rank
+        if gradient is None:  # no gradient on any rank
             return None, None, None, None
         whole = ctx.like.new_zeros(buffer.shape)
         cut = {item for spec in buffer.dims for item in spec}
-        if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # of copies, one counts
+        if all(place.at[axis] == 0 for axis in place.sizes if axis not in cut):  # one of several copies counts
             indices = [place.indices(buffer, dim).to(whole.device) for dim in range(whole.ndim)]
             whole[torch.meshgrid(*indices, indexing="ij") if indices else ...] = gradient
         if dist.is_initialized():
@@ -136,7 +138,7 @@ class Piece(torch.autograd.Function):
 
 
 def micro_batches_of(leaf: Any, number: int) -> Sequence[Any]:
-    """Return the parts of an argument's first dim. Raises UserError where they are not equal."""
+    """Return the parts of an argument's first dim. Raises UserError if they are not equal."""
     if number == 1 or not isinstance(leaf, torch.Tensor):
         return [leaf] * number
     if leaf.ndim == 0 or leaf.shape[0] % number:
@@ -167,7 +169,7 @@ class Run(torch.autograd.Function):
         for name, output, gradient in zip(program.seeds, program.outputs, incoming, strict=True):
             if gradient is not None:
                 given.add(name)
-            # a gradient that copies of an output share is counted once
+            # a gradient shared by copies of an output counts once
             first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
             seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
         sharded.ranks.backward(state, seeds)

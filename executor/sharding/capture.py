@@ -1,8 +1,8 @@
 """Capture a module as a graph of ATen operators, with the names of its parameters and modules.
 
-`torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on
-the module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. What
-torch.export changes on its way is in `exported.py`.
+`torch.export` runs the module's own Python once with tensors that have shapes but no values. Values that do not depend
+on the module's inputs or parameters (masks, rotary angles) are computed here and become constants of the graph.
+`exported.py` describes what torch.export changes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata"
 class Captured:
     """The graph, the values of its constants by name, and how the module's results are arranged.
 
-    `results` has for each leaf of `result_tree` its number among the graph's outputs, or what it is on every rank:
-    None, a number. `call` is what the module was called with, and `modes` what it was set to.
+    `results` has for each leaf of `result_tree` its index among the graph's outputs, or a constant (None, a number).
+    `call` is the form of the call, and `modes` the training modes of the modules.
     """
 
     graph: CapturedGraph
@@ -47,7 +47,7 @@ class Captured:
     call: Signature = field(default_factory=lambda: signature_of((), {}))
     training: bool = False
     autocast: torch.dtype | None = None  # around the capture
-    written: Mapping[str, str] = field(default_factory=dict)  # by buffer of the module, the output that it becomes
+    written: Mapping[str, str] = field(default_factory=dict)  # by buffer of the module, the output with its new value
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Output:
 
 
 def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
-    """Return the graph of `module` called with `args` and `kwargs`, whose shapes it is then made for.
+    """Return the graph of `module` called with `args` and `kwargs`, for their shapes.
 
     The module is not changed. Raises UserError where torch.export cannot capture it or it draws random numbers.
     """
@@ -117,13 +117,13 @@ class _Tensor:
     fake: torch.Tensor
 
 
-Environment = dict[str, Any]  # by name of a node, its value as in torch.fx: a tensor of the graph, or any constant
+Environment = dict[str, Any]  # by name of a node, its value in torch.fx: a tensor of the graph, or a constant
 
 
 @dataclass(slots=True)
 class _Reader:
     tied: Mapping[str, str] = field(default_factory=dict)
-    autocast: bool = False  # whether results have the dtypes that autocast gives them
+    autocast: bool = False  # whether results have the dtypes of autocast
     inputs: list[GraphInput] = field(default_factory=list)
     nodes: list[GraphNode] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -131,10 +131,10 @@ class _Reader:
     _given: dict[str, _Tensor] = field(default_factory=dict)  # parameters and buffers, by their first name
     _casts: dict[tuple[str, torch.dtype], _Tensor] = field(default_factory=dict)
     _constant_names: dict[int, str] = field(default_factory=dict)
-    _alive: list[torch.Tensor] = field(default_factory=list)  # so that ids stay those of one tensor
+    _alive: list[torch.Tensor] = field(default_factory=list)  # keeps tensors alive, so that no id is used twice
 
     def input(self, node: torch.fx.Node, spec: Any, values: Mapping[str, Any]) -> Any:
-        """Return what stands for a placeholder: a named tensor, or the value of a constant."""
+        """Return the value for a placeholder: a named tensor, or a constant."""
         kind = _KINDS.get(spec.kind, INPUT)
         value = node.meta.get("val")
         if kind == CONSTANT and isinstance(values.get(spec.target), torch.Tensor):
@@ -158,7 +158,7 @@ class _Reader:
         return self._given[target]
 
     def written(self, value: Any) -> str:
-        """Return the name of what a buffer becomes, through which no gradient passes."""
+        """Return the name of a buffer's new value, through which no gradient passes."""
         if not isinstance(value, _Tensor):
             raise UserError("a buffer becomes what depends on no tensor", remedy="a module without it")
         detached = value.fake.detach()
@@ -199,7 +199,7 @@ class _Reader:
             return _empty(value)
         if op.startswith("aten.cat."):
             args = ([one for one in args[0] if not _is_empty(one)], *args[1:])
-        if op.endswith("_like.default") and isinstance(value, torch.Tensor):  # of a tensor's shape alone
+        if op.endswith("_like.default") and isinstance(value, torch.Tensor):  # depends only on a tensor's shape
             return _constant(
                 node.target, [torch.empty(args[0].fake.shape, dtype=args[0].fake.dtype), *args[1:]], kwargs
             )
@@ -224,7 +224,7 @@ class _Reader:
         raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
 
     def _inverts(self, args: Any) -> bool:
-        """Return whether numbers in order are put where a sort says: the inverse of its permutation."""
+        """Return whether a scatter writes 0, 1, 2, ... to the indices of a sort, which inverts its permutation."""
         if len(args) != 3 or len(args[1]) != 1 or not isinstance(args[1][0], _Tensor):
             return False
         made = next((one for one in self.nodes if one.name == args[1][0].name), None)
@@ -242,7 +242,7 @@ class _Reader:
         return found
 
     def _cast(self, op: str, args: Any, kwargs: Any, dtype: torch.dtype, module: str) -> tuple[Any, Any]:
-        """Return arguments as autocast hands them on: with the dtype of the result, where both are floating."""
+        """Return arguments as autocast passes them on: in the dtype of the result, if both are floating."""
         if not dtype.is_floating_point or op.startswith(_CASTS):
             return args, kwargs
 
@@ -283,7 +283,7 @@ class _Reader:
         return _Tensor(name, value)
 
     def _plain(self, value: Any) -> Any:
-        """Return an argument as JSON data; tensors known only by value become constants of the graph."""
+        """Return an argument as JSON data; tensors with known values become constants of the graph."""
         match value:
             case _Tensor():
                 return {"tensor": value.name}
@@ -310,7 +310,7 @@ class _Reader:
         return self._constant_names[id(value)]
 
     def _new_name(self, name: str) -> str:
-        """Return a name that no tensor has. Those of results end with a digit, which no function's name does."""
+        """Return an unused name for a tensor. Names of results end with a digit, names of functions do not."""
         name = re.sub(r"\W", "_", name)[-56:].lstrip("_0123456789") or "tensor"
         if hasattr(torch.ops.aten, name):
             name = f"{name}_0"
@@ -322,7 +322,7 @@ class _Reader:
 
 
 def _empty(value: Any) -> Any:
-    """Return a tensor without elements, which every rank has by its shape alone; anything else as it is."""
+    """Return a new tensor in place of one without elements, for which its shape is enough; anything else unchanged."""
     return torch.empty(tuple(value.shape), dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
@@ -337,15 +337,15 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _dtype_name(value: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype. Raises UserError for one that no program has."""
+    """Return the name of a tensor's dtype. Raises UserError for one that programs do not support."""
     if value.dtype not in DTYPE_NAMES:
         raise UserError(f"a tensor of {value.dtype}", remedy=f"one of {', '.join(map(str, DTYPE_NAMES))}")
     return DTYPE_NAMES[value.dtype]
 
 
 def _draws_nothing(op: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator that may draw random numbers does not: attention, dropout or recurrent layers without
-    dropout, or in evaluation.
+    """Return whether an operator that can draw random numbers does not do so here: attention, dropout or recurrent
+    layers without dropout, or in evaluation.
     """
     if op.startswith("aten.scaled_dot_product_attention"):
         return len(args) < 5 or not args[4]
@@ -361,6 +361,6 @@ def _mapped(arguments: Any, environment: Mapping[str, Any]) -> Any:
 
 
 def _constant(target: Any, args: Any, kwargs: Any) -> Any:
-    """Return the value of an operator whose arguments are all known."""
+    """Return the value of an operator with known arguments."""
     with torch.no_grad():
         return target(*args, **kwargs)

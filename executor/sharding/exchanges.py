@@ -1,8 +1,8 @@
 """What a collective of a program does to a rank's piece: torch.distributed on one group, and the order of elements.
 
-A piece is seen as [blocks, rest] along the dim that is gathered or scattered, the whole as [blocks, pieces, rest].
-Pieces of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or a
-scatter, and sent as they are by an all-to-all, which takes every rank's count.
+Along the dim that is gathered or scattered, a piece is viewed as [blocks, rest] and the whole as [blocks, pieces,
+rest]. Pieces of different sizes (a dim that the mesh axes do not divide) are padded to the largest one for a gather or
+a scatter, and sent unpadded by an all-to-all, which takes every rank's count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from simulator.sharded.program import (
     rank_groups,
 )
 
-# torch 2.13 gives these two new names and warns about the old ones
+# torch 2.13 renames these two and warns about the old names
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCERS = {
@@ -48,7 +48,7 @@ _REDUCERS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group over some mesh axes, and by index in the order of those axes the position in the group."""
+    """A process group over some mesh axes; for each index in the order of those axes, the position in the group."""
 
     group: dist.ProcessGroup
     size: int
@@ -65,8 +65,8 @@ def make_groups(
     mesh: DeviceMesh | None = None,
     known: Mapping[tuple[str, ...], Group] | None = None,
 ) -> dict[tuple[str, ...], Group]:
-    """Return the groups of this rank by mesh axes. Every rank of the world calls this, as all take part in making
-    each that is not `known`. With a `mesh` of some of the ranks, groups are those of its axes.
+    """Return the groups of this rank by mesh axes. Every rank of the world calls this, since all take part in making
+    each group that is not `known`. With a `mesh` of some of the ranks, groups are over its axes.
     """
     found = dict(known or {})
     stages = {(program.stage_axis,)} if program.stage_axis else set()
@@ -86,7 +86,7 @@ def make_groups(
 
 
 def _process_group(groups: Sequence[Sequence[int]], mesh: DeviceMesh | None, axes: Sequence[str]) -> dist.ProcessGroup:
-    """Return this rank's group among `groups`, which are those over `axes`."""
+    """Return that of `groups` to which this rank belongs; all are over `axes`."""
     if mesh is not None:
         return group_of(mesh, axes)
     whole = len(groups[0]) == dist.get_world_size()
@@ -96,7 +96,7 @@ def _process_group(groups: Sequence[Sequence[int]], mesh: DeviceMesh | None, axe
 
 def group_of(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     """Return this rank's group over some axes of a mesh."""
-    names = [name for name in mesh.mesh_dim_names or () if name in axes]  # slices are in the mesh's order
+    names = [name for name in mesh.mesh_dim_names or () if name in axes]  # a sliced mesh has groups in its own order
     if len(names) == 1:
         return mesh.get_group(names[0])
     part = mesh if len(names) == mesh.ndim else mesh[tuple(names)]
@@ -105,16 +105,14 @@ def group_of(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How large the pieces of the ranks of a group are, of the buffer that an exchange reads and of the one it
-    writes.
-    """
+    """The sizes of a group's pieces: of the buffer that an exchange reads, and of the one that it writes."""
 
     place: Place
     read: Buffer
     written: Buffer
 
     def along(self, dim: int, axes: Sequence[str], *, before: bool) -> tuple[int, ...] | None:
-        """Return the sizes of a dim by rank of the group over `axes`, before or after; None where all are equal."""
+        """Return the sizes of a dim by rank of the group over `axes`, before or after; None if all are equal."""
         sizes = self.place.member_sizes(self.read if before else self.written, dim, axes)
         return None if len(set(sizes)) == 1 else sizes
 
@@ -127,14 +125,14 @@ def exchange(
     members: Sequence[int],
     others: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return this rank's piece after the exchange; a mean over ranks is their sum by their number. `members` are the
-    ranks of the mesh.
+    """Return this rank's piece after the exchange; a mean over ranks is their sum divided by their number. `members`
+    are the ranks of the mesh.
 
-    A reduction to one rank returns, on all other ranks, `others`: what earlier ones have brought them.
+    On all ranks but the target, a reduction to one rank returns `others`, the results of earlier reductions.
     """
     if do.kind in {"broadcast", "reduce"}:
         return _rooted(do, x, group, others)
-    if order := pieces.written.order:  # with the dims as they lie in memory, what is outermost there is not copied
+    if order := pieces.written.order:  # with dims in memory order, the outermost one is not copied
         do = replace(do, dim=order.index(do.dim), to_dim=order.index(do.to_dim))
         read, written = (_with_dims_in(order, one) for one in (pieces.read, pieces.written))
         x, pieces = x.permute(order), Pieces(pieces.place, read, written)
@@ -184,8 +182,8 @@ def _all_to_all(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> 
 
 
 def _all_to_all_by_counts(do: Exchange, x: torch.Tensor, group: Group, pieces: Pieces) -> torch.Tensor:
-    """An all-to-all of pieces of different sizes: of each only its own elements are sent. Only even dims have
-    blocks.
+    """An all-to-all of pieces of different sizes: only their own elements are sent, without padding. Only dims of equal
+    pieces have blocks.
     """
     came = pieces.place.member_sizes(pieces.read, do.dim, do.axes)
     goes = pieces.along(do.to_dim, do.axes, before=False)
@@ -215,7 +213,7 @@ def _rooted(do: Exchange, x: torch.Tensor, group: Group, others: torch.Tensor | 
     dist.reduce(out, root, _REDUCERS[do.reducer], group=group.group)
     if rank == root:
         return out
-    return x if others is None else others  # before its turn a rank has nothing yet, and nobody reads it
+    return x if others is None else others  # before its turn a rank has no value, and none is read
 
 
 def _all_reduce(do: Exchange, x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -236,7 +234,7 @@ def _reduce_scatter(do: Exchange, x: torch.Tensor, group: Group, sizes: tuple[in
 
 
 def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Return a piece with zeros at its end, so that a dim has `size` elements."""
+    """Return a piece padded with zeros, so that a dim has `size` elements."""
     return functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]])
 
 
@@ -283,11 +281,10 @@ def is_overlapped(kernel: Kernel) -> bool:
 def run_overlapped(
     kernel: Kernel, values: Mapping[str, torch.Tensor], groups: Mapping[tuple[str, ...], Group]
 ) -> torch.Tensor:
-    """Return the rank's piece of a product whose operand is gathered, or whose result is summed, on the way; or of
+    """Return the rank's piece of a product that overlaps with gathering its operand or summing its result, or of
     attention around a ring.
 
-    The mode is one that runs on this device: on the CPU, those that need copy engines run as one exchange and one
-    product.
+    The mode must run on this device: on the CPU, modes that need copy engines run as one exchange and one product.
     """
     if kernel.op == RING_ATTENTION:
         *tensors, causal = kernel.args

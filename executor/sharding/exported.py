@@ -40,9 +40,9 @@ from torch._decomp import get_decompositions
 
 from topology.errors import UserError
 
-# Batch norms in training become sums, so that ranks which have some of the rows add theirs up.
+# Batch norms in training become sums, so that ranks with some of the rows can add up theirs.
 _DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
-_NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # of open files, locks, results of operators, and what refuses it
+_NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # deepcopy's errors for open files, locks and results of operators
 _EXPERTS = (
     "a module whose control flow and sizes do not depend on values of tensors; for experts, instead of a loop that "
     "takes each one's tokens, tokens sorted by expert and torch.nn.functional.grouped_mm, or of transformers "
@@ -65,7 +65,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             exported = exported.run_decompositions(_DECOMPOSED)
     except UserError:
         raise
-    except Exception as error:  # torch.export raises many kinds
+    except Exception as error:  # torch.export raises many kinds of errors
         where = _line_of(module, error)
         raise UserError(
             f"torch.export cannot capture {type(module).__name__}" + (f", at {where}" if where else ""),
@@ -77,7 +77,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _line_of(module: nn.Module, error: BaseException) -> str:
-    """Return the last line of a module's own code that an error came through, or nothing."""
+    """Return the last line of the module's own code in the traceback of an error, or an empty string."""
     classes = {type(one).__module__ for one in module.modules()} - {"torch.nn.modules.container"}
     codes = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_globals.get("__name__") in classes]
     if not codes:
@@ -88,7 +88,7 @@ def _line_of(module: nn.Module, error: BaseException) -> str:
 
 
 def _refuse_sizes_of_values(module: torch.fx.GraphModule) -> None:
-    """Raise UserError where a tensor has a size that depends on values: every rank would have another program."""
+    """Raise UserError if a tensor has a size that depends on values: every rank would have another program."""
     for one in module.modules():
         for node in _nodes(one):
             value = node.meta.get("val")
@@ -104,8 +104,8 @@ def _refuse_sizes_of_values(module: torch.fx.GraphModule) -> None:
 
 
 def skeleton(module: nn.Module) -> nn.Module | UserError:
-    """Return the module with parameters that have no memory, to be captured once more; or why it has no copy, for calls
-    of other sizes to raise.
+    """Return a copy of the module whose parameters have no memory, for further captures; or why it cannot be copied, a
+    reason that calls with other sizes raise.
     """
     own: dict[int, Any] = {id(one): one for one in module.buffers()}
     for one in module.parameters():
@@ -123,7 +123,7 @@ def skeleton(module: nn.Module) -> nn.Module | UserError:
 
 
 def _refuse_backward_hooks(module: nn.Module) -> None:
-    """Raise UserError where a hook would run in the backward pass: the graph has operators alone."""
+    """Raise UserError if a hook would run in the backward pass: the graph contains operators only."""
     hooks = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
     named = (*module.named_modules(), *module.named_parameters())
     found = [name for name, one in named if any(getattr(one, each, None) for each in hooks)]
@@ -137,7 +137,7 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
 
 @contextmanager
 def _numbers_changed(module: nn.Module) -> Iterator[dict[tuple[str, str], tuple[nn.Module, Any]]]:
-    """Collect by module and attribute the numbers that a call changes."""
+    """Collect, by module and attribute, the numbers that a call changes."""
     before = {id(one): (name, dict(vars(one))) for name, one in module.named_modules()}
     original, changed = nn.Module.__setattr__, dict[tuple[str, str], tuple[nn.Module, Any]]()
 
@@ -155,9 +155,9 @@ def _numbers_changed(module: nn.Module) -> Iterator[dict[tuple[str, str], tuple[
 
 
 def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what torch.export makes of a call. Raises UserError where the next call would be another one.
+    """Return torch.export's result for a call. Raises UserError if the next call would give another program.
 
-    A number that a call sets, and that the next one sets to the same, changes nothing: both are captured and compared.
+    A number that each call sets to the same value is accepted: two calls are captured and compared.
     """
     kept = [(one, dict(vars(one))) for one in module.modules()]
     try:
@@ -165,7 +165,7 @@ def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             exported = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
         if not changed:
             return exported
-        for (_, key), (one, value) in changed.items():  # torch.export puts back what it saw change
+        for (_, key), (one, value) in changed.items():  # torch.export restores changed attributes
             vars(one)[key] = value
         with _recorded(), _numbers_changed(module) as again:
             second = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
@@ -184,8 +184,8 @@ def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @contextmanager
 def _recorded() -> Iterator[None]:
-    """Let autograd be on, as where a module is trained: its regions without it are seen only then. Refuse functions
-    with a backward of their own, and hooks of tensors: torch.export keeps what is computed alone.
+    """Switch autograd on, as in training, since only then regions without it are recorded. Refuse functions with their
+    own backward, and hooks of tensors: torch.export keeps computations only.
     """
     applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
 
@@ -223,7 +223,9 @@ def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
 
 
 def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
-    """Detach what leaves a region without autograd, in place. Raises UserError where one writes into a tensor there."""
+    """Detach the results of regions without autograd, in place. Raises UserError if such a region writes into a
+    tensor.
+    """
     for node in _nodes(module):
         op = str(node.target)
         if op in _REGIONS:
@@ -236,7 +238,7 @@ def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
 
 
 def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Detach the result of a node where it leaves its region, or enters one inside it."""
+    """Detach the result of a node where it leaves its region or enters an inner one."""
     if _writes_in_place(node.target):
         raise UserError(
             f"{node.name} writes into a tensor without autograd ({node.target})",
@@ -264,7 +266,7 @@ def _writes_in_place(target: Any) -> bool:
 
 
 def attribute_of(module: torch.fx.GraphModule, path: str) -> Any:
-    """Return what a path of names leads to."""
+    """Return the attribute at a dotted path."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)

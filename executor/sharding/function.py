@@ -1,4 +1,4 @@
-"""`ShardedFunction`: a function of DTensors, as for one GPU, on many."""
+"""`ShardedFunction`: a function of DTensors on many GPUs, written as for one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from executor.sharding.places import tokens_of
 
 
 class ShardedFunction:
-    """A function of tensors, as for one GPU, that takes DTensors and returns DTensors, as nvFuser's wrapped definitions
-    do.
+    """A function of tensors, written as for one GPU, that takes and returns DTensors, like nvFuser's wrapped
+    definitions.
 
         mlp = ShardedFunction(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down))
         y = mlp(x, up, down)         # DTensors in, the placements found for the result out
 
-    A program is made for every new set of shapes and placements. Weights stay: activations move to them.
+    A program is made for every new set of shapes and placements. Weights stay where they are, activations move.
     """
 
     def __init__(self, function: Callable[..., Any], **constraints: Any) -> None:

@@ -1,5 +1,4 @@
-"""Operators whose statistics ranks exchange: what a rank computes of its piece, and how it finishes with the reduced
-ones.
+"""Operators whose ranks exchange statistics: a rank's statistics of its piece, and its result from the reduced ones.
 
 Statistics are float32, or float64 where the operands are. A maximum is only subtracted before exponentials, so no
 gradient passes it.
@@ -66,7 +65,7 @@ def _layernorm(
 
 
 def _scores(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:
-    """Scores of this rank's queries and keys, minus infinity where a mask forbids."""
+    """Scores of this rank's queries and keys, minus infinity for masked pairs."""
     q, k, _, *mask = tensors
     if q.shape[-3] != k.shape[-3]:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
@@ -83,7 +82,7 @@ def _scores(context: Context, tensors: list[torch.Tensor], causal: bool, scale: 
 
 
 def _attention_max(context: Context, tensors: Any, causal: bool, scale: float | None) -> torch.Tensor:
-    # a rank none of whose keys a query sees must not make the maximum undefined
+    # the maximum must be defined on a rank none of whose keys a query sees
     return _scores(context, tensors, causal, scale).amax(-1, keepdim=True).clamp_min(-1e30)
 
 
@@ -129,7 +128,7 @@ def _cross_entropy(
     return torch.where(targets == ignored, 0.0, rows)
 
 
-# Kernels of values alone, and those that know where the rank is.
+# Kernels that need values only, and kernels that need the rank's place.
 PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "row_max": _row_max,
     "row_exp_sum": _row_exp_sum,

@@ -1,8 +1,7 @@
-"""What an operator of a program computes on a rank's own pieces.
+"""The computation of a program's operator on a rank's own pieces.
 
-Kernels are looked up by name in the table at the end, or are ATen operators that compute values of tensors from values
-of tensors and do nothing else. Shapes that an operator gets are those of its piece: a kernel knows the buffer it
-writes.
+Kernels are looked up by name in the table at the end, or are ATen operators that only compute values of tensors from
+values of tensors. An operator gets the shapes of its piece, since a kernel knows the buffer that it writes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
     table.
     """
     if any(not one.numel() for one in values.values()) and (0 in context.shape or kernel.op in _CONVOLUTIONS):
-        # nothing, or a sum over no channels
+        # nothing to compute, or a sum over no channels
         return torch.zeros(context.shape, dtype=context.dtype, device=next(iter(values.values())).device)
     args = _given(kernel.args, values)
     if kernel.op in _PLAIN:
@@ -42,7 +41,7 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
 
 
 def _given(value: Any, values: Mapping[str, torch.Tensor]) -> Any:
-    """Return arguments with buffers' values and dtypes in their places."""
+    """Return arguments with the values and dtypes of buffers filled in."""
     if isinstance(value, dict):
         if "tensor" in value:
             return values[value["tensor"]]
@@ -72,8 +71,7 @@ def _aten(name: str) -> Callable[..., torch.Tensor]:
 def _only_computes(overload: Any) -> bool:
     """Return whether an operator takes tensors, makes tensors of their values, and does nothing else.
 
-    Others make tensors of files or memory, write into their operands, draw random numbers, or are torch's own
-    internals.
+    Others read tensors from files or memory, write into their operands, draw random numbers, or are internal to torch.
     """
     schema, tags = overload._schema, getattr(overload, "tags", ())  # noqa: SLF001 - torch has no public way to ask
     core = torch.Tag.pointwise in tags or torch.Tag.core in tags
@@ -85,13 +83,13 @@ def _only_computes(overload: Any) -> bool:
 
 
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-_WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # as they are captured
+_WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # under their captured names
 _CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"))
 
 
 def _patches(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A convolution whose windows lie side by side: one product, where cuDNN's kernels for it are many times as
-    slow.
+    """A convolution whose windows do not overlap, computed as one product: cuDNN's kernels for it are many times
+    slower.
     """
     window, images = weight.shape[2:], len(x)
     places = [size // width for size, width in zip(x.shape[2:], window, strict=True)]
@@ -112,13 +110,15 @@ def _convolution(
     transposed: bool,
     outside: list[int],
 ) -> torch.Tensor:
-    """A convolution of this rank's groups of channels, each of so many channels of `x`: of one group, of its part."""
+    """A convolution of this rank's groups of channels, each of `width` channels of `x`; of one group, this
+    rank's part.
+    """
     groups = x.shape[1] // width or 1
     return torch.convolution(x, weight, None, stride, padding, dilation, transposed, outside, groups)
 
 
 def _put_back(x: torch.Tensor, part: torch.Tensor, dim: int, *where: int | None) -> torch.Tensor:
-    """A copy of `x` with `part` at a number, or at a range of numbers, along a dim; also of complex numbers."""
+    """A copy of `x` with `part` written at an index or a range of indices along a dim; also for complex numbers."""
     places = slice(*where) if len(where) > 1 else where[0]
     made = x.clone()
     made[(slice(None),) * (dim % x.ndim) + (places,)] = part
@@ -134,13 +134,13 @@ def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
 
 
 def _repeat_interleave(context: Context, x: torch.Tensor, times: int, dim: int) -> torch.Tensor:
-    """Every element so many times, or as many of these as this rank's piece of the result has."""
+    """Every element repeated, for this rank's part of the result."""
     before = x.shape[dim]
     return x.repeat_interleave(context.shape[dim] // before if before else times, dim)
 
 
 def _repeat(context: Context, x: torch.Tensor) -> torch.Tensor:
-    """A rank has as many copies as its piece of the result has."""
+    """A rank has as many copies as its piece of the result."""
     local = context.shape
     shape = (1,) * (len(local) - x.ndim) + tuple(x.shape)
     return x.repeat([after // before if before else 1 for after, before in zip(local, shape, strict=True)])
@@ -162,9 +162,10 @@ def _bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor, padding: int | None = None) -> torch.Tensor:
-    """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows.
+    """Rows of this rank's part of the table; ids in other ranks' parts give zeros, so that the sum over ranks has all
+    rows.
 
-    No gradient passes rows of the number `padding`.
+    The row `padding` gets no gradient.
     """
     if padding is not None:
         found = _embedding(context, weight, ids)
@@ -184,16 +185,16 @@ def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor, paddin
 
 
 def _rows(context: Context, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows by number, counted from the end where negative."""
+    """Rows by number; negative numbers count from the end."""
     read = context.reads.values()
     whole = next(b for b in read if context.place.shape(b) == tuple(x.shape) and b.dtype not in _INTEGERS).shape[0]
     return _embedding(context, x, torch.where(numbers < 0, numbers + whole, numbers))
 
 
 def _grouped_product(context: Context, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Every row by the matrix of its group; rows of groups whose matrices other ranks have are zero."""
+    """Every row times the matrix of its group; rows of groups whose matrices are on other ranks are zero."""
     rows, matrices = (next(b for b in context.reads.values() if len(b.shape) == dims) for dims in (2, 3))
-    if rows.dims[0]:  # of all rows this rank has some
+    if rows.dims[0]:  # this rank has some of the rows
         ends = torch.searchsorted(context.place.indices(rows, 0).to(ends.device), ends)
     start, stop = 0, len(x)
     if matrices.dims[0]:
@@ -202,14 +203,14 @@ def _grouped_product(context: Context, x: torch.Tensor, weights: torch.Tensor, e
         start, stop = (int(ends[at]) if at >= 0 else 0 for at in (first - 1, last))
         ends = ends[first : last + 1] - start
     if not len(weights):
-        return x @ weights.sum(0)  # zeros, and gradients of both
+        return x @ weights.sum(0)  # zeros, with a path for the gradients of both
     multiply = moe.grouped if moe.can_group(x, weights) else moe.looped
     made = multiply(x[start:stop], weights.transpose(-2, -1), ends.to(torch.int32))
     return F.pad(made, [0, 0, start, len(x) - start - len(made)])
 
 
-# A dropout of none that has plans of cuDNN of its own (`_laid_out`): torch tells them apart by the bits of this number,
-# so that what the same process runs besides, whose gradients may lie otherwise, and a program do not share theirs.
+# A dropout of zero, as -0.0, that gives programs their own cuDNN plans (`_laid_out`). torch distinguishes plans by the
+# bits of this number, so a program shares none with other code of the process, whose gradients may have other strides.
 OWN_PLANS = -0.0
 _INTEGERS = frozenset(("i64", "i32", "i16", "i8", "u8", "bool"))
 
@@ -229,7 +230,9 @@ def _group_norm(tensors: list[torch.Tensor], width: int, eps: float) -> torch.Te
 
 
 def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:
-    """Attention of a rank's queries to all keys; a causal mask follows from where its queries are in the sequence."""
+    """Attention of a rank's queries to all keys; a causal mask follows from the positions of its queries in the
+    sequence.
+    """
     q, k, v, *mask = tensors
     queries = context.out.dims[-2]
     if causal and queries:
@@ -247,11 +250,11 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
 
 
 def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tensor:
-    """A gradient with the strides of the result that it belongs to.
+    """A gradient with the strides of its result. torch 2.11 caches cuDNN's plans of the backward pass by the layouts of
+    queries, keys and values (aten/src/ATen/native/cudnn/MHA.cpp:
 
-    torch 2.11 keeps cuDNN's plans of the backward pass by the layouts of queries, keys and values
-    (aten/src/ATen/native/cudnn/MHA.cpp: MHACacheKeyWrapper): a gradient that lies otherwise than the first one did is
-    read as if it lay like that. Where only dims of one element differ, nothing is copied.
+    MHACacheKeyWrapper), so it would read a gradient with other strides as if it had those of the first one. Nothing is
+    copied if only the strides of dims of one element differ.
     """
     both = zip(gradient.shape, gradient.stride(), strides, strict=True)
     if all(size == 1 or ours == wanted for (size, ours, wanted) in both):
@@ -260,7 +263,7 @@ def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tens
 
 
 def _rotary(context: Context, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: one kernel where it takes these shapes and the angles have no gradient."""
+    """Rotary positions, by one kernel if it supports these shapes and the angles need no gradient."""
     width = x.shape[-1]
     shape = (1,) * (x.ndim - cos.ndim) + tuple(cos.shape)
     fits = x.ndim == 4 and context.dtype == x.dtype in rotary.IN_ONE_PASS and shape[-1] == width and x.is_cuda
@@ -282,14 +285,14 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignored: int) ->
 def _loss_rows(
     x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, kind: str, ignored: int, smoothing: float
 ) -> torch.Tensor:
-    """A loss for every row of all classes."""
+    """The loss of every row over all classes."""
     if kind == "nll_loss":
         return F.nll_loss(x, targets, weights, reduction="none", ignore_index=ignored)
     return F.cross_entropy(x, targets, weights, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
 
 
 def _loss_weights(x: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, ignored: int) -> torch.Tensor:
-    """What each row counts in the mean of a loss: the weight of its target's class, and nothing where ignored."""
+    """The weight of each row in the mean of a loss: that of its target's class, zero for ignored rows."""
     counted = targets != ignored
     if weights is None:
         return counted.to(x.dtype)
@@ -305,7 +308,7 @@ def _topk(x: torch.Tensor, k: int, dim: int, index: int) -> torch.Tensor:
 
 
 def _shard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
-    """Return this rank's part of what it has a copy of. A part is (dim, blocks, mesh axes)."""
+    """Return this rank's part of a tensor that it has whole. A part is (dim, blocks, mesh axes)."""
     for dim, blocks, axes in parts:
         index, pieces = context.place.position(axes)
         shape = x.shape
@@ -319,7 +322,9 @@ def _shard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor
 
 
 def _share(size: int, axes: list[str], context: Context) -> tuple[int, int]:
-    """Return the start and the length of this rank's part of a dim that mesh axes cut unevenly, one after the other."""
+    """Return the start and the length of this rank's part of a dim that mesh axes split unevenly, one after the
+    other.
+    """
     start = 0
     for axis in axes:
         width = -(-size // context.place.sizes[axis])
@@ -329,7 +334,7 @@ def _share(size: int, axes: list[str], context: Context) -> tuple[int, int]:
 
 
 def _unshard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
-    """The gradient of `_shard`: this rank's part in its place, zeros around it."""
+    """The gradient of `_shard`: this rank's part, with zeros around it."""
     whole = context.shape
     for dim, blocks, axes in reversed(parts):
         index, pieces = context.place.position(axes)
@@ -359,18 +364,18 @@ def _join_chunks(parts: list[torch.Tensor], dim: int, blocks: int) -> torch.Tens
 
 
 def _take_ring(context: Context, x: torch.Tensor, dim: int, axis: str, after: int) -> torch.Tensor:
-    """The rows of the rank that comes so many after this one along a mesh axis."""
+    """The rows of the rank that is `after` places after this one along a mesh axis."""
     own, ranks = context.place.position([axis])
     return _piece(x, dim, (own + after) % ranks, ranks)
 
 
 def _join_ring(context: Context, parts: list[torch.Tensor], dim: int, axis: str) -> torch.Tensor:
-    """The whole of which `parts` are the pieces of this rank and of those after it along a mesh axis."""
+    """The whole of which `parts` are the pieces of this rank and of the following ranks along a mesh axis."""
     own, ranks = context.place.position([axis])
     return torch.cat([parts[(number - own) % ranks] for number in range(ranks)], dim)
 
 
-# Kernels of values alone, and those that know the buffer they write and where the rank is.
+# Kernels that need values only, and kernels that need the buffer they write and the rank's place.
 _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "same": lambda x: x,
     "detach": lambda x: x.detach(),

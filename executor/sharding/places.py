@@ -1,4 +1,4 @@
-"""Where a rank is in the mesh, and which elements of a tensor its piece has."""
+"""The place of a rank in the mesh, and the elements of a tensor in its piece."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Place:
         return cls(coordinates(program.mesh_names, program.mesh_shape, rank), sizes)
 
     def position(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Return this rank's index in a group over `axes`, major first, and the size of the group."""
+        """Return this rank's index in its group over `axes`, the first axis major, and the size of the group."""
         index, size = 0, 1
         for axis in axes:
             index = index * self.sizes[axis] + self.at[axis]
@@ -51,9 +51,7 @@ class Place:
         return index, size
 
     def indices(self, buffer: Buffer, dim: int) -> torch.Tensor:
-        """Return which elements of a dim this rank's piece has, in its order; uneven pieces are those of
-        torch.chunk.
-        """
+        """Return the indices along a dim of this rank's piece, in its order; uneven pieces are those of torch.chunk."""
         blocks = torch.arange(buffer.shape[dim]).reshape(1, -1)
         for item in buffer.dims[dim]:
             if isinstance(item, int):
@@ -64,20 +62,24 @@ class Place:
         return blocks.reshape(-1)
 
     def size(self, buffer: Buffer, dim: int) -> int:
-        """Return how many elements of a dim this rank's piece has."""
+        """Return the number of elements along a dim of this rank's piece."""
         return _size(buffer, dim, self.at, self.sizes)
 
     def shape(self, buffer: Buffer) -> tuple[int, ...]:
-        """Return the shape of this rank's piece: that of the largest one, `buffer.local`, or a smaller one."""
+        """Return the shape of this rank's piece: `buffer.local`, which is that of the largest piece, or a
+        smaller one.
+        """
         return tuple(self.size(buffer, dim) for dim in range(len(buffer.shape)))
 
     def member_sizes(self, buffer: Buffer, dim: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return how many elements of a dim each rank of this one's group over `axes` has, in the order of the axes."""
+        """Return the number of elements along a dim of each rank of this rank's group over `axes`, in the order of the
+        axes.
+        """
         places = product(*(range(self.sizes[axis]) for axis in axes))
         return tuple(_size(buffer, dim, {**self.at, **dict(zip(axes, at, strict=True))}, self.sizes) for at in places)
 
     def piece(self, whole: torch.Tensor, buffer: Buffer) -> torch.Tensor:
-        """Return this rank's piece of a whole tensor; what is pending is with the ranks at coordinate 0."""
+        """Return this rank's piece of a whole tensor; a pending sum is whole at coordinate 0 and zero elsewhere."""
         for dim, spec in enumerate(buffer.dims):
             if spec:
                 whole = whole.index_select(dim, self.indices(buffer, dim).to(whole.device))
@@ -99,7 +101,7 @@ def _size(buffer: Buffer, dim: int, at: Mapping[str, int], sizes: Mapping[str, i
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a kernel may know besides its operands: the buffer it writes, those it reads, and the rank's place."""
+    """What a kernel may use besides its operands: the buffer it writes, the buffers it reads, and the rank's place."""
 
     out: Buffer
     reads: Mapping[str, Buffer]
@@ -107,7 +109,7 @@ class Context:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the piece that the kernel makes."""
+        """The shape of the piece that the kernel computes."""
         return self.place.shape(self.out)
 
     @property
@@ -116,7 +118,7 @@ class Context:
 
 
 def in_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a tensor whose dims lie in memory in this order, outermost first; a copy if they do not."""
+    """Return a tensor whose dims have this order in memory, outermost first; a copy if they do not have it yet."""
     return x.permute(*order).contiguous().permute([list(order).index(dim) for dim in range(x.ndim)])
 
 

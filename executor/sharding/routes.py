@@ -1,9 +1,9 @@
 """Rows of tokens at the ranks of their experts: sent there, multiplied by their matrices, and sent back.
 
-A plan is one tensor of numbers, made of the numbers of experts of this rank's pairs: how long its parts are, the order
-of pairs by expert, that of the rows that came, rows to send and to receive by rank, and ends of the groups of rows by
-this rank's experts. A number beyond the last expert is of no group: its row goes to the last rank, and products are
-zero there.
+A plan is one tensor of numbers, made from the expert numbers of this rank's pairs. It has the lengths of its parts, the
+order of the pairs by expert, the order of the received rows, the rows to send and to receive by rank, and the ends of
+the groups of rows by this rank's experts. A number beyond the last expert belongs to no group: its row is sent to the
+last rank, where its product is zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _PARTS = 5
 def run_route(
     kernel: Kernel, values: Mapping[str, torch.Tensor], groups: Mapping[tuple[str, ...], Group]
 ) -> torch.Tensor:
-    """Return what a kernel that exchanges rows makes: a plan, rows at their experts, or rows back at their tokens."""
+    """Return the result of a kernel that exchanges rows: a plan, rows at their experts, or rows back at their
+    tokens.
+    """
     axes = tuple(kernel.kwargs["axes"])
     group = groups[axes] if axes else None
     x = values[kernel.args[0]["tensor"]]
@@ -41,10 +43,10 @@ def run_route(
 
 
 def _plan(ids: torch.Tensor, experts: int, group: Group | None) -> torch.Tensor:
-    """Return the plan of pairs whose experts have these numbers, of `experts` in all."""
+    """Return the plan of pairs with these expert numbers, for `experts` experts in total."""
     ids = ids.long()
     ranks = 1 if group is None else group.size
-    width = -(-experts // ranks)  # ranks have experts as torch.chunk cuts them
+    width = -(-experts // ranks)  # ranks have experts as torch.chunk splits them
     index = 0 if group is None else group.order.index(dist.get_rank(group.group))
     own = max(0, min(width, experts - index * width))
     order = ids.argsort(stable=True)
@@ -66,7 +68,9 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _exchanged(x: torch.Tensor, sends: list[int], receives: list[int], group: Group | None) -> torch.Tensor:
-    """Return the rows that ranks send here, in the order of ranks along the mesh axes; of one rank, its own."""
+    """Return the rows that ranks send here, in the order of ranks along the mesh axes; its own rows if there is one
+    rank.
+    """
     if group is None:
         return x
     x, counts = x.contiguous(), [0] * group.size
@@ -83,7 +87,7 @@ def _exchanged(x: torch.Tensor, sends: list[int], receives: list[int], group: Gr
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back the same way."""
+    """Rows sent to other ranks; their gradients return the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sends: list[int], receives: list[int], group: Group | None) -> torch.Tensor:
@@ -97,11 +101,11 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _product(context: Context, x: torch.Tensor, weights: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-    """Every row by the matrix of its expert."""
+    """Every row times the matrix of its expert."""
     del context
     ends = _read(plan)[4].to(torch.int32)
     if not len(weights):
-        return x @ weights.sum(0)  # zeros, and gradients of both
+        return x @ weights.sum(0)  # zeros, with a path for the gradients of both
     count = int(ends[-1])
     multiply = moe.grouped if moe.can_group(x, weights) else moe.looped
     made = multiply(x[:count], weights.transpose(-2, -1), ends)
@@ -109,7 +113,7 @@ def _product(context: Context, x: torch.Tensor, weights: torch.Tensor, plan: tor
 
 
 def _picked(context: Context, by_expert: torch.Tensor, plan: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """What every row's expert has of a tensor by expert."""
+    """For every row, its expert's part of a tensor by expert."""
     del context
     ends = _read(plan)[4]
     counts = ends.diff(prepend=ends.new_zeros(1))

@@ -1,9 +1,9 @@
 """Run a program on one rank: its instructions in issue order, each on its stream, with its events.
 
 On CUDA every stream of the program is a CUDA stream, and events order them as the program says. On the CPU instructions
-run one after another. A kernel that has a backward keeps the graph that autograd made of it alone, and with it what
-that saves: between kernels there is no graph, and gradients move as the program says. A buffer that the program makes
-again in the backward pass is not kept: the graph reads the new one in its place.
+run one after another. A kernel with a backward keeps its own autograd graph and the tensors that the graph saves.
+Between kernels there is no graph: gradients are passed as the program says. A buffer that the program recomputes in the
+backward pass is not kept; the graph reads the new one instead.
 """
 
 from __future__ import annotations
@@ -30,45 +30,43 @@ from topology.errors import BadInput, UserError
 
 @dataclass(slots=True)
 class _Tape:
-    """The graph of one kernel of the forward pass: where gradients leave it by operand, and where that of its result
+    """The graph of one kernel of the forward pass: by operand where its gradients leave, and where that of the result
     enters.
     """
 
     operands: dict[str, GradientEdge]
-    result: GradientEdge | None  # None where no operand that is differentiated enters it, as in one of several results
+    result: GradientEdge | None  # None if no differentiated operand enters it, as for one of several results
     dtype: torch.dtype
     saved: SavedTensors | None
 
 
 @dataclass(slots=True)
 class State:
-    """A run between its forward and its backward pass: values by buffer, tapes by the buffer a kernel wrote, events."""
+    """A run between its forward and its backward pass: values by buffer, tapes by the buffer that a kernel wrote,
+    events.
+    """
 
     at: dict[str, torch.Tensor]
     tapes: dict[str, _Tape] = field(default_factory=dict)
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
-    sent: list[tuple[dist.Work, torch.Tensor]] = field(
-        default_factory=list
-    )  # messages on their way, and what they carry
+    sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)  # messages in flight, and their tensors
 
 
 @dataclass(slots=True)
 class RankProgram:
-    """A program on `device`, at the place `rank` of its mesh: this rank of the default process group, or this one's
-    place in `mesh`, which may have some of the ranks. Making one is collective: all ranks do it.
+    """A program on `device`, at the place `rank` of its mesh: this process's rank in the default process group, or its
+    place in `mesh`, which may have only some of the ranks. The constructor is collective.
     """
 
     program: RunnableProgram
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    like: RankProgram | None = None  # another program of the same mesh, with which groups are shared
+    like: RankProgram | None = None  # another program of the same mesh, whose groups are reused
     members: tuple[int, ...] = field(init=False)  # ranks of the default process group, by place in the mesh
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
-    back: dist.ProcessGroup | None = field(
-        init=False
-    )  # the group of messages to earlier stages; those to later ones have the default group
+    back: dist.ProcessGroup | None = field(init=False)  # for messages to earlier stages; later ones: the default group
     stage: int = field(init=False)
     used: frozenset[str] = field(init=False)  # buffers that this rank's stage reads or writes
     _code: tuple[Any, ...] = field(init=False)
@@ -77,7 +75,7 @@ class RankProgram:
     _streams: dict[str, torch.cuda.Stream] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
     _differentiated: dict[str, dict[str, str]] = field(init=False)  # by result of a kernel: what is made again of it
-    _wanted: dict[str, frozenset[str]] = field(init=False)  # by result of a kernel: operands whose gradients are taken
+    _wanted: dict[str, frozenset[str]] = field(init=False)  # by result of a kernel: operands that need gradients
 
     def __post_init__(self) -> None:
         ranks = range(self.program.ranks) if self.mesh is None else self.mesh.mesh.flatten().tolist()
@@ -85,9 +83,10 @@ class RankProgram:
         self.place = Place.of(self.program, self.rank)
         known = {} if self.like is None else self.like.groups
         self.groups = make_groups(self.program, self.rank, self.mesh, known)
-        if self.like is not None:  # for other programs to come, this one may be gone by then
+        if self.like is not None:  # later programs use it, when this one may not exist any more
             self.like.groups.update(self.groups)
-        # Of two ranks that send to each other at once, each would wait for the other's message on one communicator.
+        # With one communicator, two ranks that send to each other at the same time would each wait for the other's
+        # message.
         self.back = None if self.like is None else self.like.back
         if self.like is None and self.program.stage_axis and dist.is_initialized():
             self.back = dist.new_group()
@@ -97,7 +96,7 @@ class RankProgram:
         self._backward_start = len(self._code) - len(self.program.code(self.stage, first=started)) if started else 0
         moving = [one for one in self._code if isinstance(one, Launch | Collective | Send | Recv)]
         self.used = frozenset(name for one in moving for name in (*one.reads, *one.writes))
-        if self.stage == 0:  # an input that is a result as it is, and the gradient of such
+        if self.stage == 0:  # an input that is also a result, and its gradient
             program = self.program
             self.used |= set(program.inputs.values()) & set(program.outputs)
             self.used |= set(program.gradients.values()) & set(program.seeds)
@@ -115,10 +114,10 @@ class RankProgram:
         self._meet_neighbours()
 
     def _meet_neighbours(self) -> None:
-        """Send a first message between all stages that have any, in an order that all ranks share.
+        """Send a first message between all stages that exchange messages, in the same order on all ranks.
 
-        NCCL makes a communicator of two ranks when they first talk, and both wait for each other. In a step, where
-        other messages are under way, that wait could be for a rank that waits itself.
+        NCCL creates the communicator of two ranks at their first message, and both wait for each other. In a step, with
+        other messages in flight, that could deadlock.
         """
         pairs = {(data["stage"], data["peer"]) for data in self.program.instructions if data["do"] == "send"}
         for source, target in sorted(pairs):
@@ -159,9 +158,10 @@ class RankProgram:
         return {name: value for name, value in state.at.items() if name in kept}
 
     def forward(self, values: Mapping[str, torch.Tensor]) -> State:
-        """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and what backward needs.
+        """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and the values that
+        backward needs.
 
-        Raises UserError where forward and backward passes take turns.
+        Raises UserError if forward and backward passes alternate.
         """
         if self.program.interleaved:
             raise UserError(
@@ -174,12 +174,12 @@ class RankProgram:
         return state
 
     def _laid(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return pieces by buffer, those of inputs in the order of memory that the program says."""
+        """Return pieces by buffer, inputs with the order of dims in memory that the program requires."""
         orders = {name: self.program.buffers[name].order for name in values}
         return {name: in_order(value, orders[name]) if orders[name] else value for name, value in values.items()}
 
     def backward(self, state: State, seeds: Mapping[str, torch.Tensor]) -> None:
-        """Run the backward pass from pieces of the outputs' gradients; the state has the inputs' gradients then."""
+        """Run the backward pass from pieces of the outputs' gradients; then the state has the inputs' gradients."""
         state.at.update({name: seeds[name] for name in self.program.seeds if name in self.used})
         self._run(self._backward_start, len(self._code), state)
 
@@ -189,7 +189,7 @@ class RankProgram:
         return None if self.mesh is None else group_of(self.mesh, self.mesh.mesh_dim_names or ())
 
     def reached(self, seeds: Collection[str]) -> set[str]:
-        """Return the buffers of the backward pass that depend on any of these gradients of outputs."""
+        """Return the buffers of the backward pass that depend on any of the given gradients of outputs."""
         found = set(seeds)
         if len(found) == len(self.program.seeds):
             return found | set(self.program.gradients.values())
@@ -199,13 +199,13 @@ class RankProgram:
         return found
 
     def zeros(self, name: str, output: str) -> torch.Tensor:
-        """Return a gradient of an output without any value, which has its dtype."""
+        """Return a gradient of zeros for an output, in its dtype."""
         dtype = DTYPES[self.program.buffers[output].dtype]
         return torch.zeros(self.place.shape(self.program.buffers[name]), dtype=dtype, device=self.device)
 
     def everywhere(self, name: str, state: State) -> torch.Tensor:
-        """Return a result of the forward pass; with pipeline stages, from the stage that has it to the same place of
-        all.
+        """Return a result of the forward pass; with pipeline stages, the stage that has it sends it to the same place
+        of all stages.
         """
         if not self.program.stage_axis:
             return state.at[name].contiguous()
@@ -227,7 +227,7 @@ class RankProgram:
         events: dict[str, torch.cuda.Event] = state.events
         if self.device.type == "cuda":
             self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._own_streams}
-        for stream in self._own_streams.values():  # what callers did before comes first
+        for stream in self._own_streams.values():  # after the caller's earlier work
             stream.wait_stream(self._streams[COMPUTE])
         for number in range(start, stop):
             instruction = self._code[number]
@@ -253,7 +253,7 @@ class RankProgram:
             self._streams[COMPUTE].wait_stream(stream)
 
     def _message(self, instruction: Send | Recv, state: State) -> None:
-        """Send a buffer to the rank at the same place of another stage, or receive one."""
+        """Send a buffer to the rank at the same place in another stage, or receive one."""
         peer = self._rank_at_stage(instruction.peer)
         if isinstance(instruction, Send):
             value = state.at[instruction.reads[0]].contiguous()
@@ -268,13 +268,11 @@ class RankProgram:
         _started(dist.irecv(state.at[name], peer, group=self._group_to(instruction.peer, self.stage))).wait()
 
     def _group_to(self, source: int, target: int) -> dist.ProcessGroup | None:
-        """Return the group of messages from one stage to another."""
+        """Return the group for messages from one stage to another."""
         return self.back if target < source else None
 
     def _drop(self, name: str, state: State) -> None:
-        """Free a buffer. The allocator may reuse its memory when every stream of the program is past this
-        point.
-        """
+        """Free a buffer. The allocator may reuse its memory when every stream of the program has passed this point."""
         value = state.at.pop(name, None)
         if value is not None:
             for stream in self._streams.values():
@@ -348,9 +346,10 @@ class RankProgram:
 
 
 def place_in(mesh: DeviceMesh | None, program: RunnableProgram) -> tuple[int, bool]:
-    """Return this rank's place in the mesh, and whether the mesh has some of the ranks, as a slice of a larger one.
+    """Return this rank's place in the mesh, and whether the mesh has only some of the ranks, as a slice of a larger
+    one.
 
-    Raises BadInput where ranks and mesh do not fit.
+    Raises BadInput if ranks and mesh do not match.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if mesh is None and program.ranks not in {1, ranks}:
@@ -375,7 +374,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:
-    """Return by instruction the buffers that nothing after it reads and no caller is given."""
+    """Return by instruction the buffers that no later instruction reads and no caller gets."""
     last: dict[str, int] = {}
     for number, one in enumerate(code):
         if isinstance(one, Launch | Collective | Send | Recv):

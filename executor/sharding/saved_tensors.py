@@ -1,7 +1,7 @@
-"""What autograd saves of one kernel, and how a buffer that is dropped and made again takes its place.
+"""The tensors that autograd saves of one kernel, and their replacement when a buffer is dropped and recomputed.
 
-Saved tensors that lie in a dropped buffer are freed, and looked up in the new one when the backward pass needs
-them. A new buffer has the strides of the old one, as the same instruction makes it.
+Saved tensors in a dropped buffer are freed, and looked up in the new one when the backward pass needs them. A new
+buffer has the strides of the old one, since the same instruction makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Operand(torch.autograd.Function):
-    """A value enters a graph that does not hold it: gradients leave the graph here."""
+    """A value enters a graph that holds no reference to it; its gradient leaves the graph here."""
 
     @staticmethod
     def forward(ctx: Any, entry: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -28,7 +28,7 @@ class Operand(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Saved:
-    """A tensor that autograd saved, or where it lies in a buffer that was dropped: sizes, strides, offset."""
+    """A tensor that autograd saved, or its sizes, strides and offset in a buffer that was dropped."""
 
     value: torch.Tensor | None
     buffer: str = ""
@@ -37,7 +37,7 @@ class _Saved:
 
 @dataclass(slots=True)
 class SavedTensors:
-    """The saved tensors of one kernel; `dropped` are the operands that are made again, and None for its own result."""
+    """The saved tensors of one kernel; `dropped` has the operands that are recomputed, and None for its own result."""
 
     dropped: dict[str, torch.Tensor | None]
     _saved: list[_Saved] = field(default_factory=list)
@@ -58,7 +58,7 @@ class SavedTensors:
         return buffer.as_strided(sizes, strides, buffer.storage_offset() + offset)
 
     def release(self, name: str, result: torch.Tensor) -> None:
-        """Free what lies in buffers that are dropped; `result` is the kernel's, of the buffer called `name`."""
+        """Free saved tensors in buffers that are dropped; `result` is the kernel's, of the buffer called `name`."""
         buffers = {key: result if value is None and key == name else value for key, value in self.dropped.items()}
         for saved in self._saved:
             value = saved.value
@@ -72,7 +72,7 @@ class SavedTensors:
         self.dropped = {}
 
     def restore(self, again: Mapping[str, torch.Tensor]) -> None:
-        """Take the buffers that were made again."""
+        """Use the buffers that were recomputed."""
         self._again = again
 
 

@@ -1,8 +1,8 @@
-"""Parameters and buffers of a sharded module: DTensors, under the names that the module has.
+"""Parameters and buffers of a sharded module: DTensors, under their names in the module.
 
-Optimizers, `clip_grad_norm_`, `state_dict` and checkpoints find them as they find those of any module. A tensor that
-the program does not use is there too, whole on every rank. With pipeline stages, a rank has those of its stage, on the
-mesh without the axis of stages.
+Optimizers, `clip_grad_norm_`, `state_dict` and checkpoints find them like those of any module. A tensor that the
+program does not use is included, whole on every rank. With pipeline stages, a rank has those of its stage, on the mesh
+without the stage axis.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from topology.errors import UserError
 
 
 class _Names(nn.Module):
-    """A module that has parameters, buffers and other modules under their names, and runs nothing."""
+    """A module that has parameters, buffers and submodules under their names, and computes nothing."""
 
 
 @dataclass(slots=True)
 class Weights:
-    """What `root` has of a module: by buffer of the program, names of parameters and buffers, and constants."""
+    """The tensors of a module in `root`: by buffer of the program, names of parameters and buffers, and constants."""
 
     root: nn.Module
     mesh: DeviceMesh
@@ -40,7 +40,7 @@ class Weights:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, module: nn.Module, captured: Captured) -> None:
-        """Give `root` this rank's pieces of what `module` has."""
+        """Give `root` this rank's pieces of the tensors of `module`."""
         program, used = self.ranks.program, self.ranks.used
         parameters = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -68,7 +68,9 @@ class Weights:
                 self._register(name, done[id(whole)], module)
 
     def share(self, captured: Captured) -> None:
-        """Take what `root` has, of the same module at other sizes. Raises UserError where it lies otherwise."""
+        """Use the tensors of `root`, of the same module at other sizes. Raises UserError if they are placed
+        differently.
+        """
         program, ranks = self.ranks.program, self.ranks
         for one in captured.graph.inputs:
             buffer = program.inputs.get(one.name)
@@ -86,7 +88,9 @@ class Weights:
             (self.parameters if one.kind == PARAMETER else self.buffers)[buffer] = one.target
 
     def placed(self, piece: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return this rank's piece as part of a DTensor of `shape` on the ranks that have it; none is a copy on all."""
+        """Return this rank's piece as part of a DTensor of `shape` on the ranks that have it; without placements, a
+        copy on all.
+        """
         names, stages = self.ranks.program.mesh_names, self.ranks.program.stage_axis
         kept = [name for name in names if name != stages]
         if not kept:
@@ -101,7 +105,9 @@ class Weights:
         return tuple(one for name, one in both if name != program.stage_axis)
 
     def _register(self, name: str, value: torch.Tensor, module: nn.Module) -> None:
-        """Register `value` where `module` has it. Tables are written directly: names may be those of our attributes."""
+        """Register `value` under its name in the module. Tables are written directly, since names may equal our
+        attributes.
+        """
         *path, last = name.split(".")
         holder, original = self.root, module
         for part in path:
@@ -115,7 +121,7 @@ class Weights:
             _table(holder, "_non_persistent_buffers_set").add(last)
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Return the parameter that is there under a name now: others may have put their own in its place."""
+        """Return the parameter under a name at present, since callers may have replaced it."""
         *path, last = name.split(".")
         holder: nn.Module | None = self.root
         for part in path:
@@ -130,12 +136,12 @@ class Weights:
         return {buffer: local(cast("torch.Tensor", self.parameter(name))) for buffer, name in names.items()}
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        """Return by buffer of the program what no gradient is asked of."""
+        """Return, by buffer of the program, the tensors that need no gradient."""
         return {**self.constants, **self.pieces(self.buffers)}
 
     @torch.no_grad()
     def write(self, name: str, piece: torch.Tensor, placements: tuple[Placement, ...], of: str) -> None:
-        """Let a buffer be `piece` of what is placed so, brought to where the buffer lies; `of` is its own buffer of the
+        """Set a buffer to `piece`, moved from the given placement to that of the buffer; `of` is its buffer in the
         program.
         """
         *path, last = name.split(".")
@@ -149,7 +155,7 @@ class Weights:
         _table(holder, "_buffers")[last] = made
 
     def add_gradients(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Add this rank's pieces of gradients, by buffer of the program, to `grad` of the parameters."""
+        """Add this rank's pieces of gradients, by buffer of the program, to the parameters' `grad`."""
         program = self.ranks.program
         tensors = {buffer: tensor for tensor, buffer in program.inputs.items()}
         for buffer, name in self.parameters.items():
@@ -162,18 +168,18 @@ class Weights:
 
 
 def _table(module: nn.Module, name: str) -> Any:
-    """Return a table of torch's of what a module has: by its name, since attributes may have the names of tensors."""
+    """Return one of torch's tables of a module, by its name, since attributes may have the names of tensors."""
     return vars(module)[name]
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a tensor, through which gradients pass."""
+    """Return this rank's piece of a tensor; gradients pass through."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def as_dtensor(
     piece: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...] | list[Placement], shape: tuple[int, ...]
 ) -> DTensor:
-    """Return this rank's piece as part of a DTensor of `shape`, whose pieces may be of different sizes."""
+    """Return this rank's piece as part of a DTensor of `shape`, whose pieces may differ in size."""
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

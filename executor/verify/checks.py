@@ -61,26 +61,28 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
         recorder.write("kernel", ok=kernel.ok, **nonfinite_as_none(codec.to_builtins(kernel)))
         ok = ok and kernel.ok
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the checks took is no part of the plan's memory
-    # The timed model has other sizes; compiled code that is kept would be compiled anew with dynamic shapes, which are
-    # slower. What is compiled from here on is counted for the report.
+        torch.cuda.empty_cache()  # the memory of the checks is not part of the plan's
+    # The timed model has other sizes; without a reset it would be recompiled with dynamic shapes, which are slower. What
+    # is compiled from here on is counted for the report.
     forget_compiled()
     return ok
 
 
 def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
-    """Compare the kernels that the plan uses in half precision; wider types were compared with the whole plan."""
+    """Compare the kernels that the plan uses in half precision; in wider types they were compared with the
+    whole plan.
+    """
     dtype = DTYPES[request.runtime.activation_dtype]
     found = []
     method = cp_method(request.plan, request.runtime)
-    if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # which runs the kernel of one rank
+    if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # runs the kernel of one rank
         found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype, method=method))
     if dtype.itemsize < 4 and request.model.moe is not None:
         autocast = autocast_type(request.plan, request.runtime) is not None
         found.append(check_experts(device=device, dtype=dtype, autocast=autocast))
-    if dtype.itemsize < 4 and device.type == "cuda":  # on the CPU all modes multiply by torch
+    if dtype.itemsize < 4 and device.type == "cuda":  # on the CPU all modes use torch's products
         found += _check_overlap(request, meshes.group("tp"), device, dtype)
-    # All ranks must stop together, so that none is left in a collective.
+    # All ranks must stop together, so that none waits in a collective.
     worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     if worst.item() and all(kernel.ok for kernel in found):
@@ -91,9 +93,7 @@ def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> li
 def _check_overlap(
     request: Request, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
 ) -> list[KernelVerdict]:
-    """Compare the matmuls of each site that overlaps, in the sizes of the plan, with float64; twice, once per
-    buffer.
-    """
+    """Compare the matmuls of each overlapped site with float64, in the plan's sizes; twice, once per buffer."""
     verdicts = (
         overlap.check(operation, mode, shape, group, device=device, dtype=dtype, iterations=2)
         for operation, mode, shape in overlap.planned(request.plan, request.model, request.workload)

@@ -7,7 +7,7 @@ the timed run except for sizes, and is compared with one process in float64 from
 The tolerance comes from rounding: one process runs the same step in the same types, and its distance from float64 is
 measured for each tensor. A plan rounds in other places (sums over ranks, norms in half precision under FSDP), so
 ROUNDING_FACTOR times that distance is allowed, plus UNITS units in the last place (one for the loss). A structural
-error is 1 to 100 percent of a tensor; in bfloat16 one process is off by about 1 percent.
+error changes a tensor by 1 to 100 percent; in bfloat16 one process differs by about 1 percent.
 
 With a router, rounding changes which experts are chosen, and gradients of experts jump. There only the loss is
 compared, and `executor.verify.kernels` checks the experts.
@@ -103,12 +103,12 @@ def verify_types(setup: Setup, *, fault: float = 0.0) -> TypesVerdict:
 
 
 def _number(value: float) -> float:
-    """Return infinity for NaN, which does not compare."""
+    """Return infinity for NaN, which compares with nothing."""
     return value if value == value else float("inf")  # noqa: PLR0124 - only NaN differs from itself
 
 
 def differences(plan: Plan, model: Model, small: Model, runtime: Runtime) -> list[str]:
-    """Return sentences on how the two checks differ from the run that is timed."""
+    """Return sentences on the differences between the two checks and the timed run."""
     sizes = " x ".join(f"{a} for {b}" for a, b in ((small.layers, model.layers), (small.hidden, model.hidden)))
     differences = [f"a smaller model: {sizes} (layers x hidden), a vocabulary of {small.vocab} for {model.vocab}"]
     if runtime.compute_dtype != "float64":

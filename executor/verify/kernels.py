@@ -41,7 +41,7 @@ def check_ring(
 ) -> KernelVerdict:
     """Compare attention in a ring with attention over the whole sequence; a collective call over `group`."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    length = 2 * MIN_CUDNN_TOKENS * world  # parts as long as those that the fastest kernels are used for
+    length = 2 * MIN_CUDNN_TOKENS * world  # parts long enough for the fastest kernels
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64), (2, 4, length, 64))
     whole = [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]
@@ -67,7 +67,7 @@ def check_experts(*, device: torch.device, dtype: torch.dtype, autocast: bool = 
     generator = torch.Generator().manual_seed(0)
     wide = Experts(64, 128, 4).to(device=device, dtype=torch.float64)
     for parameter in wide.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator) / 8  # so that products stay near one
+        drawn = torch.randn(parameter.shape, generator=generator) / 8  # keeps products close to one
         parameter.data = drawn.to(device=device, dtype=dtype).double()
     kept = torch.float32 if autocast else dtype
     narrow = Experts(64, 128, 4).to(device=device, dtype=kept)

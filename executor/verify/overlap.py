@@ -3,10 +3,10 @@
 Inputs are new in every iteration, symmetric buffers are filled with NaN before the first, and ranks are delayed at
 random, so that data read before they arrived, or overwritten before they were read, show up. Differences are relative
 to the largest number of the reference. Inputs are exact; partial sums are rounded once per rank that adds to them, and
-results once. So 2^4 units in the last place are allowed, as in `executor.verify.kernels`, in half precision, whose sums
-are float32. In wider types every addition of a sum of K products rounds as well, and the reference is no more exact:
-the difference of two such sums grows with the square root of K, and is sqrt(K) / 8 units in few of a million numbers.
-Four times that is allowed, 2^4 units at least.
+results once. So in half precision, whose sums are float32, 2^4 units in the last place are allowed, as in
+`executor.verify.kernels`. In wider types every addition of a sum of K products rounds as well, also in the reference:
+the difference of two such sums grows with the square root of K, and exceeds sqrt(K) / 8 units in few of a million
+numbers. Four times that is allowed, 2^4 units at least.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 
 UNITS = 2.0**4
-MOST_NUMBERS = (
-    2**25
-)  # of an operand where a plan's shapes are checked: rows are left out beyond, to stay within a second
-DELAY_CYCLES = 400_000  # up to a fifth of a millisecond
+MOST_NUMBERS = 2**25  # per operand in the check of a plan's shapes: rows beyond are left out, to stay within a second
+DELAY_CYCLES = 400_000  # maximum delay of a rank: a fifth of a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ def check(
     seed: int = 0,
     delays: bool = False,
 ) -> OverlapVerdict:
-    """Run an operation forward and backward; a collective call, whose answer is the same on every rank."""
+    """Run an operation forward and backward; a collective call with the same result on every rank."""
     worst = torch.zeros((), dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     sleeper = torch.Generator().manual_seed(1000 * seed + dist.get_rank(group))
@@ -96,7 +94,7 @@ def check(
 
 
 def _units(shape: Shape, dtype: torch.dtype, world: int) -> float:
-    longest = max(shape.rows, world * shape.depth, world * shape.columns)  # of the sums of results and gradients
+    longest = max(shape.rows, world * shape.depth, world * shape.columns)  # for the sums of results and gradients
     return UNITS if dtype.itemsize < 4 else max(UNITS, 0.5 * longest**0.5)
 
 
@@ -123,8 +121,8 @@ def planned(plan: Plan, model: Model, workload: Workload) -> tuple[tuple[str, st
 
 
 def _width(site: str, model: Model) -> int:
-    """Return what is cut over ranks at a site: of heads or of the dense feed-forward; 0 for a site that no block
-    has.
+    """Return the width that is sharded at a site, that of heads or of the dense feed-forward; 0 for a site that no
+    block has.
     """
     if site.startswith("mlp"):
         return model.ffn if model.dense_layers else 0
@@ -133,7 +131,7 @@ def _width(site: str, model: Model) -> int:
     return model.heads * model.latent.v_head_dim if site == "attention_out" else 0
 
 
-Comparisons = Iterator[tuple[Tensor | None, Tensor]]  # what a mode returned (None: no gradient), and the reference
+Comparisons = Iterator[tuple[Tensor | None, Tensor]]  # the result of a mode (None: no gradient), and the reference
 
 
 def _all_gather_matmul(
@@ -191,7 +189,7 @@ def _row_parallel(
 def _all_reduce(
     mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
 ) -> Comparisons:
-    """Rows x columns summed, by flagged words, one exchange or two (`mode`), alone and with residual and norm."""
+    """Sums of (rows, columns), by flagged words, one exchange or two (`mode`), alone and with residual and norm."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     xs = _draw((world, shape.rows, shape.columns), generator, dtype)
     residual, weight = _draw((shape.rows, shape.columns), generator, dtype), _draw((shape.columns,), generator, dtype)
@@ -232,13 +230,13 @@ def fill_with_nan(groups: Iterable[dist.ProcessGroup]) -> None:
     """Fill the data of all workspaces with NaN; a collective call, between operations."""
     for space in workspaces():
         if space.data is not None:
-            space.data.local.fill_(0xFF)  # of flagged words, too: 0xFFFFFFFF is no call's number
+            space.data.local.fill_(0xFF)  # also for flagged words: no call has the number 0xFFFFFFFF
         torch.cuda.synchronize(space.device)
     for group in groups:
         dist.barrier(group)
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Numbers that fill the type: in float64 they have digits that float32 has not."""
+    """Numbers that use all digits of the type: in float64 more than float32 has."""
     wide = torch.promote_types(dtype, torch.float32)
     return torch.randn(shape, generator=generator, device=generator.device, dtype=wide).to(dtype)

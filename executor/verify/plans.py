@@ -117,7 +117,7 @@ def verify(setup: Setup, *, fault: float = 0.0) -> Verdict:
             parameter.detach(), wanted.parameters[name], trainer.parameter_shards.get(name), least=STD
         )
         worst_parameter = nan_max(worst_parameter, difference)
-    # NaN does not compare, so it becomes infinity.
+    # NaN does not compare, so it counts as infinity.
     mine = torch.tensor([loss, norm, worst_gradient, worst_parameter], dtype=torch.float64, device=setup.device)
     mine = mine.nan_to_num(torch.inf, torch.inf, torch.inf)
     named: list[tuple[float, str, int]] = [(0.0, "", 0)] * dist.get_world_size()
@@ -144,7 +144,7 @@ def nan_max(a: float, b: float) -> float:
 def relative_difference(
     part: torch.Tensor | None, whole: torch.Tensor, shard: ParameterShard | None = None, *, least: float = 1e-30
 ) -> float:
-    """Return the largest difference of this rank's part to the same part of `whole`, over the largest |whole|.
+    """Return the largest difference between this rank's part and the same part of `whole`, over the largest |whole|.
 
     `least` is the smallest denominator.
     """
@@ -205,7 +205,9 @@ def run_one_process(
 
 
 def small_model(model: Model, plan: Plan) -> Model:
-    """Return a small model of the same kind on which `plan` is legal: as many layers as stages, but at least two."""
+    """Return a small model of the same kind on which `plan` is legal, with as many layers as stages, but at
+    least two.
+    """
     heads = model.heads // model.kv_heads
     # Context parallelism by all-to-all divides heads: each of its ranks needs a key-value head.
     kv_heads = plan.tp * max(1, plan.cp, min(2, model.kv_heads // plan.tp))

@@ -181,7 +181,7 @@ def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: 
 
     Placements beyond those of the problem `given` are tried too; their bound is not one of all choices.
 
-     The memory of a choice is counted at the beginning of the backward pass. At its peak a program may need more, for
+    The memory of a choice is counted at the beginning of the backward pass. At its peak a program may need more, for
     gradients of activations and moved copies. Then choices with less memory are tried, in small steps, to find the
     fastest that fits. The bound is that for the full limit.
     """

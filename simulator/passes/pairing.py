@@ -186,10 +186,8 @@ class _Pairing:
     def _next(self, at: int, gather: Transfer, rows: Rows) -> _Partners:
         """Return the kernels after a gather, up to the first kernel that does not read it after one that did."""
         found: list[Taken] = []
-        met, products = (
-            np.zeros_like(rows),
-            np.zeros_like(rows),
-        )  # plans with any product so far, and with one that is no weight gradient
+        # Plans with any product so far, and with one that is not a weight gradient.
+        met, products = np.zeros_like(rows), np.zeros_like(rows)
         for place in range(at + 1, len(self.steps)):
             step = self.steps[place]
             if not isinstance(step, Kernel):

@@ -164,9 +164,8 @@ class DataWriter:
     rank: Rank
     traffic: DataTraffic
     _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
-    _fetched: dict[str, str] = field(
-        default_factory=dict
-    )  # unit -> event of its gather after the update; "" after waiting for it
+    # unit -> event of its gather after the update; "" after waiting for it
+    _fetched: dict[str, str] = field(default_factory=dict)
     _resident: set[str] = field(default_factory=set)
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)

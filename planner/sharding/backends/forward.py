@@ -33,9 +33,8 @@ class ForwardWriter:
     plan: ShardingPlan
     statements: Mapping[str, Statement]
     out: Writer
-    chunks: Mapping[str, tuple[Site | RingSite, int | str]] = field(
-        default_factory=dict
-    )  # by result: products in this number of chunks
+    # By result: products in this number of chunks.
+    chunks: Mapping[str, tuple[Site | RingSite, int | str]] = field(default_factory=dict)
     split: frozenset[str] = frozenset()  # inputs with a value for every micro batch
     micro_batches: int = 1
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)

@@ -1,5 +1,7 @@
-"""Check the annotation of an operator against its formula, or derive it. An annotation names axes; the effect of the
-formula's functions along them is known (`planner.sharding.ops`). If the two differ, the function decides:
+"""Check the annotation of an operator against its formula, or derive it.
+
+An annotation names axes; the effect of the formula's functions along them is known (`planner.sharding.ops`). If the two
+differ, the function decides:
 
     the annotation restricts (`^`)              believed: the author may know more
     it leaves an axis unmarked, which the       the axis is kept whole, with a warning; or, for what can be computed
@@ -29,7 +31,7 @@ _FEW = 5  # most operands for which all subsets are examined
 class AxisRoles:
     """What sharding an axis of an operator means.
 
-     `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial`
+    `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial`
     ones leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can
     make its piece of them; along `positional` ones it must know where its piece starts. All others pass through.
 

@@ -113,9 +113,8 @@ class _ProgramWriter:
     code: CodeWriter = field(default_factory=CodeWriter)
     kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
     group_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    tensor_events: dict[tuple[str, Layout], str] = field(
-        default_factory=dict
-    )  # event at which it is complete; none for inputs
+    # The event at which a tensor is complete; none for inputs.
+    tensor_events: dict[tuple[str, Layout], str] = field(default_factory=dict)
     arriving_pieces: dict[str, list[str]] = field(
         default_factory=dict
     )  # by consumer: events of shards that arrive one by one
