@@ -62,8 +62,8 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
         ok = ok and kernel.ok
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the memory of the checks is not part of the plan's
-    # The timed model has other sizes; without a reset it would be recompiled with dynamic shapes, which are slower. What
-    # is compiled from here on is counted for the report.
+    # The timed model has other sizes; without a reset it would be recompiled with dynamic shapes, which are slower.
+    # What is compiled from here on is counted for the report.
     forget_compiled()
     return ok
 
