@@ -1,8 +1,8 @@
 """Processors in turn, so that what a host takes does not depend on which of them its threads happen to be on.
 
-A thread stays on a processor for seconds, and processors differ while others use them: the same Python took 1.0 to 1.8 times
-as long on the 16 of a virtual machine, others the next second, and layers timed for a second 1.0 to 1.8 times as long as
-before (examples/profiles/hosts.md). Steps that move on from processor to processor take what a host takes in the mean.
+A thread stays on a processor for a while, and processors differ while somebody else uses them: the same Python took 1.0
+to 1.9 times as long on the 16 of a virtual machine, on others a second later, and layers 1.0 to 1.8 times as long as
+before (examples/profiles/hosts.md). Steps that go from processor to processor take what the host takes in the mean.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 FEWEST = 4  # processors, below which there is no other one to go to
 BACKWARD = "pt_autograd"  # torch's threads of backward passes, which launch about half of a step's kernels
@@ -39,7 +40,7 @@ class Processors:
             os.sched_setaffinity(thread, to)
             self._moved.add(thread)
 
-    def __enter__(self) -> Processors:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
