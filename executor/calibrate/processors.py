@@ -23,7 +23,7 @@ class Processors:
 
     def __init__(self, rank: int = 0) -> None:
         self._all = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self._at, self._moved = rank, set[int]()
+        self._at, self._before = rank, set[int]()
 
     def turn(self) -> None:
         """Move the main thread to the next processor, and backward passes to one half of all further on."""
@@ -38,22 +38,27 @@ class Processors:
     def _move(self, thread: int, to: set[int]) -> None:
         with suppress(OSError):  # it has ended, or may not be moved
             os.sched_setaffinity(thread, to)
-            self._moved.add(thread)
 
     def __enter__(self) -> Self:
+        self._before = _threads().keys() - set(_backward_threads())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for thread in self._moved:
-            with suppress(OSError):
-                os.sched_setaffinity(thread, set(self._all))
+        if len(self._all) < FEWEST:
+            return
+        # Threads that were started meanwhile are where the one was that started them.
+        for thread in {0, *(_threads().keys() - self._before)}:
+            self._move(thread, set(self._all))
+
+
+def _threads() -> dict[int, str]:
+    """Return the names of this process's threads by id; none where the system does not say."""
+    found = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+    return found
 
 
 def _backward_threads() -> list[int]:
-    """Return the ids of this process's threads that run backward passes; none where the system does not say."""
-    found = []
-    for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):
-            if (thread / "comm").read_text().startswith(BACKWARD):
-                found.append(int(thread.name))
-    return found
+    return [thread for thread, name in _threads().items() if name.startswith(BACKWARD)]
