@@ -26,9 +26,9 @@ HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature 
 AGAIN_S = 0.3  # and before the first of a later job
 BURST_SIZE = 8192
 SAMPLE_S, ROUNDS = 0.05, 3
-# What tensor cores run is at the power limit. After a rest of 20 ms, as making an operator's tensors is, an H200 lets it
-# have 1.6 GHz for 70 ms, then 1.38, and 1.27 to 1.38 in turn from then on (examples/validation/calibration_worth.md):
-# calls are counted after so many seconds of them, for so many.
+# What tensor cores run is at the power limit. After a rest of 20 ms, such as making an operator's tensors, an H200 lets
+# them have 1.6 GHz for 70 ms, then 1.27 to 1.39 in turn (examples/validation/calibration_worth.md): calls are counted
+# after so many seconds of them, for so many.
 SETTLE_S, SETTLED_SAMPLE_S = 0.15, 0.25
 LIMITED = frozenset({"matmul", "attention"})
 BURST_REST_S = 0.5

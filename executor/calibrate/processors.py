@@ -1,8 +1,8 @@
 """Processors in turn, so that what a host takes does not depend on which of them its threads happen to be on.
 
-A thread stays on a processor for seconds, and processors differ while others use them: the same Python took 1.0 to 1.8 times
-as long on the 16 of a virtual machine, others the next second, and layers timed for a second 1.0 to 1.8 times as long as
-before (examples/profiles/hosts.md). Steps that move on from processor to processor take what a host takes in the mean.
+A thread stays on a processor for a while, and processors differ while somebody else uses them: the same Python took 1.0
+to 1.9 times as long on the 16 of a virtual machine, on others a second later, and layers 1.0 to 1.8 times as long as
+before (examples/profiles/hosts.md). Steps that go from processor to processor take what the host takes in the mean.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 FEWEST = 4  # processors, below which there is no other one to go to
 BACKWARD = "pt_autograd"  # torch's threads of backward passes, which launch about half of a step's kernels
@@ -22,7 +23,7 @@ class Processors:
 
     def __init__(self, rank: int = 0) -> None:
         self._all = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self._at, self._moved = rank, set[int]()
+        self._at, self._before = rank, set[int]()
 
     def turn(self) -> None:
         """Move the main thread to the next processor, and backward passes to one half of all further on."""
@@ -37,22 +38,27 @@ class Processors:
     def _move(self, thread: int, to: set[int]) -> None:
         with suppress(OSError):  # it has ended, or may not be moved
             os.sched_setaffinity(thread, to)
-            self._moved.add(thread)
 
-    def __enter__(self) -> Processors:
+    def __enter__(self) -> Self:
+        self._before = _threads().keys() - set(_backward_threads())
         return self
 
     def __exit__(self, *_: object) -> None:
-        for thread in self._moved:
-            with suppress(OSError):
-                os.sched_setaffinity(thread, set(self._all))
+        if len(self._all) < FEWEST:
+            return
+        # Threads that were started meanwhile are where the one was that started them.
+        for thread in {0, *(_threads().keys() - self._before)}:
+            self._move(thread, set(self._all))
+
+
+def _threads() -> dict[int, str]:
+    """Return the names of this process's threads by id; none where the system does not say."""
+    found = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+    return found
 
 
 def _backward_threads() -> list[int]:
-    """Return the ids of this process's threads that run backward passes; none where the system does not say."""
-    found = []
-    for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):
-            if (thread / "comm").read_text().startswith(BACKWARD):
-                found.append(int(thread.name))
-    return found
+    return [thread for thread, name in _threads().items() if name.startswith(BACKWARD)]

@@ -1,6 +1,6 @@
 """Bytecode of what ranks import, where an image keeps none alongside the sources.
 
-Every process would compile them anew: a rank imports for 10 s instead of 3. So bytecode is kept in the user's cache, and
+Every process would compile them anew: a rank imports for 9 s instead of 3. So bytecode is kept in the user's cache, and
 as long as that has none, other processors compile the sources ahead of the first rank that imports them.
 """
 
@@ -24,7 +24,7 @@ FEWEST_PROCESSORS = 4  # below which compiling ahead would only disturb who impo
 
 
 def keep_bytecode(environment: MutableMapping[str, str]) -> None:
-    """Let processes of an environment keep bytecode in the user's cache, where Python writes none and torch has none."""
+    """Let an environment keep bytecode in the user's cache, where Python writes none and torch has none."""
     if environment.get(NO_BYTECODE) and not environment.get(BYTECODE) and not _compiled("torch"):
         del environment[NO_BYTECODE]
         environment[BYTECODE] = str(_cache())

@@ -13,11 +13,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="th
 
 @pytest.fixture
 def moves(monkeypatch) -> list[tuple[int, set[int]]]:
-    """The moves of the main thread, 0, and of one thread of backward passes, 7, on eight processors."""
+    """The moves of the main thread, 0, and of one thread of backward passes, 7, on eight processors; another, 5, is
+    never touched.
+    """
     found: list[tuple[int, set[int]]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, to: found.append((thread, to)))
-    monkeypatch.setattr(processors, "_backward_threads", lambda: [7])
+    monkeypatch.setattr(processors, "_threads", lambda: {5: "nccl", 7: "pt_autograd_0"})
     return found
 
 
@@ -29,6 +31,15 @@ def test_every_processor_has_as_many_steps(moves) -> None:
             assert Counter(cpu for mover, to in moves if mover == thread for cpu in to) == dict.fromkeys(range(8), 2)
 
     assert moves[-2:] == [(0, set(range(8))), (7, set(range(8)))], "afterwards threads run anywhere"
+
+
+def test_a_thread_that_was_started_meanwhile_is_not_left_on_one_processor(moves, monkeypatch) -> None:
+    with Processors() as some:
+        some.turn()
+        monkeypatch.setattr(processors, "_threads", lambda: {5: "nccl", 7: "pt_autograd_0", 9: "loader"})
+
+    assert (9, set(range(8))) in moves
+    assert all(thread != 5 for thread, _ in moves)
 
 
 def test_ranks_that_take_turns_together_never_share_a_processor(moves) -> None:
@@ -50,8 +61,7 @@ def test_where_there_are_few_processors_nothing_moves(monkeypatch) -> None:
 
 
 def test_a_process_finds_its_own_threads(monkeypatch) -> None:
-    """By the names that the system has of them: those of this thread, here."""
-    own = (processors.Path("/proc/self/task") / str(os.getpid()) / "comm").read_text().strip()
-    monkeypatch.setattr(processors, "BACKWARD", own)
+    """By the names that the system has of them: here by this one's."""
+    monkeypatch.setattr(processors, "BACKWARD", processors._threads()[os.getpid()])
 
     assert os.getpid() in processors._backward_threads()
