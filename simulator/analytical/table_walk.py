@@ -232,8 +232,10 @@ class TableWalk:
         self._hop_s, self._held_s = (
             np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held")
         )
-        self.needs = [self._ends([each.needs for each in self._waves], number) for number in (0, 1)]
-        self.sends = [self._ends([each.sends for each in self._waves], number) for number in (0, 1)]
+        self.needs, self.sends = (
+            [self._ends(ends, number) for number in range(1 + max(each.number.max(initial=0) for each in ends))]
+            for ends in ([each.needs for each in self._waves], [each.sends for each in self._waves])
+        )
         self.held = np.zeros((self._slots, self.states))
         for sends in self.sends:
             self.held[sends.slot, sends.state] = sends.held
@@ -418,6 +420,8 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
 
 def _spread(first: Ints, plans: Ints) -> Ints:
     """Return `first` and the numbers that follow it, one for each of so many plans."""
+    if (plans == 1).all():
+        return first
     ends = np.cumsum(plans)
     return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
 

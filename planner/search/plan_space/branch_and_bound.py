@@ -8,7 +8,7 @@ are the policies. Lower bounds prune it, the cheapest first:
     schedule     the same of passes and messages in the order of the schedule's table
       (`simulator.bounds.schedule_bound`)
     best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be
-    listed
+      listed; the first of their grids as soon as they are likely to lower that
 
 Whether a plan fits follows from the replay of its allocations (`simulator.memory`), which is asked of those alone that
 would be listed: until then a plan is taken to fit, and to need no more than its bound. `BestFirst.run` is called again
@@ -107,8 +107,9 @@ class BestFirst:
     near the list are returned as well, among them those that need up to that many times the memory there is; bounds of
     the `nearest` of them are close, of all where that is None.
 
-    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `step` is
-    the step of a plan that was costed, infinite before, and where the plan does not fit.
+    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `costed`
+    are those of this search and of others before it. `step` is the step of a plan that was costed, infinite before, and
+    where the plan does not fit.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class BestFirst:
         self.step_bound = bounds.step_bound
         self.reserved = bounds.held[:, 1]
         self.bound = self.reserved if objective == "memory" else self.step_bound
-        self.costed = bounds.accounted  # by this search or those before
+        self.costed = bounds.accounted
         self.step = np.full(len(self.variants), np.inf)
         self.keep, self.ties, self.one_per_grid = keep, ties, one_per_grid
         self._groups = None if ties is None else bounds.tie_groups
@@ -255,7 +256,7 @@ class BestFirst:
         leaders = leaders[self.bound[leaders] < self.threshold.of(self.grid[leaders])]
         likely = self.threshold.value_with(self.grid[leaders], self.bound[leaders])
         if len(leaders) and likely < self.threshold.value * (1 - LOWERED):
-            self._cost(leaders[self.bound[leaders] <= likely])
+            self._cost_by_table(leaders[self.bound[leaders] <= likely])
 
     def _found(self) -> Explored:
         """Return what was found, without near pipelines."""
