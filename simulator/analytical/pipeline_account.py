@@ -132,10 +132,11 @@ class AlikeRanks:
 
 def _of_each(which: Ints, values: Sequence[Floats]) -> Floats:
     """Return for each column that of the `values` which it has; columns are the last dimension."""
-    if len(values) == 1:
-        return values[0]
-    columns = np.moveaxis(np.stack(np.broadcast_arrays(*values)), -1, 1)
-    return np.moveaxis(columns[which, np.arange(columns.shape[1])], 0, -1)
+    found = values[0]
+    for number, other in enumerate(values[1:], start=1):
+        if other is not found:
+            found = np.where(which == number, other, found)
+    return found
 
 
 def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:

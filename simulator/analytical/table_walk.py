@@ -220,6 +220,11 @@ class TableWalk:
         self.kind = np.repeat(np.concatenate([each.table.turn_kinds for each in courses])[order], plans)
         kinds = _spread(values_of[course] + np.concatenate(which)[order] * plans, plans)
         self.seconds = np.concatenate([block.reshape(len(SECONDS), -1) for block in values], axis=1)[:, kinds]
+        # Of the streams of shards and of replicas.
+        self._sent, self._drain = (
+            self.seconds[[SECONDS.index(name) for name in names]]
+            for names in (("sent_s", "summed_s"), ("drain_s", "summed_drain_s"))
+        )
         self.waits = np.repeat(np.concatenate(waits)[order], plans)
         self.synchronizes = np.repeat(np.array([each.synchronizes for each in courses])[course], plans)
         self.begins_s = np.concatenate([np.tile(c.begins_s, count) for c, count in zip(courses, ranks, strict=True)])
@@ -227,11 +232,13 @@ class TableWalk:
         self._hop_s, self._held_s = (
             np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held")
         )
-        self.needs = [self._ends([each.needs for each in self._waves], number) for number in (0, 1)]
-        self.sends = [self._ends([each.sends for each in self._waves], number) for number in (0, 1)]
-        self.held = np.zeros((self.states, self._slots))
+        self.needs, self.sends = (
+            [self._ends(ends, number) for number in range(1 + max(each.number.max(initial=0) for each in ends))]
+            for ends in ([each.needs for each in self._waves], [each.sends for each in self._waves])
+        )
+        self.held = np.zeros((self._slots, self.states))
         for sends in self.sends:
-            self.held[sends.state, sends.slot] = sends.held
+            self.held[sends.slot, sends.state] = sends.held
         # What passes and messages have waited.
         self.waited: dict[str, Floats] = {}
         self.room: dict[str, Floats] = {}
@@ -275,53 +282,60 @@ class TableWalk:
 
     def run(self, lags: Floats | None) -> Floats:
         """Walk all passes, and return how long every message waited and moved; `lags` are a guess at it."""
-        compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
-        wire_s, summed_s = np.zeros(self.states), np.zeros(self.states)
+        clocks = np.zeros((4, self.states))  # of compute, host, the stream of shards and that of replicas
+        clocks[:2] = self.begins_s
+        of_clock = [*clocks]
         ready, took = np.zeros(self.messages), np.zeros(self.messages)
-        until = np.full((self.states, self._slots), LONG_AGO)
+        until = np.full(self.held.shape, LONG_AGO)
+        latest = np.full(self.states, LONG_AGO)  # of `until`
         leads = _any(self.seconds[SECONDS.index("lead_s")] > 0.5 * LONG_AGO, self.starts)
         waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
-        self.waited = {name: np.zeros(len(self.state)) for name in ("host", "dp", "contention")}
-        self.room = {name: np.full(len(self.state), np.inf) for name in ("host", "dp")}
-        host_waits, dp_waits, contention = self.waited.values()
+        contention, dp_waits = np.zeros(len(self.state)), np.zeros(len(self.state))
+        dp_room = np.full(len(self.state), np.inf)
+        # When compute has got to each pass, and when its host has.
+        computed_s, launched_s, self.began = (np.empty(len(self.state)) for _ in range(3))
         for wave, (first, end) in enumerate(pairwise(self.starts)):
             check_time()
             here = slice(first, end)
             state = self.state[here]
-            compute, host, wire, summed = compute_s[state], host_s[state], wire_s[state], summed_s[state]
-            device, kernels, hosted, waiting, slack, lead, drain, sent, summed_drain, sums = self.seconds[:, here]
+            now = clocks.take(state, axis=1)
+            compute, host = now[:2]
+            device, kernels, hosted, waiting, slack, lead = self.seconds[:6, here]
             for needs, bubbles in zip(self.needs, self.bubbles, strict=True):
                 some = slice(*needs.starts[wave : wave + 2])
                 if some.stop == some.start:
                     continue
                 at, message = needs.at[some], needs.message[some]
-                now, posted, sent_at = compute[at], host[at] + needs.host_s[some], ready[message]
-                begins = np.maximum(np.maximum(sent_at, posted), now)
-                bubbles[some] = begins - now
+                free, posted, sent_at = compute[at], host[at] + needs.host_s[some], ready[message]
+                begins = np.maximum(np.maximum(sent_at, posted), free)
+                bubbles[some] = begins - free
                 arrived = begins + needs.seconds[some]
                 compute[at], host[at], took[message] = arrived, posted, arrived - sent_at
             if leads[wave]:
-                self.room["dp"][here] = np.maximum(compute - (wire + lead), 0.0)
+                wire = now[2]
+                dp_room[here] = np.maximum(compute - (wire + lead), 0.0)
                 begins = np.maximum(np.maximum(wire, host) + lead, compute)
                 dp_waits[here] = begins - compute
                 compute = begins
-            self.room["host"][here] = np.maximum(compute - (host + slack), 0.0)
-            begins = np.maximum(compute, host + slack)
-            host_waits[here], self.began[here] = begins - compute, begins
+            computed_s[here], launched_s[here] = compute, host + slack
+            begins = np.maximum(compute, launched_s[here], out=self.began[here])
             compute = begins + device
             if lags is not None:
-                longer = _beside_messages(until[state] - begins[:, None], self.held[state], kernels)
-                contention[here] = longer
-                compute = compute + longer
-            host = np.maximum(host + hosted, begins + waiting)
-            wire = np.maximum(wire + sent, compute + drain)
-            summed = np.maximum(summed + sums, compute + summed_drain)
+                rows = np.nonzero(latest[state] > begins)[0]
+                if len(rows):
+                    left_s = until.take(state[rows], axis=1) - begins[rows]
+                    longer = _beside_messages(left_s, self.held.take(state[rows], axis=1), kernels[rows])
+                    contention[first + rows] = longer
+                    compute[rows] += longer
+            now[1] = np.maximum(host + hosted, begins + waiting)
+            now[2:] = np.maximum(now[2:] + self._sent[:, here], compute + self._drain[:, here])
             if waits[wave]:
-                begins = np.where(self.waits[here], np.maximum(np.maximum(wire, summed), compute), compute)
+                begins = np.where(self.waits[here], np.maximum(np.maximum(now[2], now[3]), compute), compute)
                 dp_waits[here] += begins - compute
                 compute = begins
             if synchronizes[wave]:
-                host = np.where(self.synchronizes[here], np.maximum(host, compute), host)
+                now[1] = np.where(self.synchronizes[here], np.maximum(now[1], compute), now[1])
+            host = now[1]
             for sends in self.sends:
                 some = slice(*sends.starts[wave : wave + 2])
                 if some.stop == some.start:
@@ -331,9 +345,15 @@ class TableWalk:
                 there = np.maximum(compute[at], posted)
                 host[at], ready[message] = posted, there
                 if lags is not None:
-                    until[sends.state[some], sends.slot[some]] = there + lags[message]
-            compute_s[state], host_s[state], wire_s[state], summed_s[state] = compute, host, wire, summed
-        self.compute, self.host, self.wire, self.summed = compute_s, host_s, wire_s, summed_s
+                    sender, gone = sends.state[some], there + lags[message]
+                    until[sends.slot[some], sender] = gone
+                    latest[sender] = np.maximum(latest[sender], gone)
+            now[0] = compute
+            for clock, seconds in zip(of_clock, now, strict=True):
+                clock[state] = seconds
+        self.compute, self.host, self.wire, self.summed = clocks
+        self.waited = {"host": self.began - computed_s, "dp": dp_waits, "contention": contention}
+        self.room = {"host": np.maximum(computed_s - launched_s, 0.0), "dp": dp_room}
         return took
 
     def passes_of(self, number: int) -> WalkedPasses:
@@ -400,6 +420,8 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
 
 def _spread(first: Ints, plans: Ints) -> Ints:
     """Return `first` and the numbers that follow it, one for each of so many plans."""
+    if (plans == 1).all():
+        return first
     ends = np.cumsum(plans)
     return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -417,15 +439,9 @@ def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
 
 
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
-    """Return how much longer kernels take while messages hold SMs; columns are messages, on their way for so long."""
-    longer = np.zeros(len(kernels_s))
-    rows = np.nonzero((left_s > 0.0).any(axis=1))[0]
-    if not len(rows):
-        return longer
+    """Return how much longer kernels take while messages hold SMs; rows are messages, on their way for so long."""
     # Of the time that they take, each message takes its share for as long as it is on its way.
-    left_s, held, kernels_s = np.maximum(left_s[rows], 0.0), held[rows], kernels_s[rows]
-    lost = np.zeros(len(rows))
+    left_s, lost = np.maximum(left_s, 0.0), np.zeros(len(kernels_s))
     for _ in range(ROUNDS):
-        lost = (held * np.minimum((kernels_s + lost)[:, None], left_s)).sum(axis=1)
-    longer[rows] = lost
-    return longer
+        lost = (held * np.minimum(kernels_s + lost, left_s)).sum(axis=0)
+    return lost

@@ -134,6 +134,7 @@ class _LeastPasses:
         self.last_s = traffic.last_s.max(axis=1, where=layout.exists, initial=0.0)
         self._units: dict[object, list[tuple[object, list[Unit]]]] = {}
         self._known: dict[object, _LeastPass] = {}
+        self._busy: dict[object, tuple[UnitTraffic, Floats, Floats]] = {}
 
     def units(self, plan: Plan) -> list[tuple[object, list[Unit]]]:
         """Return the units of every stage of a plan, equal ones as one, and what is equal of stages with such units."""
@@ -152,41 +153,57 @@ class _LeastPasses:
 
     def _new_pass(self, kind: PassKind, units: Sequence[Unit]) -> _LeastPass:
         """Return a pass that runs `units` in this order."""
-        turns = kind.action in TURNS
-        fresh = self._fresh(kind, units)
         nothing = np.zeros(len(self.replicated))
         total, first, shards, replicas = nothing, nothing, nothing, nothing
-        for number, unit in enumerate(units):
-            traffic = self.units_s[unit.block]
-            compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
-            copies = np.where(fresh[number], traffic.out_s, 0.0)
-            after = self._turning_s(traffic, kind) if turns else nothing
+        fresh = [*self._fresh(kind, units), False]
+        for number, (unit, following) in enumerate(zip(units, [*units[1:], None], strict=True)):
+            traffic, compute, busy = self._busy_s(unit, kind)
+            if fresh[number]:
+                total = total + self._if_sharded(unit.repeats * traffic.out_s, nothing)
             # The next unit is gathered when this one has been copied.
-            own = np.where(fresh[number], np.maximum(compute + after, traffic.gather_s), compute + after)
-            following = self.units_s[units[number + 1].block].gather_s if number + 1 < len(units) else nothing
-            here = fresh[number + 1] if number + 1 < len(units) else np.zeros(len(nothing), dtype=np.bool_)
-            last = np.where(here, np.maximum(compute + after, following), compute + after)
-            total = total + unit.repeats * copies + (unit.repeats - 1) * own + last
+            if unit.repeats > 1:
+                own = self._if_sharded(np.maximum(busy, traffic.gather_s), busy) if fresh[number] else busy
+                total = total + (unit.repeats - 1) * own
+            if fresh[number + 1] and following is not None:
+                busy = self._if_sharded(np.maximum(busy, self.units_s[following.block].gather_s), busy)
+            total = total + busy
             if number == 0:
                 first = compute
-            if turns and kind.last:
+            if kind.action in TURNS and kind.last:
                 shards = shards + unit.repeats * traffic.reduce_s
                 replicas = replicas + unit.repeats * traffic.replicate_s
         return _LeastPass(total, first, shards, replicas)
 
+    def _busy_s(self, unit: Unit, kind: PassKind) -> tuple[UnitTraffic, Floats, Floats]:
+        """Return the traffic of a unit, what its kernels take, and with the copies of its gradients behind them."""
+        key = unit.block, unit.wrapped, id(unit.words), kind.action, kind.first, kind.last, kind.paired
+        if key not in self._busy:
+            traffic = self.units_s[unit.block]
+            compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
+            after = self._turning_s(traffic, kind) if kind.action in TURNS else 0.0
+            self._busy[key] = traffic, compute, compute + after
+        return self._busy[key]
+
     def _turning_s(self, traffic: UnitTraffic, kind: PassKind) -> Floats:
         """Return what copies of a unit's gradients take behind its backward pass."""
-        added = np.where(self.context.table.fully_sharded | (not kind.first), traffic.added_s, 0.0)
+        added = self._if_sharded(traffic.added_s, traffic.added_s * (not kind.first))
         return np.asarray(added + (traffic.in_s if kind.last else 0.0))
 
-    def _fresh(self, kind: PassKind, units: Sequence[Unit]) -> list[NDArray[np.bool_]]:
-        """Return of which units a pass gathers the parameters, in the order in which it runs them."""
+    def _if_sharded(self, seconds: Floats, otherwise: Floats) -> Floats:
+        """Return seconds of plans whose parameters are fully sharded, and of all others what they take otherwise."""
+        sharded = self.context.table.fully_sharded
+        return seconds if sharded.all() else np.where(sharded, seconds, otherwise)
+
+    def _fresh(self, kind: PassKind, units: Sequence[Unit]) -> list[bool]:
+        """Return of which units a pass gathers the parameters where they are sharded, in the order in which it runs
+        them.
+        """
         forward = kind.action is Kind.FORWARD
         gathers = (kind.first and forward) if kind.gathered is Gathered.AS_LEFT else kind.gathered is not Gathered.ALL
         some = [gathers and kind.action is not Kind.WEIGHT_GRAD] * len(units)
         if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
             some[-1 if forward else 0] = False
-        return [self.context.table.fully_sharded & each for each in some]
+        return some
 
 
 class _Group:

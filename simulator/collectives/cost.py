@@ -27,6 +27,7 @@ from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
 from simulator.collectives.measured import MeasuredCollectives, Ratios
 from simulator.collectives.nccl_model import NcclMachine
 from simulator.collectives.times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
+from simulator.collectives.traffic import port_share
 from simulator.config.estimate import Interval
 from topology.cluster import Cluster, Source
 from topology.errors import BadInput, Infeasible
@@ -95,6 +96,7 @@ class CollectiveModel:
     _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
     _ratios: Ratios = field(default_factory=dict)
     _times: dict[tuple[str, GroupShape, str | None], dict[float, float]] = field(default_factory=dict, init=False)
+    _loads: dict[tuple[str, GroupShape], dict[float, tuple[float, float]]] = field(default_factory=dict, init=False)
 
     def rates(self, shape: GroupShape) -> GroupRates:
         if shape not in self._rates:
@@ -200,12 +202,22 @@ class CollectiveModel:
         held = held_sms(comm, op, sizes, options, int8=int8, algorithm=algorithm)
         return tuple(replace(cost, sms=float(sms)) for cost, sms in zip(costs, held, strict=True))
 
-    def algorithms(self, op: str, nbytes: ArrayLike, shape: GroupShape) -> list[tuple[str, float]]:
-        """Return (algorithm, SMs that it holds) for every size, as `choose_many` does."""
-        sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
-        options, comm = self._options(op, sizes, shape, int8=False, algorithm=None), self.communicator(shape)
-        held = held_sms(comm, op, sizes, options)
-        return [(options.names[pick][0], float(sms)) for pick, sms in zip(options.pick, held, strict=True)]
+    def loads(self, op: str, sizes: Floats, shape: GroupShape) -> Floats:
+        """Return (SMs that `op` holds, bytes that it sends through the port of a rank), shape (2, sizes), as
+        `choose_many` runs it; sizes in one row, each of which is found once. Nothing where nothing joins the ranks.
+        """
+        known = self._loads.setdefault((op, shape), {})
+        asked = sizes.tolist()
+        if missing := [nbytes for nbytes in dict.fromkeys(asked) if nbytes not in known]:
+            if not np.isfinite(self.times_s(op, np.array(missing[:1]), shape)[0]):
+                return np.zeros((2, len(asked)))
+            some, comm = np.array(missing), self.communicator(shape)
+            options = self._options(op, some, shape, int8=False, algorithm=None)
+            held = held_sms(comm, op, some, options).tolist()
+            shares = [port_share(op, options.names[pick][0], shape) for pick in options.pick]
+            for nbytes, sms, share in zip(missing, held, shares, strict=True):
+                known[nbytes] = sms, nbytes * share
+        return np.array([known[nbytes] for nbytes in asked], dtype=np.float64).reshape(-1, 2).T
 
     def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
         issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S

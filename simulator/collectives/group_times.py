@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives.cost import CollectiveModel
-from simulator.collectives.traffic import bottleneck_of, bottleneck_rates, port_share
+from simulator.collectives.traffic import bottleneck_of, bottleneck_rates
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from topology.cluster import Cluster
@@ -16,7 +16,7 @@ from topology.rates.groups import GroupShape, group_shape
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
 
-REMEMBERED = 256  # largest group of plans whose times are cached by size
+REMEMBERED = 256  # most sizes of one group in a call whose times are cached
 
 
 @dataclass(slots=True)
@@ -38,21 +38,17 @@ class GroupTimes:
     factor: Floats | float = 1.0
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
-    _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
-    # Cache shared with tables taken from this one.
-    _loads: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
+    _same_groups: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.intp]]]] = field(default_factory=dict)
 
     def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
         """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
         for model, shape, rows in self.shapes(axis):
-            sizes = size[rows]
+            sizes, which = np.unique(size[rows], return_inverse=True)
             factor = self.factor[rows] if isinstance(self.factor, np.ndarray) else self.factor
-            if len(sizes) > REMEMBERED:
-                out[rows] = factor * model.time_s(op, sizes, shape, algorithm=algorithm)
-                continue
-            out[rows] = factor * model.times_s(op, sizes, shape, algorithm=algorithm)
+            times_s = model.time_s if len(sizes) > REMEMBERED else model.times_s
+            out[rows] = factor * times_s(op, sizes, shape, algorithm=algorithm)[which]
         return out
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
@@ -71,19 +67,11 @@ class GroupTimes:
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
-        sms, sent = np.zeros(len(self.table)), np.zeros(len(self.table))
+        found = np.zeros((2, len(self.table)))
         for model, shape, every in self.shapes(axis):
-            rows = every & (nbytes > 0)
-            if rows.any() and not np.isfinite(model.time_s(op, float(nbytes[rows][0]), shape)):
-                continue  # no links connect these ranks
-            sizes, which = np.unique(nbytes[rows], return_inverse=True)
-            key = (id(model), op, shape, sizes.tobytes())
-            if key not in self._loads:
-                chosen = model.algorithms(op, sizes, shape) if len(sizes) else ()
-                held = np.array([float(channels) for _, channels in chosen])
-                self._loads[key] = held, sizes * np.array([port_share(op, name, shape) for name, _ in chosen])
-            sms[rows], sent[rows] = (each[which] for each in self._loads[key])
-        return sms, sent
+            rows = every[nbytes[every] > 0]
+            found[:, rows] = model.loads(op, nbytes[rows], shape)
+        return found[0], found[1]
 
     def bottlenecks(self, axis: str) -> tuple[NDArray[np.bool_], Floats, Floats]:
         """Return (whether groups along an axis span nodes, the share of a rank's rate that passes the bottleneck, its
@@ -97,20 +85,20 @@ class GroupTimes:
             across[rows], share[rows], rate[rows] = bottleneck == "nic", part, rates[bottleneck]
         return across, share, rate
 
-    def shapes(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
-        """Return (model, shape, rows) for each distinct group along an axis; `rows` is a mask of its plans. Groups of
-        one rank are left out.
+    def shapes(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.intp]]]:
+        """Return (model, shape, rows) for each distinct group along an axis; `rows` are the indices of its plans. Groups
+        of one rank are left out.
         """
         if axis not in self._same_groups:
             shapes, which = self._axis(axis)
             numbers = {id(model): number for number, model in enumerate(self.models_by_plan)}
             machine = np.array([numbers[id(model)] for model in self.models_by_plan] or [0] * len(self.table))
+            order = np.lexsort((machine, which))
+            starts = np.nonzero(np.diff(which[order], prepend=-1) | np.diff(machine[order], prepend=-1))[0]
             self._same_groups[axis] = [
-                (self.models_by_plan[number] if self.models_by_plan else self.collectives, shape, rows)
-                for index, shape in enumerate(shapes)
-                if shape.ranks > 1
-                for number in dict.fromkeys(machine[which == index].tolist())
-                if (rows := (which == index) & (machine == number)).any()
+                (self.models_by_plan[machine[rows[0]]] if self.models_by_plan else self.collectives, shape, rows)
+                for rows in np.split(order, starts[1:])
+                if len(rows) and (shape := shapes[which[rows[0]]]).ranks > 1
             ]
         return self._same_groups[axis]
 

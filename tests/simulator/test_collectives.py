@@ -17,6 +17,7 @@ from simulator.collectives.curves import ByteCost, Curve, curve_time_s, peer_cha
 from simulator.collectives.launch_mode import LaunchMode
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.collectives.times import single_node_s, steps_and_share
+from simulator.collectives.traffic import port_share
 from tests.clusters import cluster
 from topology.catalog import clusters as catalog
 from topology.cluster import LinkKind, LinkState, NodeGroup, Source
@@ -425,3 +426,15 @@ def test_without_nvls_bulk_all_reduces_between_nodes_run_the_ring() -> None:
     assert bus == pytest.approx(192e9, rel=0.12)
     hopper = CollectiveModel(catalog.cluster("dgx-h100", gpus=16)).choose("all_reduce", 2.0**33, shape)
     assert hopper.algorithm == "nvls_tree"
+
+
+@pytest.mark.parametrize("shape", [EIGHT, GroupShape(ranks=32, ranks_per_node=4)], ids=str)
+def test_loads_are_those_of_the_collective_that_runs(shape):
+    sizes = np.array([2.0**20, 3e8, 5e3, 3e8])
+    for op in OPS:
+        remembers = model(nodes=8)
+        remembers.loads(op, sizes[:2], shape)
+        runs = model(nodes=8).choose_many(op, sizes, shape)
+        sent = [size * port_share(op, one.algorithm, shape) for size, one in zip(sizes, runs, strict=True)]
+
+        assert remembers.loads(op, sizes, shape) == pytest.approx(np.array([[one.sms for one in runs], sent]))

@@ -8,7 +8,7 @@ are the policies. Lower bounds prune it, the cheapest first:
     schedule     the same of passes and messages in the order of the schedule's table
       (`simulator.bounds.schedule_bound`)
     best so far  plans are accounted for in the order of those bounds, until they exceed the last plan that will be
-    listed
+      listed; the first of their grids as soon as they are likely to lower that
 
 Whether a plan fits follows from the replay of its allocations (`simulator.memory`), which is asked of those alone that
 would be listed: until then a plan is taken to fit, and to need no more than its bound. `BestFirst.run` is called again
@@ -47,6 +47,7 @@ from topology.time_limit import reading, until
 
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
+LOWERED = 0.02  # of the limit of plans to list: what it may be lowered by at least for plans to be costed before others
 # How much above the limit of plans to list bounds are walked, relative, once plans of the list were rejected, and how
 # many at once: the next rejections raise it.
 AHEAD, PLANS_AHEAD = 0.03, 256
@@ -106,8 +107,9 @@ class BestFirst:
     near the list are returned as well, among them those that need up to that many times the memory there is; bounds of
     the `nearest` of them are close, of all where that is None.
 
-    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `step` is
-    the step of a plan that was costed, infinite before, and where the plan does not fit.
+    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `costed`
+    are those of this search and of others before it. `step` is the step of a plan that was costed, infinite before, and
+    where the plan does not fit.
     """
 
     def __init__(
@@ -133,26 +135,32 @@ class BestFirst:
         self.step_bound = bounds.step_bound
         self.reserved = bounds.held[:, 1]
         self.bound = self.reserved if objective == "memory" else self.step_bound
-        self.costed = np.zeros(len(self.variants), dtype=np.bool_)
+        self.costed = bounds.accounted
         self.step = np.full(len(self.variants), np.inf)
         self.keep, self.ties, self.one_per_grid = keep, ties, one_per_grid
         self._groups = None if ties is None else bounds.tie_groups
         self.schedule_table = bounds.schedule_table
-        self._begun = False
+        self._begun, self._order = False, np.arange(len(self.variants))
         self.judged()
 
     def judged(self) -> None:
         """Take in what replays have shown of the variants' memory: no plan that was left out for another that does not
         fit, or costs more than was thought, stays left out.
         """
-        self.within = np.nonzero(self.bounds.may_fit(self.screening))[0]
-        self.left = self._in_order(self.within[~self.costed[self.within]])  # not costed yet, lowest bound first
+        self._within = self.bounds.may_fit(self.screening)
+        self.within = np.nonzero(self._within)[0]
+        self._put_in_order()
         grids = int(self.grid.max(initial=-1)) + 1
         self.threshold = Threshold(
             self.keep, one_per_grid=self.one_per_grid, grids=grids, listed=self.ties, groups=self._groups
         )
         self.step[:] = np.inf
         self._add(self.within[self.costed[self.within]])
+
+    def _put_in_order(self) -> None:
+        """Find what is left: the plans that are not costed yet, lowest bound first."""
+        self._order = self._in_order(self._order)
+        self.left = self._order[(self._within & ~self.costed)[self._order]]
 
     def _in_order(self, rows: Rows) -> Rows:
         return rows[np.argsort(self.bound[rows], kind="stable")]
@@ -170,7 +178,8 @@ class BestFirst:
         again = self._begun
         if not again:
             self.bounds.find(self.expired, self.report)
-            self.left, self._begun = self._in_order(self.left), True
+            self._begun = True
+            self._put_in_order()
         size = FIRST_PLANS
         while len(self.left):
             rows = self._promising(size)
@@ -178,10 +187,11 @@ class BestFirst:
                 break
             limits = self.threshold.of(self.grid[rows])
             if self.objective == "time" and np.isfinite(limits).all() and not self.bounds.walked[rows].all():
-                further = NEAR_LIST * again
-                mine = np.union1d(rows, self._same_tables(rows, further))
-                self.bounds.walk(mine, float(limits.max()) * (1 + further))
-                self.left = self._in_order(self.left)
+                mine = np.union1d(rows, self._same_tables(rows, ahead=again))
+                self.bounds.walk(mine, float(limits.max()) * (1 + NEAR_LIST * again))
+                self._cost_leaders(mine)
+                self._put_in_order()
+                size = min(2 * size, PLANS_AT_ONCE // 8)
             else:
                 self._cost_by_table(self._leading(rows[:size]))
                 self.left = self.left[~self.costed[self.left]]
@@ -198,12 +208,10 @@ class BestFirst:
         if self.objective == "pareto":
             self.left = self._undominated(self.left)
             return self.left[:size]
-        limits = self.threshold.of(self.grid[self.left])
-        promising = self.bound[self.left] <= limits
-        rows = self.left[promising]
+        rows = self._below(0.0)
         if self.objective == "memory":
             return rows[:size]
-        unlimited = rows[~np.isfinite(limits[promising])]
+        unlimited = rows[~np.isfinite(self.threshold.of(self.grid[rows]))]
         if len(unlimited):  # plans without a pipeline, as they are cheap, then one of every grid
             alone = unlimited[self.variants.pp[unlimited] == 1]
             first = np.sort(np.unique(self.grid[unlimited], return_index=True)[1])
@@ -218,13 +226,15 @@ class BestFirst:
 
     def _below(self, further: float) -> Rows:
         """Return the plans whose bound is no more than the limit of the list and so much, relative, lowest first."""
-        return self.left[self.bound[self.left] <= self.threshold.of(self.grid[self.left]) * (1 + further)]
+        bound, more = self.bound[self.left], 1 + further
+        rows = self.left[: np.searchsorted(bound, self.threshold.value * more, side="right")]
+        return rows[bound[: len(rows)] <= self.threshold.of(self.grid[rows]) * more]
 
-    def _same_tables(self, rows: Rows, further: float) -> Rows:
-        """Return those within the limit and so much that go through the schedule tables of some, or, further on, of the
-        next ones: bounds of all plans of a table take little more time than that of one.
+    def _same_tables(self, rows: Rows, *, ahead: bool) -> Rows:
+        """Return the plans that may come near the list and go through the schedule tables of some, or of the next ones
+        `ahead`: bounds of all plans of a table take little more time than that of one.
         """
-        near, some = self._below(further), [rows, *([self._ahead()] if further else [])]
+        near, some = self._below(NEAR_LIST), [rows, *([self._ahead()] if ahead else [])]
         return near[np.isin(self.schedule_table[near], self.schedule_table[np.concatenate(some)])]
 
     def _leading(self, rows: Rows) -> Rows:
@@ -237,22 +247,29 @@ class BestFirst:
         leading: Rows = rows[self.schedule_table[rows] == self.schedule_table[rows[first]][grid]]
         return leading
 
+    def _cost_leaders(self, rows: Rows) -> None:
+        """Cost of plans with close bounds the first of their grids where they are likely to lower the limit by much:
+        most others are then ruled out by what is known of them already.
+        """
+        rows = self._in_order(rows[self.bounds.walked[rows] & ~self.costed[rows]])
+        leaders = rows[np.sort(np.unique(self.grid[rows], return_index=True)[1])]
+        leaders = leaders[self.bound[leaders] < self.threshold.of(self.grid[leaders])]
+        likely = self.threshold.value_with(self.grid[leaders], self.bound[leaders])
+        if len(leaders) and likely < self.threshold.value * (1 - LOWERED):
+            self._cost_by_table(leaders[self.bound[leaders] <= likely])
+
     def _found(self) -> Explored:
         """Return what was found, without near pipelines."""
         # Plans costed in vain are left out: which those are depends on how many were costed at once.
-        needed = np.zeros(len(self.variants), dtype=np.bool_)
-        limits = self.threshold.of(self.grid)
-        needed[self.within] = self.bound[self.within] <= limits[self.within]
+        found = np.nonzero(self._within & np.isfinite(self.step))[0]
         if self.objective == "pareto":
             self.left = self._undominated(self.left)
-            needed = np.isin(np.arange(len(self.variants)), self._undominated(self.within))
-        elif self.objective == "time":
-            needed[self.within] = (self.costed & (self.step <= limits))[self.within]
-        found = np.nonzero(needed & np.isfinite(self.step))[0]
+            found = found[np.isin(found, self._undominated(self.within))]
+        else:
+            values = self.step if self.objective == "time" else self.bound
+            found = found[values[found] <= self.threshold.of(self.grid[found])]
         all_nodes_seen = self.screened.all_nodes_seen
-        complete = all_nodes_seen and (
-            not len(self.left) or (self.objective != "pareto" and (self.bound[self.left] > limits[self.left]).all())
-        )
+        complete = all_nodes_seen and not len(self.left if self.objective == "pareto" else self._below(0.0))
         return Explored(
             columns=self.variants.take(found),
             rows=found,
@@ -264,7 +281,7 @@ class BestFirst:
             floor_s=float(self.step_bound[self.within].min(initial=np.inf))
             if all_nodes_seen and len(self.within)
             else floor_s(self.screening, self.screened.nodes.columns),
-            complete=bool(complete),
+            complete=complete,
             near_pipelines=self.variants.take(slice(0)),
             near_bound_s=np.empty(0),
         )
@@ -300,9 +317,7 @@ class BestFirst:
                 break
 
     def _cost(self, rows: Rows) -> None:
-        self.bounds.account(rows, self._alike(rows))
-        self.costed[rows] = True
-        self._add(rows)
+        self._add(self.bounds.account(rows, self._alike(rows)))
 
     def _alike(self, rows: Rows) -> Rows:
         """Return the next plans that may be listed, or may be soon, and go through the same schedule tables as some."""

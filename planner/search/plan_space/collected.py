@@ -65,14 +65,22 @@ class Threshold:
         self._keep, self._one_per_grid = keep, one_per_grid
         self._listed, self._groups = listed, groups
         self._best = np.full(grids if one_per_grid else 0, np.inf)
-        self.value = self._value()
+        self.value = self._value(self._best)
 
     def add(self, grid: Rows, values: Floats) -> None:
-        if self._one_per_grid:
-            np.minimum.at(self._best, grid, values)
-        else:
-            self._best = np.sort(np.concatenate([self._best, values]))[: self._keep]
-        self.value = self._value()
+        self._best = self._best_with(grid, values)
+        self.value = self._value(self._best)
+
+    def value_with(self, grid: Rows, values: Floats) -> float:
+        """Return what the value would be with some more plans."""
+        return self._value(self._best_with(grid, values))
+
+    def _best_with(self, grid: Rows, values: Floats) -> Floats:
+        if not self._one_per_grid:
+            return np.sort(np.concatenate([self._best, values]))[: self._keep]
+        best = self._best.copy()
+        np.minimum.at(best, grid, values)
+        return best
 
     def of(self, grid: Rows) -> Floats:
         """Return what plans may take to be listed: no more than the best of their own grid, where one of each is
@@ -85,13 +93,13 @@ class Threshold:
         """How many more plans there have to be, of other grids where one of each is listed, before it is finite."""
         return max((self._listed.count if self._listed else self._keep) - int(np.isfinite(self._best).sum()), 1)
 
-    def _value(self) -> float:
+    def _value(self, best: Floats) -> float:
         of_ties = np.inf
         if self._listed is not None and self._groups is not None:
-            of_ties = self._listed.last_step(self._best, self._groups)
-        if len(self._best) < self._keep:
+            of_ties = self._listed.last_step(best, self._groups)
+        if len(best) < self._keep:
             return float(of_ties)
-        return float(min(of_ties, np.partition(self._best, self._keep - 1)[self._keep - 1]))
+        return float(min(of_ties, np.partition(best, self._keep - 1)[self._keep - 1]))
 
 
 class Collected:

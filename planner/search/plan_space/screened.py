@@ -140,11 +140,8 @@ class StepBounds:
         known, self.flush_s[row] = self.flush_s[row], max(self.flush_s[row], memory.least_full_s)
         return bool(self.flush_s[row] > known)
 
-    def account(self, rows: Rows, alike: Rows) -> None:
-        """Account for those of some variants that have not been, and for those `alike` that are walked with them."""
-        rows = rows[~self.accounted[rows]]
-        if not len(rows):
-            return
+    def account(self, rows: Rows, alike: Rows) -> Rows:
+        """Account for some variants and for those `alike` that are walked with them; return them all."""
         both = np.union1d(rows, alike[~self.accounted[alike]])
         some = self.screening.plans(self.table.take(both), self.shared, both)
         if len(both) > len(rows):
@@ -153,6 +150,7 @@ class StepBounds:
             some = self.screening.plans(self.table.take(both), self.shared, both)
         self.step_s[both] = some.step_s()
         self.accounted[both] = True
+        return both
 
     def walk(self, rows: Rows, limit_s: float) -> None:
         """Raise the bounds of some variants to what their schedules' tables show; above a limit roughly."""
