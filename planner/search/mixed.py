@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from planner.question.prediction import predict
 from planner.question.question import Question
-from planner.search.gpu_counts import objective_value
-from planner.search.result import SearchResult
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from topology.cluster import Cluster, GpuKind
 from topology.errors import Infeasible, Unproved
+
+if TYPE_CHECKING:
+    from planner.search.result import SearchResult
 
 NOT_IN_PROPORTION = (
     "frameworks here give every data-parallel rank the same micro batches, and stages on unlike GPUs have no cost"
@@ -60,6 +62,8 @@ def with_parts(
     if not known:
         assert failure is not None  # noqa: S101 - the whole has no plan then
         raise failure
+    from planner.search.gpu_counts import objective_value  # noqa: PLC0415 - of a search, not of an estimate
+
     best = min(known, key=lambda result: objective_value(result.plans[0].estimate, objective))
     notes = [] if found is None else [price_of(found.question, found.plans[0].plan, found.plans[0].estimate)]
     notes += [f"{one.name} alone: {_step(result) if result else 'no plan fits'}" for one, result in alone]

@@ -22,7 +22,8 @@ from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import forks, on_cores
 from topology.rates.host import HostRates, host_rates
 
-PASS_S = 1.5e-4  # that replaying a pass of a unit takes of one core
+# That replaying a pass of a unit takes of one core; most passes of pipelines are replayed in part.
+PASS_S, PIPED_PASS_S = 1.5e-4, 6e-5
 
 
 class PlanMemory:
@@ -112,7 +113,7 @@ class PlanMemory:
     @property
     def replay_s(self) -> float:
         """Seconds that replaying a rank takes, about."""
-        return self._replay.passes * PASS_S
+        return self._replay.passes * (PIPED_PASS_S if self.plan.pp > 1 else PASS_S)
 
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
