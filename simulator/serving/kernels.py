@@ -27,6 +27,10 @@ FLOAT4_FROM = 100
 # to 0.92 over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in
 # efficiency.toml is of kernels that write as much as they read.
 STREAMED = 0.85
+# The least of the peak that large products in 16 bits reach in engines. Blackwell's share in efficiency.toml is of one
+# host that trained; vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200
+# from 4,096 rows on, at widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm).
+SERVED = {"blackwell": 0.67}
 FLOAT8_FROM = 89
 SINGLE = 512  # tokens up to which every count is tabulated
 # How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
@@ -110,6 +114,15 @@ class Kernels:
         return max(low, wide) * limited
 
     @property
+    def product_flops_per_s(self) -> float:
+        """Arithmetic rate of one large product of an engine."""
+        if self.multiplied_in != "bfloat16":
+            return self.flops_per_s
+        peak = self.gpu.peak_flops
+        least = SERVED.get(self.generation, 0.0) * (peak.get("bfloat16") or 0.0)
+        return max(self.flops_per_s, least * Roofline(gpu=self.gpu).power_limited)
+
+    @property
     def attention_flops_per_s(self) -> float:
         """Arithmetic rate of the fused 16-bit attention kernel on long sequences."""
         known = efficiency(self.gpu.architecture).attention
@@ -132,7 +145,7 @@ class Kernels:
         kernels = self if format_ == self.weights else replace(self, weights=format_)
         known = efficiency(self.gpu.architecture)
         used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
-        arithmetic = 2 * rows * columns * depth / (kernels.flops_per_s * np.maximum(used, 1e-9))
+        arithmetic = 2 * rows * columns * depth / (kernels.product_flops_per_s * np.maximum(used, 1e-9))
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
 
