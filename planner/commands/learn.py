@@ -20,6 +20,7 @@ from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
+from topology.units import two_digits
 
 
 def learn(asked: Learn) -> None:
@@ -36,7 +37,7 @@ def learn(asked: Learn) -> None:
         )
     if len(runs) < FEWEST and not unmeasured:
         raise Infeasible(
-            f"{len(runs)} runs with a measured time or memory are too few to learn from",
+            f"runs with a measured time or memory: {len(runs)}, too few to learn from",
             remedy=f"give {FEWEST} or more, or add cases that were not run: the answer then says which to run first",
         )
     same, unmeasured, compiled = _of_one_kind(runs, unmeasured)
@@ -127,13 +128,16 @@ def _print(learned: LearnedRuntime | None, next_runs: list[JsonObject], out: Pat
         print(f"{learned.name}, like {learned.like}, from {rows} runs (fitted; ranges hold four of five fits)")
         for name, one in learned.fitted.items():
             scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
-            print(f"  {name:18s} {one.value * scale:8.3g}{unit}  {one.low * scale:.3g} to {one.high * scale:.3g}")
-        for quantity, value in learned.left_out.items():
-            said = "not measured" if value is None else f"mean error {value:.1%}"
-            print(f"left out group by group, {quantity}: {said}")
+            value, low, high = (two_digits(end * scale) for end in (one.value, one.low, one.high))
+            print(f"  {name.removesuffix('_s').replace('_', ' '):18s} {value:>7}{unit} ({low} to {high})")
+        errors = (
+            f"{quantity} {'not measured' if value is None else f'{value:.1%}'}"
+            for quantity, value in learned.left_out.items()
+        )
+        print(f"mean error of runs whose group the fit does not know: {', '.join(errors)}")
     else:
         print(f"nothing is learned from {rows} runs: make these first, in this order")
     for plan in next_runs:
-        print(printable(f"next: {plan['id']} (its step is known within a factor of {1 + plan['step_unsure']:.2f})"))
+        print(printable(f"next: {plan['id']} (its step is known within {plan['step_unsure']:.0%})"))
     if learned:
         print(printable(f"saved {out}"))

@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 
 from planner.cli import main
-from planner.question.goal import goal_of
+from planner.question.goal import Goal, goal_of
 from planner.question.question import question_of
 from planner.requests.training import Suggest
 from planner.search.plan_space.candidates import NODE_FIELDS, enumerate_nodes
 from planner.search.plan_space.stated import exactly
+from planner.search.run_failures import run_time
+from simulator.config.estimate import Interval
+from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import CASES, MIXTRAL, ROOT, make_cluster
 from tests.planner.every_plan import UNBOUNDED
+from topology.cluster import Source
+from topology.errors import Infeasible
 
 SMALL = ("--model", "llama3.2-1b", "--seq-len", "2048", "--gpus", "8", "--global-batch", "64")
 
@@ -302,6 +307,15 @@ def test_failures_that_are_stated_make_the_run_longer(planner):
     assert planner("suggest", *RUN, "--mtbf", "50000").returncode == 2
     assert planner("suggest", *RUN, "--tokens", "1B", "--mtbf", "often").returncode == 2
     assert planner("suggest", *RUN, "--tokens", "1B", "--checkpoint-bandwidth", "10 Gbit").returncode == 2
+    assert planner("suggest", *RUN, "--tokens", "1B", "--checkpoint-bandwidth", "5").returncode == 2  # bytes a second
+
+
+def test_a_run_that_hardly_progresses_has_no_days():
+    """A checkpoint takes 27 hours, and a failure comes every eighth of one."""
+    question = question_of(load_model("llama3-8b"), make_cluster(1, 8), Workload(seq_len=2048, global_batch_size=8))
+    goal = Goal(tokens=1e9, mtbf_hours=1.0, checkpoint_bytes_per_s=1e6)
+    with pytest.raises(Infeasible, match="would not end"):
+        run_time(question, goal, 8, Interval(value=1e6, low=1e6, high=1e6, source=Source.ASSUMED))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ from tests.planner.conftest import Finished
 from topology import codec
 from topology.errors import BadPlan
 
+
+def test_requests_that_pile_up_are_said_to(planner: Callable[..., Finished]) -> None:
+    """One H100 writes some thousands of tokens a second: five requests of 256 are kept up with, sixty are not."""
+    asked = ("suggest", "--task", "serve", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "1")
+    for rate, behind in (("5", False), ("60", True)):
+        words = planner(*asked, "--isl", "1024", "--osl", "256", "--request-rate", rate).stdout.split()
+        assert ("come faster than they are answered" in " ".join(words)) is behind
+
+
 QUICK = (
     "--model",
     "llama3-8b",
