@@ -223,9 +223,7 @@ class _Question:
         return found
 
     def program(self, captured: Captured, like: ShardedModule | None = None) -> RunnableProgram:
-        """Return the program of a graph, on every rank; its inputs are placed like those of `like`, which has other
-        sizes.
-        """
+        """Return the program of a graph, on every rank; its inputs are placed like those of `like`."""
         placements = {**self.constraints["placements"], **({} if like is None else self._chosen(like))}
         document = request(captured, self.mesh, **{**self.constraints, "placements": placements})
         return _planned_once(document, self.cluster, self.memory_limit)
@@ -388,9 +386,7 @@ class ShardedModule(nn.Module):
         return sized
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """Return the module. Raises UserError for another mode than the captured one, since the graph is for
-        one mode.
-        """
+        """Return the module. Raises UserError for another mode than the captured one, which the graph is for."""
         if mode != self.captured.training:
             said = "training" if self.captured.training else "evaluation"
             raise UserError(f"the module was captured in {said} mode", remedy="shard it once more in the other one")

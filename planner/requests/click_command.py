@@ -30,7 +30,7 @@ def click_command(
     def run(**given: Any) -> None:
         source = click.get_current_context().get_parameter_source
         values = prepared({flag.parameter: _plain(flag, given[flag.parameter]) for flag in flags})
-        # Stated on the command line, be it with the value that is the default.
+        # Given on the command line, possibly with its default value.
         stated = [one for one in values if source(one) is click.core.ParameterSource.COMMANDLINE]
         answer(build(request, values, stated))
 
@@ -54,7 +54,7 @@ def _parameter(flag: Flag) -> click.Parameter:
         "envvar": flag.environment,
     }
     if not flag.required:
-        shown["default"] = getattr(flag.default, "value", flag.default)  # of an enumeration, its word
+        shown["default"] = getattr(flag.default, "value", flag.default)  # for an enumeration, its word
     if not flag.spellings:
         return click.Argument([flag.parameter], nargs=-1 if flag.many else 1, **shown)
     return click.Option(

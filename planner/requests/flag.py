@@ -21,10 +21,10 @@ from simulator.config.plan import PLAN_FIELDS
 from simulator.config.plan_schema import Kind
 from topology.errors import UserError
 
-# Flags that name something known or a file.
+# Flags whose value is a known name or a file.
 NAMES_OR_FILES = frozenset({"model", "cluster", "case", "file", "first", "second", "runtime", "requests"})
-WRITTEN = frozenset({"out", "state", "svg", "csv"})  # flags that name what is written
-_KEY = "flag"  # of the metadata of a dataclass field
+WRITTEN = frozenset({"out", "state", "svg", "csv"})  # flags with the name of a file to write
+_KEY = "flag"  # key in the metadata of a dataclass field
 _PLAIN = (bool, int, float, str)
 
 
@@ -51,7 +51,7 @@ class Flag:
     parameter: str
     at: tuple[str, ...]
     type: Any
-    spellings: tuple[str, ...] = ()  # none for what stands without a flag
+    spellings: tuple[str, ...] = ()  # empty for an argument without a flag
     kind: type = str
     choices: tuple[str, ...] = ()
     many: bool = False
@@ -61,11 +61,11 @@ class Flag:
     most: float | None = None
     help: str | None = None
     metavar: str | None = None
-    environment: str | None = None  # the variable that says it
+    environment: str | None = None  # the environment variable with its value
     percent: bool = False
-    program: bool = False  # its first word is a program, which is started
+    program: bool = False  # its first word is a program to start
     hidden: bool = False
-    prints: str = ""  # a switch that prints this and ends
+    prints: str = ""  # a switch that prints this text and exits
     show_default: bool = True
 
     @property

@@ -17,7 +17,7 @@ from topology.errors import PlannerError, UserError
 MOST_CLIENTS, MOST_TOKENS = 1 << 16, 1 << 24
 
 
-# Fields by which commands may be asked about a saved serving plan.
+# Fields of questions that commands accept about a saved serving plan.
 PLANS = {
     "estimate": ("plan",),
     "explain": ("file",),
@@ -65,7 +65,7 @@ def is_serving_plan(path: str | Path | None) -> bool:
         return False
     try:
         return is_serving_content(codec.read_json(path))
-    except PlannerError:  # whatever is wrong with it is said by the reader of its own kind
+    except PlannerError:  # the reader of its own kind reports any error
         return False
 
 

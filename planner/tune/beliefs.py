@@ -1,14 +1,14 @@
-"""What is believed of every plan's step and memory, given the trials made: Gaussian, with an exact posterior.
+"""Beliefs about the step time and memory of every plan, given the trials: Gaussian, with an exact posterior.
 
 The logarithm of a plan's step is its prediction, plus errors of terms that plans share (compute, host, communication by
 mesh axis, ...), each weighted by its part of that plan's step, plus an error that similar plans share, plus the plan's
-own. So one measured plan corrects every plan that spends its time on the same things. The prior standard deviation of a
-plan is that of its predicted range; the terms only say how the errors of two plans go together. How wide the ranges
-should have been is itself learned: beliefs are averaged over two scales, of shared errors and of all others, by how
-probable each makes what was measured (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section
+own. So one measured plan corrects all plans that spend their time on the same terms. The prior standard deviation of a
+plan is that of its predicted range; the terms only determine the correlation between the errors of two plans. The width
+of the ranges is learned as well: beliefs are averaged over two scales, of shared errors and of all others, weighted by
+the probability of the measurements (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section
 5.2).
 
-Memory is believed in the same way. A trial that ran out of memory says only that its plan needs more than there is: the
+Beliefs about memory are similar. A trial that ran out of memory shows only that its plan needs more than available: the
 posterior is matched to the truncated Gaussian's mean and variance (Minka, Expectation propagation, 2001).
 """
 
@@ -33,18 +33,18 @@ from simulator.config.plan_schema import Kind
 Floats = NDArray[np.float64]
 
 # Standard deviations of logarithms, relative to each other: kernels, collectives and hosts differ between machines as
-# `planner.learn.fit` has them; a right description is still off by 5 % in a single run.
+# in `planner.learn.fit`; even a correct description is off by 5 % in a single run.
 COMPUTE, COLLECTIVES, HOST, BUBBLE = 0.25, 0.5, 1.0, 0.3
-# Source: assumed. Of the whole step: clocks, what no term has; shared by similar plans; a plan's own.
+# Source: assumed. Errors of the whole step: clocks and what no term includes; shared by similar plans; a plan's own.
 WHOLE = 0.1
 ALIKE, OWN = 0.1, 0.05
-UNKNOWN_MACHINE = 25.0  # variance of a factor on all steps that may be anything: a processor in place of a GPU
+UNKNOWN_MACHINE = 25.0  # variance of a factor common to all steps that may have any value: a processor instead of a GPU
 SCALES = (0.35, 0.6, 1.0, 1.7, 3.0)
-NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out
+NEGLIGIBLE = 0.005  # probability of a pair of scales below which it is left out
 SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
-NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
-ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
-# What two plans may differ in besides sizes: words, and what may be left to the runtime.
+NOISE = 0.01  # of the logarithm of a measured step: variation between starts of processes (examples/validation)
+ALIKE_OCTAVES = 2.0  # doublings of degrees over which the similarity of plans decreases by a factor of e
+# Settings in which two plans may differ besides sizes: words, and settings that may be left to the runtime.
 CHOICES = tuple(
     name for name, known in PLAN_FIELDS.items() if not known.kind.listed and (known.optional or known.kind is Kind.WORD)
 )
@@ -59,7 +59,7 @@ TERM_SPREADS = {
     "allocator": HOST,
     "exposed_communication": COLLECTIVES,
 }
-SAME_TERM = {"recompute": "compute"}  # the forward pass once more: as wrong as the first time
+SAME_TERM = {"recompute": "compute"}  # the forward pass repeated: its error is that of the first one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,14 @@ class Belief:
         return np.sqrt(np.maximum(np.diag(self.covariance), 1e-18))
 
     def interval(self, row: int) -> tuple[float, float, float]:
-        """Return (middle, low, high) of a candidate, in its unit; low and high hold 80 %."""
+        """Return (middle, low, high) of a candidate, in its unit; the range from low to high has a probability
+        of 80 %.
+        """
         mean, wide = float(self.mean[row]), NORMAL_80 * float(self.spread[row])
         return math.exp(mean), math.exp(mean - wide), math.exp(mean + wide)
 
     def given(self, rows: Sequence[int], logs: Sequence[float], noise: Sequence[float]) -> Belief:
-        """Return the posterior after `logs` were measured of the candidates `rows`, each with a spread of `noise`."""
+        """Return the posterior after `logs` were measured for the candidates `rows`, each with a spread of `noise`."""
         if not rows:
             return self
         at = np.asarray(rows)
@@ -92,11 +94,11 @@ class Belief:
         )
 
     def beyond(self, row: int, log_limit: float, *, above: bool) -> Belief:
-        """Return the posterior after a candidate was seen to lie above (or not above) a limit."""
+        """Return the posterior after a candidate was found to be above (or not above) a limit."""
         mean, variance = float(self.mean[row]), float(self.covariance[row, row])
         sign, spread = (1.0 if above else -1.0), math.sqrt(max(variance, 1e-18))
         z = sign * (mean - log_limit) / spread
-        ratio = math.exp(-(z**2) / 2 - math.log(2 * math.pi) / 2 - log_ndtr(z))  # of the truncated Gaussian's moments
+        ratio = math.exp(-(z**2) / 2 - math.log(2 * math.pi) / 2 - log_ndtr(z))  # moments of the truncated Gaussian
         moved, shrunk = sign * spread * ratio, variance * (1 - ratio * (ratio + z))
         along = self.covariance[:, row] / max(variance, 1e-18)
         return Belief(
@@ -107,7 +109,9 @@ class Belief:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """By what a term's seconds are multiplied, as learned from the trials; low and high hold 80 %."""
+    """The factor on a term's seconds, as learned from the trials; the range from low to high has a probability
+    of 80 %.
+    """
 
     term: str
     factor: float
@@ -117,17 +121,17 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beliefs:
-    """What is believed after the trials: steps (logarithms of seconds), memory (of bytes), whether plans run at all."""
+    """Beliefs after the trials: steps (logarithms of seconds), memory (of bytes), and whether plans run at all."""
 
     step: Belief
     fits: Floats  # probability that a plan has enough memory
-    runs: Floats  # and that nothing else fails it
-    scales: tuple[float, float] = (1.0, 1.0)  # of shared errors, of similar and own ones
+    runs: Floats  # probability that no other cause fails it
+    scales: tuple[float, float] = (1.0, 1.0)  # of shared errors, and of those of similar plans and single ones
     corrections: tuple[Correction, ...] = ()
 
 
 def believe(candidates: Candidates, trials: Iterable[Trial], *, unknown_machine: bool = False) -> Beliefs:
-    """Return what is believed after `trials`. With `unknown_machine` the steps may all be off by any one factor."""
+    """Return the beliefs after `trials`. With `unknown_machine` all steps may be off by a common factor of any size."""
     made = [(row, trial) for trial in trials if (row := candidates.row(trial.key)) is not None]
     timed = [(row, trial) for row, trial in made if trial.step_s is not None]
     rows = [row for row, _ in timed]
@@ -156,7 +160,7 @@ def believe(candidates: Candidates, trials: Iterable[Trial], *, unknown_machine:
 
 
 class _Errors:
-    """How wrong predicted steps may be, and which of them together."""
+    """The uncertainty of predicted steps, and the correlations between their errors."""
 
     def __init__(self, candidates: Candidates, *, unknown_machine: bool) -> None:
         estimates = [one.estimate for one in candidates.plans]
@@ -164,7 +168,7 @@ class _Errors:
         self.names, weights, spreads = _terms(estimates)
         shared = (weights * spreads) @ (weights * spreads).T + WHOLE**2
         own = ALIKE**2 * likeness(candidates.plans) + OWN**2 * np.eye(len(candidates))
-        # So that the prior is as wide as the predicted range.
+        # Scaled so that the prior is as wide as the predicted range.
         size = np.array([_spread(one) for one in estimates]) / np.sqrt(np.diag(shared + own))
         self.shared, self.own = (part * np.outer(size, size) for part in (shared, own))
         self.weights, self.spreads = weights * size[:, None], spreads
@@ -172,14 +176,14 @@ class _Errors:
         self.offset = UNKNOWN_MACHINE if unknown_machine else 0.0
 
     def prior(self, scales: tuple[float, float]) -> Belief:
-        """Return what is believed before any trial."""
+        """Return the beliefs before any trial."""
         covariance = scales[0] ** 2 * self.shared + scales[1] ** 2 * self.own + self.offset
         return Belief(mean=self.predicted, covariance=covariance)
 
     def worlds(
         self, rows: Sequence[int], logs: Floats, noise: Sequence[float]
     ) -> list[tuple[tuple[float, float], float]]:
-        """Return the scales that are worth a thought after the trials, and the probability of each pair."""
+        """Return the scales with a significant probability after the trials, and the probability of each pair."""
         if not rows:
             return [((1.0, 1.0), 1.0)]
         pairs = list(product(SCALES, SCALES))
@@ -193,7 +197,7 @@ class _Errors:
     def corrections(
         self, scales: tuple[float, float], rows: Sequence[int], logs: Floats, noise: Sequence[float]
     ) -> tuple[Correction, ...]:
-        """Return what the trials say of each term that any plan spends time on."""
+        """Return the factors that the trials show for each term on which any plan spends time."""
         prior = self.prior(scales)
         variances = np.square(scales[0] * self.spreads)
         if rows:
@@ -224,7 +228,7 @@ def _mixed(parts: Sequence[tuple[float, Belief]]) -> Belief:
 def _evidence(
     prior: Belief, rows: Sequence[int], logs: Floats, noise: Sequence[float], scales: tuple[float, float]
 ) -> float:
-    """Return the logarithm of the probability of what was measured, and of the scales before it, less a constant."""
+    """Return the logarithm of the probability of the measurements and of the scales' prior, up to a constant."""
     at = np.asarray(rows, dtype=np.intp)
     inner = observed(prior.covariance[np.ix_(at, at)], noise)
     away = logs - prior.mean[at]
@@ -251,7 +255,7 @@ def _memory(candidates: Candidates, made: Sequence[tuple[int, Trial]], capacity:
 
 
 def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
-    """Return the probability that nothing but memory fails a plan: one failure casts doubt on similar plans."""
+    """Return the probability that nothing but memory fails a plan; a failure casts doubt on similar plans."""
     like = likeness(candidates.plans)
     good, bad = np.full(len(candidates), 1.0), np.full(len(candidates), 0.03)
     for row, trial in made:
@@ -263,8 +267,8 @@ def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
 
 
 def likeness(plans: Sequence[Candidate]) -> Floats:
-    """Return the similarity of plans, (n, n), from 0 to 1: less with every doubling of a degree and every other
-    choice.
+    """Return the similarity of plans, (n, n), from 0 to 1: lower with every doubling of a degree and every other
+    difference.
     """
     degrees = np.log2([[getattr(one.plan, name) for name in SIZES] for one in plans])
     far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
@@ -307,9 +311,7 @@ def _spread(estimate: Estimate) -> float:
 
 
 def _memory_spread(estimate: Estimate) -> float:
-    """Return the spread on the side of the prediction on which the memory there is lies, as `fit_probability` has
-    it.
-    """
+    """Return the spread on that side of the prediction on which the available memory lies, as in `fit_probability`."""
     memory = estimate.memory
     high, low = memory.reserved_high_bytes, memory.reserved_low_bytes
     if memory.reserved_bytes <= 0 or low <= 0:

@@ -1,8 +1,8 @@
-"""The plans that a tuning chooses from: every legal plan that could be the best, with its predicted time and memory.
+"""The candidates of a tuning: every legal plan that could be the best, with its predicted time and memory.
 
-Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the fastest few hundred; what is left
-is costed as the simulation counts it. Plans that are predicted to need a little more memory than there is stay in: the
-prediction of memory is as uncertain as that of time.
+Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the fastest few hundred; the others
+are costed as in the simulation. Plans whose predicted memory slightly exceeds the available memory stay candidates,
+since predictions of memory are as uncertain as those of time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from simulator.memory.estimate import with_replay
 from topology import codec
 from topology.errors import Infeasible
 
-FASTEST = 160  # plans that are costed, by the analytical model
-GRIDS = 40  # and the fastest plan of so many sets of degrees, for when a whole family of plans fails
+FASTEST = 160  # plans that are costed by the analytical model
+GRIDS = 40  # and the fastest plan for each of this many sets of degrees, in case a whole family of plans fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan under a runtime, and what is predicted of it before any trial."""
+    """A plan under a runtime, and its predictions before any trial."""
 
     plan: Plan
     runtime: Runtime
@@ -43,13 +43,13 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What a plan is known by in the state of a tuning."""
+        """The key of a plan in the state of a tuning."""
         return codec.fingerprint((self.plan, self.runtime))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """`plans`, fastest predicted first. `legal` plans there are in all."""
+    """`plans`, fastest predicted first; `legal` is the number of all legal plans."""
 
     plans: tuple[Candidate, ...]
     legal: int
@@ -58,7 +58,7 @@ class Candidates:
         return len(self.plans)
 
     def row(self, key: str) -> int | None:
-        """Return the place of a plan; None where it is none of these."""
+        """Return the index of a plan; None if it is not a candidate."""
         return next((row for row, one in enumerate(self.plans) if one.key == key), None)
 
 
@@ -69,7 +69,7 @@ def candidates_of(
     fastest: int = FASTEST,
     progress: Callable[[str], None] | None = None,
 ) -> Candidates:
-    """Return the plans that could be the best. Raises Infeasible (exit 3) where no plan is legal or none may fit."""
+    """Return the plans that could be the best. Raises Infeasible (exit 3) if no plan is legal or none may fit."""
     nodes = enumerate_nodes(question, bounds=bounds)
     if not len(nodes):
         why = ", ".join(f"{name} {count}" for name, count in list(nodes.rejected.items())[:4])
@@ -79,7 +79,7 @@ def candidates_of(
             remedy="planner suggest with the same flags says what to change",
         )
     recomputes = (bounds.words("recompute") if bounds else None) or question.framework.recomputes
-    # Memory may be over-predicted by as much as its range says.
+    # The prediction of memory may be too high by as much as its range states.
     screening = Screening(question, share=1 / replayed_memory_factors()[0])
     screened = Screened(screening, nodes, recomputes, progress=progress)
     best, apart = (
@@ -116,6 +116,6 @@ def _fastest_of_grids(found: Explored) -> NDArray[np.intp]:
 
 
 def in_order(plans: Sequence[Candidate], *, legal: int) -> Candidates:
-    """Return candidates with the fastest predicted first."""
+    """Return candidates sorted by predicted time, fastest first."""
     known = [one for one in plans if math.isfinite(one.estimate.step_s.value)]
     return Candidates(plans=tuple(sorted(known, key=lambda one: one.estimate.step_s.value)), legal=legal)

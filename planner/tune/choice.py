@@ -1,12 +1,14 @@
-"""Which plan to try next: the one expected to improve the final choice most per second that its trial costs.
+"""Choice of the next plan to try: the one with the largest expected improvement of the final choice per second of its
+trial.
 
-What a trial may improve is the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J.
-Global Optimization 13, 1998) over that step under the joint belief, which every trial has corrected, times the
-probability that the plan runs at all. To that of a plan that may not fit is added the value of those that would be
-known to fit if it did.
+A trial may improve the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J. Global
+Optimization 13, 1998) over that step under the joint belief, which every trial has corrected, times the probability
+that the plan runs at all. The value of a plan that may not fit includes that of plans that would be known to fit if it
+did.
 
-Plans that surely fit go first. One that may not is tried where its value, counted against a failed trial's cost too, is
-greater all the same. Once a plan is measured, none is begun that is not expected to end within the time left.
+Plans that certainly fit are tried first. A plan that may not fit is tried if its value is larger even when the cost of
+a failed trial is included. After the first measurement, only trials are begun that are expected to end within the time
+left.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from planner.tune.candidates import Candidates
 from planner.tune.trials import Chosen, Runner, Trial
 from simulator.config.estimate import SURE
 
-LEAST_FITS = 0.05  # plans less likely to fit are not tried
-MOST_TOGETHER = 4  # trials with one start of processes: more, and what they teach comes too late
-COMPANION = 0.25  # part of the most valuable trial's worth that one must have to be added to a start
+LEAST_FITS = 0.05  # plans with a lower probability of fitting are not tried
+MOST_TOGETHER = 4  # trials per start of processes; with more, their results would come too late for the choice
+COMPANION = 0.25  # share of the most valuable trial's value that a trial needs to be added to a start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best measured plan: its place and its step."""
+    """The best measured plan: its index and its step."""
 
     row: int
     step_s: float
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> Best | None:
-    """Return the fastest plan measured; None where none was."""
+    """Return the fastest measured plan; None if there is none."""
     timed = [(trial.step_s, row) for trial in trials if trial.step_s and (row := candidates.row(trial.key)) is not None]
     if not timed:
         return None
@@ -47,7 +49,7 @@ def best_of(candidates: Candidates, trials: Sequence[Trial]) -> Best | None:
 
 
 def untried(candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial]) -> list[int]:
-    """Return the plans that may be tried: not tried before, and not ruled out by their memory."""
+    """Return the plans that may be tried: not tried yet, and not ruled out by their memory."""
     done = {trial.key for trial in trials if trial.status.blames_plan}
     return [row for row, one in enumerate(candidates.plans) if beliefs.fits[row] >= LEAST_FITS and one.key not in done]
 
@@ -62,10 +64,10 @@ def choose(
     counted: bool = False,
     left_s: float = math.inf,
 ) -> list[Chosen]:
-    """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none.
+    """Return the next plan to try, and those worth trying with the same start of processes; empty for none.
 
-    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little. `left_s`
-    are the seconds in which they have to end, but for the first: without it nothing would be known.
+    If trials are `counted`, and not only their seconds, a low cost is no reason for a trial. All but the first must end
+    within `left_s` seconds; the first is always made, since nothing would be known without it.
     """
     least = 1.0 if counted else COMPANION
     rows = untried(candidates, beliefs, trials)
@@ -91,7 +93,7 @@ def choose(
 
 
 def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
-    """Return the expected improvement of the best measured step by each plan, relative to it."""
+    """Return the expected improvement of the best measured step by each plan, relative to that step."""
     at = np.asarray(rows)
     less = math.log(best.step_s) - step.mean[at]
     spread = np.sqrt(np.square(step.spread[at]) + NOISE**2)
@@ -100,7 +102,7 @@ def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
 
 
 def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
-    """Return the first trial: the plan with the least expected time over the probability that it runs."""
+    """Return the first trial: the plan with the smallest ratio of expected time to the probability that it runs."""
     chance = np.maximum(beliefs.fits * beliefs.runs, 1e-9)
     row = min(rows, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(chance[one])))
     reason = "believed fastest"
@@ -110,18 +112,18 @@ def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
 
 
 def _cost_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) -> float:
-    """Return the seconds that a trial is expected to take; one that fails is over before its steps."""
+    """Return the expected seconds of a trial; a failing one ends before its steps."""
     steps_s = runner.steps() * math.exp(float(beliefs.step.mean[row]))
     return max(0.1, runner.start_s(candidates.plans[row]) + float(beliefs.fits[row]) * steps_s)
 
 
 def whole_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) -> float:
-    """Return the seconds that a trial takes which runs to its end."""
+    """Return the seconds of a trial that does not fail."""
     return runner.start_s(candidates.plans[row]) + runner.steps() * math.exp(float(beliefs.step.mean[row]))
 
 
 def _unlocked(beliefs: Beliefs, rows: Sequence[int], gains: Floats, unsure: NDArray[np.bool_]) -> float:
-    """Return the largest value among plans that may not fit: one of them that does makes the others likelier."""
+    """Return the largest value among plans that may not fit: if one of them fits, the others become likelier."""
     at = np.asarray(rows)
     return float(np.max(np.where(unsure, gains * (SURE - np.minimum(beliefs.fits[at], SURE)), 0.0)))
 
@@ -136,9 +138,9 @@ def _companions(
     least: float,
     left_s: float,
 ) -> list[Chosen]:
-    """Return plans that share the start of `first` and would still be worth a trial if it measured as believed.
+    """Return plans that share the start of `first` and would still be worth a trial if `first` measured as believed.
 
-    Each is worth at least the part `least` of what the most valuable of all plans then is, and all end within `left_s`.
+    Each has at least the share `least` of the value of the then most valuable plan, and all end within `left_s`.
     """
     step, found, taken = beliefs.step, [first], {first.row}
     left_s -= whole_s(candidates, beliefs, first.row, runner)

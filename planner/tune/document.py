@@ -1,4 +1,4 @@
-"""What a tuning found, as one JSON document."""
+"""The result of a tuning as one JSON document."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ FINALISTS = 8
 
 
 def tune_document(view: View, *, within: float, state: str | None, learned: str | None) -> JsonObject:
-    """Return the trials in order, the best measured plan, why it ended and what could be better, what was learned.
+    """Return the trials in order, the best measured plan, the reason for the end, possibly better plans, and what was
+    learned.
 
-    `profile` has the path of the profile that trials were added to (None where none was asked for), and by what each
-    term's predicted seconds should be multiplied.
+    `profile` has the path of the profile to which trials were added (None if not requested), and a factor on each
+    term's predicted seconds.
     """
     best, outlook = view.best, view.outlook
     return {
@@ -48,14 +49,14 @@ def tune_document(view: View, *, within: float, state: str | None, learned: str 
 
 
 def finalists(view: View, count: int = FINALISTS) -> list[int]:
-    """Return the plans that are believed fastest among those that may run."""
+    """Return the plans with the fastest believed steps among those that may run."""
     step, beliefs = view.beliefs.step, view.beliefs
     rows = [row for row in range(len(view.candidates)) if beliefs.fits[row] * beliefs.runs[row] > 0.05]
     return sorted(rows, key=lambda row: float(step.mean[row]))[:count]
 
 
 def finalist(view: View, row: int) -> JsonObject:
-    """Return what is believed of a plan."""
+    """Return the beliefs about a plan."""
     value, low, high = view.beliefs.step.interval(row)
     return {
         "plan": codec.to_builtins(view.candidates.plans[row].plan),

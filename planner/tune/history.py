@@ -1,4 +1,4 @@
-"""What was believed of the finalists after each trial: the posterior as it shrinks."""
+"""Beliefs about the finalists after each trial: the posterior as it narrows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 8  # plans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Believed:
-    """What was believed of a plan after `trials` trials, seconds; `measured_s` once it was tried and took steps."""
+    """The belief about a plan after `trials` trials, in seconds; `measured_s` after a trial of it that took steps."""
 
     plan: str
     trials: int
@@ -29,8 +29,8 @@ class Believed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """`finalists`, plan by plan and trial by trial; `better_plan_left` is the probability that a better plan was left,
-    by trials.
+    """`finalists`, plan by plan and trial by trial; `better_plan_left` is the probability of a better untried plan, by
+    number of trials.
     """
 
     finalists: tuple[Believed, ...]
@@ -38,7 +38,7 @@ class History:
 
 
 def history(view: View, *, within: float, unknown_machine: bool = False) -> History:
-    """Return the posterior of the plans that matter in the end: those measured fastest and those believed fastest."""
+    """Return the posterior of the finalists: the plans measured fastest and those believed fastest."""
     rows = _finalists(view)
     found: list[Believed] = []
     left = []
@@ -63,7 +63,7 @@ def history(view: View, *, within: float, unknown_machine: bool = False) -> Hist
 
 
 def candidate_words(one: Candidate) -> str:
-    """Return a candidate in words, with what tells it from others of the same degrees."""
+    """Return a description of a candidate, including how it differs from others with the same degrees."""
     return plan_in_words(one.plan) + (", compiled" if one.runtime.compile else "")
 
 

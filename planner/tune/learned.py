@@ -1,4 +1,4 @@
-"""The profile that a tuning leaves: the operators that its trials have timed within their steps."""
+"""Adds the operators that trials timed within their steps to a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from topology.errors import PlannerError
 
 
 def add_trials(trials: Iterable[Trial], profile: Path) -> list[str]:
-    """Add the operators of measured trials to a profile; return a line for each, also for what could not be added."""
+    """Add the operators of measured trials to a profile; return a line for each, including those that could not be
+    added.
+    """
     lines = []
     for trial in trials:
         if not trial.step_s or not trial.directory:

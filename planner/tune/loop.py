@@ -1,4 +1,4 @@
-"""The loop: believe, choose, try, until nothing better is likely or the budget ends."""
+"""The loop of a tuning: update beliefs, choose a plan, try it, until nothing better is likely or the budget ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.tune.choice import MOST_TOGETHER, Best, best_of, choose, untried
 from planner.tune.stop import LIKELY, Outlook, outlook
 from planner.tune.trials import Chosen, Runner, Status, Trial
 
-MOST_FAILED = 6  # trials that fail before any is measured: then it is not the plans
+MOST_FAILED = 6  # failed trials without any measurement, after which the plans are not the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +27,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Where a tuning stands after its last trial: what is shown, and what is answered in the end."""
+    """The state of a tuning after its last trial, for display and for the final answer."""
 
     candidates: Candidates
     trials: tuple[Trial, ...]
     beliefs: Beliefs
     best: Best | None
     outlook: Outlook
-    reason: str = ""  # of the stop; empty while it goes on
+    reason: str = ""  # of the stop; empty while the tuning continues
     running: tuple[Chosen, ...] = field(default=())
     left_s: float = 0.0
 
@@ -58,10 +58,10 @@ def tune(
     show: Show = _nothing,
     clock: Callable[[], float] = time.monotonic,
 ) -> View:
-    """Return what was found; `trials` were made before (a tuning that is resumed).
+    """Return the result; `trials` were made earlier (in a resumed tuning).
 
-    `record` is called with each trial as soon as it is known, `show` whenever something has changed. Raises
-    KeyboardInterrupt when interrupted, after the last trial was recorded.
+    `record` is called with each trial as soon as it ends, `show` after every change. Raises KeyboardInterrupt when
+    interrupted, after recording the last trial.
     """
     made, began = list(trials), clock()
     while True:
@@ -89,7 +89,7 @@ def tune(
             seen = _view(candidates, made, limits.within, now_left_s, unknown_machine=unknown_machine)
             show(replace(seen, running=tuple(chosen[len(made) - before :])))
         if not any(trial.status.blames_plan for trial in made[before:]):
-            # Nothing was learned: the time left was too short for one more start.
+            # No trial shows anything about a plan: the time left was too short for another start.
             view = _view(candidates, made, limits.within, 0.0, unknown_machine=unknown_machine)
             view = replace(view, reason="the budget ended")
             show(view)
@@ -111,12 +111,12 @@ def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
 
 
 def _counted(view: View) -> int:
-    """Return the number of trials, without those that a person or the time limit ended."""
+    """Return the number of trials, without those that a user or the time limit ended."""
     return sum(trial.status.blames_plan for trial in view.trials)
 
 
 def _reason(view: View, limits: Limits) -> str:
-    """Return why to stop, or nothing."""
+    """Return the reason to stop, or an empty string."""
     if view.best is not None and view.outlook.probability <= LIKELY:
         return f"no untried plan is likely to be better by more than {limits.within:.1%}"
     if view.left_s <= 0:

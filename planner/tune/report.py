@@ -87,7 +87,7 @@ def _trial_rows(view: View) -> list[tuple[str, ...]]:
 
 
 def picture(found: History) -> str:
-    """Return the posterior of the finalists as an SVG: a row a plan, a bar (80 % range) a number of trials."""
+    """Return the posterior of the finalists as an SVG: a row per plan, a bar (80 % range) per number of trials."""
     plans = list(dict.fromkeys(one.plan for one in found.finalists))
     most = max((one.trials for one in found.finalists), default=0)
     about = "Seconds a step, on one logarithmic scale; from left to right after 0, 1, 2, ... trials. Bars hold 80 %."
@@ -114,7 +114,7 @@ def picture(found: History) -> str:
 
 
 def _narrow(every: Sequence[Believed]) -> list[Believed]:
-    """Return the beliefs that the scale has to hold: those after the first trial, which first set it on unknown
+    """Return the beliefs that the scale must include: those after the first trial, which sets it on unknown
     machines.
     """
     return [one for one in every if one.trials] or [*every]

@@ -5,8 +5,8 @@
     routed.*, ...   the operators between, on the rows that came
     route.back      and back, in the order of pairs
 
-How many rows a rank has is known when the program runs. Buffers have the sizes of pieces before the exchange, which are
-those after it where all experts have equally many tokens.
+The number of rows of a rank is known only when the program runs. Buffers have the sizes of pieces before the exchange;
+those after it are equal if all experts have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulator.sharded.program import ROUTE, Buffer, Kernel
 def write_routed(
     out: Writer, step: OperatorStep, statement: Statement, operands: Mapping[str, str], result: str
 ) -> None:
-    """Write the instructions of a node that `frontends/routes.py` has made; `operands` are buffers by tensor."""
+    """Write the instructions of a node made by `frontends/routes.py`; `operands` are buffers by tensor."""
     ids, by_expert, by_token, others, body, last = statement.args
     pairs, matrices = out.buffers[operands[ids["tensor"]]], out.buffers[operands[by_expert[0]["tensor"]]]
     given = {"axes": [axis for axis in matrices.dims[0] if isinstance(axis, str)]}
@@ -57,7 +57,7 @@ def write_routed(
 
 
 def _rows(out: Writer, name: str, like: Buffer, shape: Any, dtype: str) -> str:
-    """Add a buffer with a row for each pair, of which ranks have as many as of `like`."""
+    """Add a buffer with a row for each pair; ranks have as many pairs as rows of `like`."""
     spare = [()] * (len(shape) - 1)
     local = (like.local[0], *shape[1:])
     about = msgspec.structs.replace(
@@ -72,7 +72,7 @@ def _products(line: Mapping[str, Any], out: Writer, local: Mapping[str, str]) ->
 
 
 def _bound(value: Any, local: Mapping[str, str]) -> Any:
-    """Return arguments with buffers in the places of names of the body."""
+    """Return arguments with names of the body replaced by buffers."""
     if isinstance(value, dict):
         return (
             {"tensor": local[value["local"]]}

@@ -43,11 +43,11 @@ from topology.units import GIB
 
 _LINEAR = "aten.linear.default"
 _PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
-_LONGEST = 2_000  # steps of a plan whose program is simulated again and again
+_LONGEST = 2_000  # steps of a plan whose program is simulated repeatedly
 
 
 class TooLargeError(Infeasible):
-    """A program that needs more than the limit at its peak, by `excess_bytes`, with all dropped that can be."""
+    """A program whose peak exceeds the limit by `excess_bytes` although everything that can be dropped is dropped."""
 
     def __init__(self, limit_bytes: float, excess_bytes: float) -> None:
         super().__init__(
@@ -61,23 +61,21 @@ class TooLargeError(Infeasible):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The program, and its instructions' works in order, which costs are made of."""
+    """The program, and the works of its instructions in order, from which costs are computed."""
 
     program: RunnableProgram
     works: tuple[Work, ...]
-    chunks: Chunks = field(default_factory=dict)  # by result: products that run in so many chunks
-    again: frozenset[str] = frozenset()  # buffers that the backward pass makes again
-    peak_bytes: int = 0  # of all buffers of a rank, inputs and gradients included
-    tried: Tried = field(
-        default_factory=dict
-    )  # of products that can run alongside their exchange: what every way takes
+    chunks: Chunks = field(default_factory=dict)  # by result: products in this number of chunks
+    again: frozenset[str] = frozenset()  # buffers that the backward pass recomputes
+    peak_bytes: int = 0  # bytes of all buffers of a rank, including inputs and gradients
+    tried: Tried = field(default_factory=dict)  # of products that can overlap with their exchange: each mode's time
     copied: Mapping[str, int] = field(default_factory=dict)  # by result of a kernel: bytes it copies for memory orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """What a program's peak is brought down to by dropping what the backward pass needs and making it again
-    (`recomputation.py`).
+    """The memory to which a program's peak is reduced, by dropping values that the backward pass needs and recomputing
+    them (`recomputation.py`).
     """
 
     limit_bytes: float
@@ -98,8 +96,8 @@ def write_program(
     """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in
     `gradients`.
 
-    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its
-    tensor. With `memory` what does not fit is made again. Raises Infeasible where the program cannot be run.
+    `chunks` gives the number of chunks of products by result (`chunks.py`). A gradient ends in the layout of its
+    tensor. With `memory` values that do not fit are recomputed. Raises Infeasible if the program cannot be run.
     """
     problem = captured.problem
     out = _writer(problem)
@@ -142,7 +140,7 @@ def write_program(
 
 
 def _writer(problem: ShardingProblem, buffers: dict[str, Buffer] | None = None) -> Writer:
-    """Return a writer of instructions: with pipeline stages, groups are those of the whole mesh."""
+    """Return a writer of instructions; with pipeline stages, its groups are those of the whole mesh."""
     stages = problem.stages
     world = "world" if stages is None else problem.mesh.group_name(problem.mesh.names)
     return Writer(problem.mesh, world, None if stages is None else 0, buffers={} if buffers is None else buffers)
@@ -150,9 +148,7 @@ def _writer(problem: ShardingProblem, buffers: dict[str, Buffer] | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The buffers that a program is given and returns: inputs and their gradients by tensor, outputs and theirs in
-    order.
-    """
+    """A program's arguments and results: inputs and their gradients by tensor, outputs and theirs in order."""
 
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
@@ -170,7 +166,7 @@ def _assembled(
     chunks: Chunks,
     memory: MemoryPlan | None,
 ) -> Written:
-    """Return the program of the works that `out` has, of which `in_forward` are the forward pass."""
+    """Return the program of the works in `out`, the first `in_forward` of which are the forward pass."""
     remaker = Recomputation(
         works=out.works,
         buffers=out.buffers,
@@ -235,7 +231,7 @@ def _assembled(
 
 
 def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) -> Kernel | Exchange:
-    """Return an instruction of one stage as carried out by the ranks of all stages."""
+    """Return an instruction of one stage as the ranks of all stages execute it."""
     if isinstance(do, Kernel) or do.kind != PERMUTE:
         return do
     whole = stages.whole_mesh(mesh)
@@ -248,7 +244,7 @@ def _on_all_stages(do: Kernel | Exchange, stages: PipelineStages, mesh: Mesh) ->
 
 
 def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site | RingSite]:
-    """Return by result the products and the attention of a plan that can run alongside an exchange."""
+    """Return by result the products and attention of a plan that can overlap with an exchange."""
     statements = captured.statements
     products = frozenset(n for n, one in statements.items() if one.op in _PRODUCTS and one.index is None)
     linears = {n: one.args[0]["tensor"] for n, one in statements.items() if n in products and one.op == _LINEAR}
@@ -266,11 +262,10 @@ def fastest_program(
     backward: bool = False,
     chunks: Chunks | None = None,
 ) -> Written:
-    """Return the program of `plan` with those products in chunks that make it shorter as it is simulated on `machine`.
+    """Return the program of `plan` with those products in chunks that shorten its simulation on `machine`.
 
-    With `chunks` given, those run in chunks.
-    With a limit of memory, what does not fit is made again, in whichever way takes least time. Raises Infeasible where
-    nothing fits.
+    If `chunks` is given, it is used instead. With a memory limit, values that do not fit are recomputed in the fastest
+    way. Raises Infeasible if nothing fits.
     """
 
     def written_with(chunks: Chunks, memory: MemoryPlan | None = None) -> Written:
@@ -309,9 +304,9 @@ def fastest_program(
 
 
 def in_memory_order(made: Written, problem: ShardingProblem, stated: Mapping[str, Order] | None = None) -> Written:
-    """Return a program whose pieces lie in memory so that fewest bytes are copied (`memory_order.py`).
+    """Return a program with memory orders of pieces for which the fewest bytes are copied (`memory_order.py`).
 
-    `stated` has orders by tensor. Raises BadInput for a tensor that no exchange makes and that is no argument.
+    `stated` has orders by tensor. Raises BadInput for a tensor that is neither an argument nor made by an exchange.
     """
     program, stated = made.program, stated or {}
     exchanged = {program.buffers[name].tensor for name, do in program.work.items() if isinstance(do, Exchange)}
@@ -335,7 +330,7 @@ def in_memory_order(made: Written, problem: ShardingProblem, stated: Mapping[str
 
 
 def buffer_limit(problem: ShardingProblem, plan: ShardingPlan) -> float:
-    """Return the bytes that a program's buffers may have: what the state of parameters leaves, but for their
+    """Return the bytes available to a program's buffers: the limit minus the state of parameters except their
     gradients.
     """
     assert problem.memory is not None  # noqa: S101 - by the caller

@@ -1,7 +1,8 @@
-"""Instructions of a sharded program as they are written: what each does, and where its buffers lie.
+"""Writes the instructions of a sharded program, with the work of each and the layouts of its buffers.
 
-A buffer is a tensor in one layout. What a step computes or exchanges is recorded as a `Work`, from which the backward
-pass is derived; kernels and exchanges are on two streams, and every instruction waits for the events of what it reads.
+A buffer is a tensor in one layout. The computation or exchange of a step is recorded as a `Work`, from which the
+backward pass is derived. Kernels and exchanges are on two streams, and every instruction waits for the events of the
+buffers that it reads.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ SENDS, RECEIVES = "sends", "receives"  # streams of messages between stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one instruction does: reads and writes buffers, by a kernel or an exchange.
+    """The work of one instruction: a kernel or an exchange, and the buffers that it reads and writes.
 
-    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the
-    axis of which it has one in so many parts. It begins when the buffers in `after` are written, besides those that it
-    reads.
+    `step` is the operator's step of a kernel; `share` is its part of that operator's time, and `chunk` an axis and the
+    number of parts of which it has one. It begins when the buffers in `after`, in addition to those that it reads, are
+    written.
     """
 
     do: Kernel | Exchange
@@ -50,20 +51,20 @@ class Work:
     chunk: tuple[str, int] = ("", 1)
     after: tuple[str, ...] = ()
     stage: int = 0
-    micro_batch: int = -1  # none where it is done once for all of them
+    micro_batch: int = -1  # None for work that is done once for all of them
 
 
 def is_message(work: Work) -> bool:
-    """Return whether it is a message from one stage to another."""
+    """Return whether this is a message from one stage to another."""
     return isinstance(work.do, Exchange) and work.do.kind == SEND_RECV
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes instructions, and keeps what each does and which event says that a buffer is there.
+    """Writes instructions, and records the work of each and the event at which a buffer is written.
 
     `mesh` is that of one stage, `world` the name of the group of all its ranks. Works that are added while `stage` is
-    set are of that stage and of `micro_batch`; `stages` has that of every instruction.
+    set belong to that stage and to `micro_batch`; `stages` has the stage of every instruction.
     """
 
     mesh: Mesh
@@ -74,7 +75,7 @@ class Writer:
     code: CodeWriter = field(default_factory=CodeWriter)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
-    _made: dict[str, tuple[str, str]] = field(default_factory=dict)  # buffer -> stream that made it, event after it
+    _made: dict[str, tuple[str, str]] = field(default_factory=dict)  # buffer -> (its stream, event afterwards)
     _waited: set[tuple[str, str]] = field(default_factory=set)
 
     def add_buffer(self, name: str, buffer: Buffer) -> str:
@@ -103,7 +104,7 @@ class Writer:
         self._end(stream, work, work.stage)
 
     def _wait(self, stream: str, names: Sequence[str]) -> None:
-        """Let a stream wait for the buffers that other streams make."""
+        """Let a stream wait for buffers that other streams write."""
         for name in names:
             made = self._made.get(name)
             if made is not None and made[0] != stream and (stream, made[1]) not in self._waited:
@@ -111,7 +112,7 @@ class Writer:
                 self.code.wait(stream, made[1])
 
     def send(self, work: Work) -> None:
-        """Write what a stage does for a message to another."""
+        """Write the sending half of a message, on the stage that sends."""
         assert isinstance(work.do, Exchange)  # noqa: S101 - by the caller
         here, there = work.do.stages
         self._wait(SENDS, work.reads)
@@ -121,7 +122,7 @@ class Writer:
         self.stages += [here] * (self.code.length - len(self.stages))
 
     def receive(self, work: Work) -> None:
-        """Write what the other stage does for it."""
+        """Write the receiving half of a message, on the stage that receives."""
         assert isinstance(work.do, Exchange)  # noqa: S101 - by the caller
         here, there = work.do.stages
         nbytes = self._message_bytes(work)
@@ -141,7 +142,7 @@ class Writer:
 
 
 def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
-    """Return arguments with the names of tensors replaced by those of buffers."""
+    """Return arguments with names of tensors replaced by those of buffers."""
     if isinstance(arguments, dict):
         if "tensor" in arguments:
             return {"tensor": buffers[arguments["tensor"]]}
@@ -154,9 +155,7 @@ def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
 def describe(
     tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh, *, gradient: bool = False
 ) -> Buffer:
-    """Return the buffer of a tensor in a layout. Raises Infeasible where pieces inside blocks of a dim differ in
-    size.
-    """
+    """Return the buffer of a tensor in a layout. Raises Infeasible if pieces inside blocks of a dim differ in size."""
     for size, spec in zip(shape, layout.dims, strict=True):
         if any(isinstance(item, int) for item in spec) and not divides_evenly(size, spec, mesh):
             raise Infeasible(
@@ -176,7 +175,7 @@ def describe(
 
 
 def primitive(step: RedistributionStep, before: Layout, buffer: str, mesh: Mesh) -> Kernel | Exchange:
-    """Return what a primitive does to a rank's piece in `buffer`."""
+    """Return the effect of a primitive on a rank's piece in `buffer`."""
     after = step.after
     reducer = step.collectives[0].reducer if step.collectives else ""
     if step.kind == PERMUTE:
@@ -202,7 +201,7 @@ def primitive(step: RedistributionStep, before: Layout, buffer: str, mesh: Mesh)
 
 
 def next_ranks(axis: str, mesh: Mesh) -> tuple[int, ...]:
-    """Return by rank the next one along a mesh axis; the first comes after the last."""
+    """Return by rank the next rank along a mesh axis, cyclically."""
     at = mesh.names.index(axis)
     stride, size = prod(mesh.shape[at + 1 :]), mesh.shape[at]
     places = ((rank, rank // stride % size) for rank in range(mesh.ranks))
@@ -215,8 +214,8 @@ def _changed(before: Layout, after: Layout) -> list[tuple[int, tuple[DimSpec, Di
 
 
 def _added(less: DimSpec, more: DimSpec) -> tuple[int, tuple[str, ...]]:
-    """Return the blocks before the mesh axes that `more` has innermost beyond `less`, and those axes; none if it has
-    not.
+    """Return the blocks before the mesh axes that `more` has innermost in addition to `less`, and those axes; none if
+    it has no more.
     """
     kept = {item for item in less if isinstance(item, str)}
     axes = tuple(item for item in more if isinstance(item, str) and item not in kept)
@@ -226,9 +225,11 @@ def _added(less: DimSpec, more: DimSpec) -> tuple[int, tuple[str, ...]]:
 
 
 def permuted_from(before: Layout, after: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return by rank the one that has, before a permute, the piece it has after it. Raises Infeasible if none is found.
+    """Return by rank the rank that holds, before a permute, the piece that it holds afterwards. Raises Infeasible if
+    none is found.
 
-    A piece is known by the indices of its mesh axes in every dim; what is pending stays where it is unless axes swap.
+    A piece is identified by the indices of its mesh axes in every dim; pending sums stay where they are unless axes
+    swap.
     """
     places = [dict(zip(mesh.names, at, strict=True)) for at in product(*(range(n) for n in mesh.shape))]
 

@@ -1,13 +1,14 @@
 """Names for the dims of a captured graph, and maps from names to mesh axes: one for parameters, one for compute.
 
-As in Haliax (`haliax.partitioning.fsdp(param_map, compute_map)`): a parameter rests as the parameter map says, and is
-used as the compute map says; the inputs and results of the computation lie as the compute map says. FSDP is then
+As in Haliax (`haliax.partitioning.fsdp(param_map, compute_map)`), a parameter is stored in the layout of the parameter
+map and used in that of the compute map; inputs and results of the computation have the layout of the compute map. FSDP
+is then
 
     axes       {"x": "batch seq embed", "*.weight": "out embed"}
     parameters {"embed": "data"}
     compute    {"batch": "data"}
 
-and tensor parallelism `{"heads": "model", "mlp": "model"}` in both. Nobody names a collective.
+and tensor parallelism `{"heads": "model", "mlp": "model"}` in both. No collective is named.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ UNNAMED = "_"
 
 
 def named_inputs(graph: CapturedGraph, axes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of inputs. `axes` has them by name, or by pattern, of the tensor or in the module.
+    """Return the names of the dims of inputs. `axes` has them by name or pattern, of the tensor or of the module's
+    parameter.
 
-    The first pattern that fits is taken; `_` leaves a dim without a name. Raises BadInput where the numbers differ, or
-    where a pattern fits nothing.
+    The first pattern that matches is used; `_` leaves a dim without a name. Raises BadInput if the number of dims
+    differs or a pattern matches nothing.
     """
     found: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -55,8 +57,8 @@ def named_inputs(graph: CapturedGraph, axes: Mapping[str, str]) -> dict[str, tup
 
 
 def layout_by_names(names: Sequence[str], shape: Sequence[int], axis_map: AxisMap, mesh: Mesh, *, of: str) -> Layout:
-    """Return the layout in which every named dim is sharded as `axis_map` says. Raises BadInput where that cannot
-    be.
+    """Return the layout in which every named dim is sharded as `axis_map` says. Raises BadInput if that is not
+    possible.
     """
     dims: list[DimSpec] = []
     for name in names:
@@ -75,9 +77,9 @@ def layout_by_names(names: Sequence[str], shape: Sequence[int], axis_map: AxisMa
 
 
 def result_names(operators: Sequence[Operator], inputs: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of all tensors, as operators carry them from their operands to their results.
+    """Return the names of the dims of all tensors, passed by operators from operands to results.
 
-    A dim made of several axes has the name of the first, as do the dims that it is made into.
+    A dim made of several axes has the name of the first, and so do the dims into which it is split.
     """
     found = dict(inputs)
     for operator in operators:
@@ -91,7 +93,7 @@ def result_names(operators: Sequence[Operator], inputs: Mapping[str, tuple[str, 
 
 
 def check_maps(inputs: Mapping[str, tuple[str, ...]], *maps: AxisMap) -> None:
-    """Raise BadInput where a map speaks of an axis that no input has: a misspelt name would be ignored."""
+    """Raise BadInput if a map uses an axis that no input has: a misspelt name would be ignored otherwise."""
     known = {name for names in inputs.values() for name in names}
     for one in maps:
         strange = [name for name in one if name not in known]

@@ -1,11 +1,12 @@
-"""The placements that people write: parameters whole on every rank, as in data parallelism, matrices of products
-split by columns, then by rows, as in Megatron-LM, and sequences of attention in pieces, as in context parallelism.
+"""Placements as people write them: parameters whole on every rank, as in data parallelism; matrices of products split
+by columns, then by rows, as in Megatron-LM; and sequences of attention in pieces, as in context parallelism.
 
-A product with a matrix splits its columns where its operand is whole, and its rows where the operand is already split
-by an earlier product, after which the sum over ranks is whole again (Shoeybi et al., arXiv 1909.08053, section 3). Of
-matrices side by side, as those of queries, keys and values in one, the columns of each are split. All
-other parameters are whole. A choice adds up times, and a program overlaps them: so the programs of these placements are
-among those that are compared, and no answer is predicted to be slower than them.
+The matrix of a product is split by columns if its operand is whole, and by rows if an earlier product has split the
+operand; the sum over ranks is then whole again (Shoeybi et al., arXiv 1909.08053, section 3). In fused matrices, such
+as queries, keys and values in one, the columns of each part are split. All other parameters are whole.
+
+A choice minimises a sum of times, but a program overlaps them. So the programs of these placements are compared as
+well, and no answer is predicted to be slower than them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "einsum", "grou
 
 
 def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
-    """Yield the problem with all parameters that are open whole, with them split over each mesh axis, and with the
-    rows of all attention over each.
+    """Yield the problem with all open parameters whole, with them split over each mesh axis, and with the rows of all
+    attention split over each.
     """
     shapes = {name: problem.tensors[name].shape for name in problem.graph.parameters}
     open_ones = {name: shape for name, shape in shapes.items() if name not in problem.input_layouts}
@@ -41,7 +42,7 @@ def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
 
 
 def _rows_of_attention(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
-    """Return queries, keys, values and results of attention in pieces of rows: what goes around a ring."""
+    """Return the layouts of queries, keys, values and results of attention split by rows, for a ring."""
     found: dict[str, Layout] = {}
     for operator in problem.operators:
         if operator.kind == "attention":
@@ -54,10 +55,12 @@ def _rows_of_attention(problem: ShardingProblem, axis: str) -> dict[str, Layout]
 
 
 def _split(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
-    """Return the layouts of matrices, and of what is added to their columns, that are split over a mesh axis."""
+    """Return the layouts of matrices that are split over a mesh axis, and of the terms that are added to their
+    columns.
+    """
     found: dict[str, Layout] = {}
-    parts = set[str]()  # of which ranks have some columns each
-    columns: dict[str, tuple[int, int]] = {}  # by product split by columns: their dim, and how many are side by side
+    parts = set[str]()  # tensors of which each rank has some columns
+    columns: dict[str, tuple[int, int]] = {}  # by product split by columns: their dim, and the number of fused matrices
     for operator in problem.operators:
         names = [name for name, _ in operator.operands]
         matrix = next((name for name in names if name in problem.graph.parameters), "")
@@ -87,7 +90,7 @@ def _split(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
 
 
 def _side_by_side(problem: ShardingProblem, name: str, dim: int) -> int:
-    """Return into how many parts a dim of a product's result is cut by what takes one of them."""
+    """Return the number of parts into which the readers of a product split a dim of its result."""
     for operator in problem.operators:
         dims = dict(operator.operands).get(name)
         if dims is None:
@@ -95,13 +98,13 @@ def _side_by_side(problem: ShardingProblem, name: str, dim: int) -> int:
         outer, *inner = dims[dim] or ("",)
         if inner and outer not in {axis for one in operator.dims for axis in one}:
             return operator.sizes[outer]
-        if dims == operator.dims:  # what is added to it
+        if dims == operator.dims:  # the added term
             return _side_by_side(problem, operator.result.name, dim)
     return 1
 
 
 def _added(operator: Operator, problem: ShardingProblem, columns: Dim, axis: str, blocks: int) -> dict[str, Layout]:
-    """Return the layouts of the parameters of an operator that have the columns of a product, as biases do."""
+    """Return the layouts of an operator's parameters that have the columns of a product, such as biases."""
     return {
         name: _along(len(dims), dims.index(columns), axis, blocks)
         for name, dims in operator.operands

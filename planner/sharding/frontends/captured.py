@@ -1,6 +1,4 @@
-"""A captured graph as a question to the compiler: its operators by rule, the placements of its inputs, pins of
-outputs.
-"""
+"""A captured graph as a problem for the compiler: its operators by rule, placements of its inputs, pins of outputs."""
 
 from __future__ import annotations
 
@@ -26,26 +24,26 @@ from planner.sharding.problem.problem import Machine, ShardingProblem
 from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput, renamed
 from topology.errors import BadInput
 
-USED = "_used"  # after a parameter's name: the same in the layout that the computation uses
+USED = "_used"  # suffix of a parameter's name in the layout of the computation
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedProblem:
-    """The question, and the statement that each operator came from by the name of its result."""
+    """The problem, and by name of its result the statement from which each operator was made."""
 
     problem: ShardingProblem
     statements: Mapping[str, Statement]
     micro_batches: int = 1
-    interleaved: bool = False  # forward and backward passes of micro batches take turns (1F1B)
+    interleaved: bool = False  # whether forward and backward passes of micro batches alternate (1F1B)
 
     @property
     def opaque(self) -> tuple[str, ...]:
-        """The results of operators that no rule knows: they are computed whole on every rank."""
+        """The results of operators without a rule: they are computed whole on every rank."""
         return tuple(one.result for one in self.statements.values() if not one.known)
 
 
 def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
-    """Return the statements of all operators that a result of the graph depends on, in order."""
+    """Return the statements of all operators on which a result of the graph depends, in order."""
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
     dtypes = {one.name: one.dtype for one in graph.inputs} | {one.name: one.dtype for one in graph.nodes}
     needed = set(graph.outputs)
@@ -59,11 +57,11 @@ def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a user says of a graph's sharding.
+    """A user's constraints on the sharding of a graph.
 
-    `placements` are of inputs and results, one token a mesh axis or a layout. `axes` names dims of inputs; `parameters`
-    and `compute` map names to mesh axes. Inputs in `choose` are placed by the solver. What nothing is said of is
-    replicated.
+    `placements` are those of inputs and results, one token per mesh axis or a layout. `axes` names dims of inputs;
+    `parameters` and `compute` map names to mesh axes. Inputs in `choose` are placed by the solver. Inputs without a
+    constraint are replicated.
     """
 
     placements: Mapping[str, Sequence[str] | Layout] = field(default_factory=dict)
@@ -82,9 +80,9 @@ def captured_problem(
     stages: Stages | None = None,
     machine: Machine | None = None,
 ) -> CapturedProblem:
-    """Return the question how `graph` is sharded over `mesh`, that of one stage where there are pipeline stages.
+    """Return the problem of sharding `graph` over `mesh`, which with pipeline stages is the mesh of one stage.
 
-    Stages of which nothing is said are cut by time on `machine`. Raises BadInput where the constraints do not fit it.
+    Stages without constraints are cut by time on `machine`. Raises BadInput if the constraints do not fit the graph.
     """
     captured_names = {node.name for node in graph.nodes}
     graph = with_rotations(graph, constraints.placements)
@@ -132,7 +130,7 @@ def captured_problem(
 
 
 def _annotated_functions(lines: Sequence[Statement]) -> set[str]:
-    """Return the functions of formulas whose annotations are to be believed."""
+    """Return the functions in formulas whose annotations are trusted."""
     called = {line.formula.partition("(")[0] for line in lines if line.annotation}
     return {name for name in called if rule_of(name) is None}
 
@@ -140,7 +138,7 @@ def _annotated_functions(lines: Sequence[Statement]) -> set[str]:
 def _layouts_of_inputs(
     graph: CapturedGraph, mesh: Mesh, constraints: Constraints, names: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Return the layouts in which inputs rest, and those in which the computation uses them."""
+    """Return the layouts in which inputs are stored, and those in which the computation uses them."""
     resting: dict[str, Layout] = {}
     used: dict[str, Layout] = {}
     for one in graph.inputs:
@@ -160,7 +158,7 @@ def _layouts_of_inputs(
 
 
 def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tuple[Statement, ...]:
-    """Return the statements with inputs that rest in another layout redistributed before their first use."""
+    """Return the statements, with inputs that are stored in another layout redistributed before their first use."""
     waiting = {one.name: one for one in gathered}
     uses = {name: f"{name}{USED}" for name in waiting}
     out: list[Statement] = []
@@ -188,14 +186,14 @@ def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tu
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Return names as a tensor declares them, or none where two dims share one or one is not a word."""
+    """Return names as a tensor declares them; none if two dims share one or one is not a word."""
     return tuple(names) if len(set(names)) == len(names) and all(n.isidentifier() for n in names) else ()
 
 
 def _apply(builder: GraphBuilder, line: Statement) -> None:
-    """Add a statement; its result has the dtype that was captured. Raises BadInput where the shapes differ.
+    """Add a statement; its result has the captured dtype. Raises BadInput if the shapes differ.
 
-    Its dims have no names yet: operands are matched to annotations in the order of the formula.
+    Its dims have no names yet, so operands are matched to annotations by their order in the formula.
     """
     builder.apply(line.text)
     made = builder.operators[-1]
@@ -213,7 +211,7 @@ def _pins(
     names: Mapping[str, tuple[str, ...]],
     builder: GraphBuilder,
 ) -> dict[str, Layout]:
-    """Return the layouts of results that are prescribed: those placed, and outputs by the compute map."""
+    """Return the prescribed layouts of results: those with placements, and outputs by the compute map."""
     pins: dict[str, Layout] = {}
     made = [name for name in builder.tensors if name not in builder.inputs]
     for name in made:

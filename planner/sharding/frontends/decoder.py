@@ -1,6 +1,6 @@
-"""A shipped model's decoder as a case: its layers' operators as text, forward and backward, nothing placed.
+"""A shipped model's decoder as a case: the operators of its layers as text, forward and backward, without placements.
 
-The case is what `planner shard` reads from files, so it can be written out and changed. Weights and activations are
+`planner shard` reads such cases from files, so it can be written to a file and changed. Weights and activations are
 bf16.
 """
 
@@ -14,8 +14,8 @@ from topology.errors import BadInput
 
 
 def decoder_case(model: Model, mesh: Mapping[str, int], *, layers: int | None, batch: int, seq_len: int) -> JsonObject:
-    """Return the case of the first `layers` layers of `model` on `batch` sequences; of None, of all with embedding and
-    loss.
+    """Return the case of the first `layers` layers of `model` on `batch` sequences; with None, of all layers, embedding
+    and loss.
 
     Raises BadInput for experts, latent attention, sliding windows and learned positions.
     """
@@ -44,7 +44,7 @@ def decoder_case(model: Model, mesh: Mapping[str, int], *, layers: int | None, b
 
 
 class _Writer:
-    """Inputs and operators, one after another."""
+    """Collects inputs and operators in order."""
 
     def __init__(self, model: Model, batch: int, seq_len: int) -> None:
         self.model, self.batch, self.seq_len = model, batch, seq_len

@@ -1,4 +1,4 @@
-"""A captured graph and what a user wants of its sharding, as one JSON document: what the Python function sends."""
+"""A captured graph and the constraints on its sharding as one JSON document, which the Python function sends."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RequestText(msgspec.Struct, forbid_unknown_fields=True):
-    """The document. Tensors are named as in the graph or as in the module, or by a pattern of either.
+    """The document. Tensors have their names in the graph or in the module, or a pattern of either.
 
-    `domains` places them in nvFuser's notation; with `open_outputs` an output that nothing is said of lies as it is
-    made.
+    `domains` places them in nvFuser's notation; with `open_outputs` an output without a constraint keeps the layout in
+    which it is made.
     """
 
     graph: JsonObject
@@ -53,9 +53,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A decoded request: names are those of the graph, placements and `mesh` those of one stage where there are
-    stages.
-    """
+    """A decoded request: names are those of the graph, placements and `mesh` those of one stage if there are stages."""
 
     id: str
     graph: CapturedGraph
@@ -65,9 +63,9 @@ class Request(msgspec.Struct, frozen=True):
     gradients: tuple[str, ...]
     chunks: dict[str, int | str] | None = None
     stages: Stages | None = None
-    streamed: dict[str, Streamed] = {}  # by result of a product, how its loop runs
-    orders: dict[str, tuple[int, ...]] = {}  # by tensor, its dims as they lie in memory, outermost first
-    routes: str | None = None  # how tokens reach experts on other ranks: one of ROUTES, or whichever costs less
+    streamed: dict[str, Streamed] = {}  # by result of a product, its loop schedule
+    orders: dict[str, tuple[int, ...]] = {}  # by tensor, its dims in memory order, outermost first
+    routes: str | None = None  # how tokens are sent to experts on other ranks: one of ROUTES, or None for the cheaper
 
 
 def is_request(data: Mapping[str, Any]) -> bool:
@@ -108,7 +106,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
             if domain.allocation:
                 orders[name] = domain.allocation
             nothing = domain.streamed is None and not domain.allocation
-            if nothing or any(domain.layout().dims):  # a stream or an allocation alone says nothing of devices
+            if nothing or any(domain.layout().dims):  # streams and allocations alone place nothing on devices
                 placements[name] = domain.layout()
     constraints = Constraints(
         placements=placements,
@@ -137,7 +135,9 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
 
 
 def matching(graph: CapturedGraph, pattern: str) -> list[str]:
-    """Return the tensors that a name or a pattern means; `output0` is the first result. Raises BadInput for none."""
+    """Return the tensors that a name or a pattern matches; `output0` is the first result. Raises BadInput if there are
+    none.
+    """
     if pattern.startswith("output") and pattern[6:].isdigit() and int(pattern[6:]) < len(graph.outputs):
         return [graph.outputs[int(pattern[6:])]]
     names = [(one.name, one.target) for one in graph.inputs] + [(node.name, "") for node in graph.nodes]

@@ -1,4 +1,4 @@
-"""Tokens that are sorted by their experts in a captured graph, as one node that ranks may share out.
+"""Replaces the operators of a captured graph on tokens sorted by expert by one node that can be shared among ranks.
 
     by_expert, order = ids.sort()                         pairs of a token and an expert, in the order of experts
     ends = histc(by_expert, E, 0, E - 1).cumsum(0)
@@ -6,8 +6,8 @@
     made = grouped_mm(inner, down, ends) * shares[order]
     out = made[order.argsort()]                           and back in the order of pairs
 
-All of it computes each pair by itself, whatever its order: so a rank may do this for the pairs that it has, or for
-those that others send it. Whether the graph is of this form follows from its operators alone.
+All of this computes each pair independently and in any order: so a rank can do it for its own pairs, or for pairs that
+others send. The operators alone show whether a graph has this form.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from planner.sharding.ops.table import is_elementwise
 from simulator.sharded.graph import CapturedGraph, GraphInput, GraphNode
 
 ENDS = "ends"
-_PARTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "slice": 1, "unsqueeze": 1, "squeeze": 1}  # place of the dim
+_PARTS = {"chunk": 2, "split": 2, "split_with_sizes": 2, "slice": 1, "unsqueeze": 1, "squeeze": 1}  # index of the dim
 
 
 class _OtherFormError(Exception):
-    """What is sorted is used in another way."""
+    """The sorted tensor is used in another way."""
 
 
 def with_routes(graph: CapturedGraph, kept: Collection[str], *, send: bool = False) -> CapturedGraph:
-    """Return the graph with routed experts as single nodes; what users name in `kept` stays a tensor of the graph.
+    """Return the graph with routed experts as single nodes; tensors in `kept`, which users name, stay in the graph.
 
-    With `send` their tokens are sent to them whatever it costs.
+    With `send` tokens are sent to experts at any cost.
     """
     for node in graph.nodes:
         if _is(node, "sort", "argsort") and node.index in {None, 1} and len(node.shape) == 1:
@@ -47,7 +47,7 @@ def with_routes(graph: CapturedGraph, kept: Collection[str], *, send: bool = Fal
 
 @dataclass(slots=True)
 class _Region:
-    """What depends on the order in which one node sorts pairs by expert."""
+    """The nodes that depend on the order in which one node sorts pairs by expert."""
 
     graph: CapturedGraph
     order: GraphNode
@@ -59,19 +59,19 @@ class _Region:
     by_token: list[tuple[str, int]] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     body: list[dict[str, Any]] = field(default_factory=list)
-    _tokens: dict[str, int] = field(default_factory=dict)  # numbers of tokens: the order by so many pairs a token
+    _tokens: dict[str, int] = field(default_factory=dict)  # token numbers: the order divided by pairs per token
     _inverse: set[str] = field(default_factory=set)
-    _ids: set[str] = field(default_factory=set)  # numbers of experts in order, whatever their type
+    _ids: set[str] = field(default_factory=set)  # sorted expert numbers, of any type
     _counts: dict[str, int] = field(default_factory=dict)
     _ends: set[str] = field(default_factory=set)
-    _rows: dict[str, str] = field(default_factory=dict)  # by tensor with a row a pair, its name in the body
+    _rows: dict[str, str] = field(default_factory=dict)  # by tensor with a row per pair, its name in the body
     _ended: list[GraphNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tensors = {one.name: one for one in self.graph.inputs} | {one.name: one for one in self.graph.nodes}
 
     def replaced(self) -> CapturedGraph:
-        """Return the graph with one node in the place of all that depends on the order. Raises _OtherFormError."""
+        """Return the graph with one node replacing all that depend on the order. Raises _OtherFormError."""
         ids = _tensor(self.order, 0)
         _hold(len(self._shape(ids)) == 1 and not _is_descending(self.order))
         gone = [self.order.name]
@@ -111,7 +111,7 @@ class _Region:
         return self._ended[0]
 
     def _in_order(self, nodes: Sequence[GraphNode], made: GraphNode) -> tuple[GraphNode, ...]:
-        """Return the nodes, where the one that was made reads what is there before it."""
+        """Return the nodes, with the new one placed after the nodes it reads."""
         before = nodes[: nodes.index(made)]
         _hold(set(made.operands()) <= {one.name for one in self.graph.inputs} | {one.name for one in before})
         return tuple(nodes)
@@ -124,7 +124,7 @@ class _Region:
         return node.name == self.order.name or not known.isdisjoint(node.operands())
 
     def _add(self, node: GraphNode) -> None:
-        """Take in a node that depends on the order."""
+        """Add a node that depends on the order."""
         first, name = _tensor(node, 0), node.name
         if first == self.order.name and _is(node, "floor_divide", "div") and _floors(node):
             self._tokens[name] = int(node.args[1])
@@ -172,7 +172,7 @@ class _Region:
         self._write(node, "routed.product", args)
 
     def _row_by_row(self, node: GraphNode) -> None:
-        """Take in an operator that computes every row by itself, as all elementwise ones do."""
+        """Add an operator that computes every row independently, as all elementwise ones do."""
         rank, pairs = len(node.shape), self.order.shape[0]
         _hold(rank > 0 and node.shape[0] == pairs)
         name = _short(node)
@@ -193,7 +193,7 @@ class _Region:
         self._write(node, node.op, tuple(args), kwargs)
 
     def _clamps(self, node: GraphNode) -> bool:
-        """Return whether numbers of experts stay as they are, but for those beyond the last."""
+        """Return whether expert numbers stay unchanged except those beyond the last expert."""
         low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
         high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
         return _is(node, "clamp") and low in {None, 0} and isinstance(high, int) and self._has_experts(high + 1)
@@ -210,7 +210,7 @@ class _Region:
         return name in known or name not in self.tensors
 
     def _localized(self, value: Any) -> Any:
-        """Return arguments in which tensors have the names that they have in the body."""
+        """Return arguments with tensors replaced by their names in the body."""
         if isinstance(value, dict):
             if "tensor" in value:
                 name = value["tensor"]

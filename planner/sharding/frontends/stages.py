@@ -1,11 +1,12 @@
 """Pipeline stages of a captured graph: `{"axis": "pp", "of": {"layers.1": 1}, "micro_batches": 4}`.
 
-A stage is a coordinate of one mesh axis. Operators, or all that a module calls, are named with the stage that they are
-on; what is not named is on the stage of the operator before it. Without `of`, the graph is cut by time. The graph is
-that of one micro batch: every one goes through all stages, forward in order and backward in the reverse order, and
-gradients of parameters are summed over them. `schedule` is `gpipe`, all forward and then all backward (Huang et al.,
-arXiv 1811.06965), or `1f1b`, in which a stage goes backward as soon as it can and holds no more micro batches than
-stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
+A stage is a coordinate of one mesh axis. `of` gives the stages of operators, or of all operators of a module; operators
+that are not named are on the stage of the operator before them. Without `of`, the graph is cut by time.
+
+The graph is that of one micro batch. Every micro batch passes all stages, forward in order and backward in reverse
+order, and gradients of parameters are summed over micro batches. `schedule` is `gpipe`, all forward and then all
+backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage runs backward passes as early as possible and
+holds at most as many micro batches as stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from simulator.config.runtime import ELEMENT_BYTES
 from simulator.sharded.graph import CapturedGraph, GraphNode
 from topology.errors import BadInput, Infeasible
 
-MAX_MICRO_BATCHES = 256  # every one is written into the program of each rank
+MAX_MICRO_BATCHES = 256  # a limit, since every rank's program has each micro batch
 GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
 
 
@@ -49,10 +50,10 @@ class Stages:
     schedule: str = GPIPE
 
     def of_operators(self, graph: Graph, mesh: Mesh, machine: Machine | None) -> PipelineStages:
-        """Return the stages of a problem's operators: those stated, else by time on `machine`; `mesh` is that of one
+        """Return the stages of a problem's operators: as stated, else by time on `machine`; `mesh` is that of one
         stage.
 
-        Raises BadInput where a result or a parameter cannot be there.
+        Raises BadInput if a result or a parameter cannot be on its stage.
         """
         if self.of:
             return self._pipeline(self._stated(graph.operators, graph.parameters))
@@ -69,7 +70,7 @@ class Stages:
 
     def _stated(self, operators: Sequence[Operator], parameters: frozenset[str]) -> tuple[int, ...]:
         found: list[int] = []
-        for operator in reversed(operators):  # what prepares an operand is where the operand is used
+        for operator in reversed(operators):  # operators that prepare an operand are on the stage that uses it
             found.append(self.of.get(operator.result.name, found[-1] if found else self.count - 1))
         stages = tuple(reversed(found))
         made = {operator.result.name: stage for operator, stage in zip(operators, stages, strict=True)}
@@ -109,8 +110,8 @@ def read_stages(graph: CapturedGraph, mesh: Mesh, data: Any) -> Stages:
 
 
 def _by_result(graph: CapturedGraph, of: Mapping[str, int]) -> dict[str, int]:
-    """Return the stage of every statement's result: that of its operator, of the module that calls it, or of what is
-    before.
+    """Return the stage of every statement's result: that of its operator, of its module, or of the statement
+    before it.
     """
     shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
     found: dict[str, int] = {}
@@ -127,8 +128,8 @@ def _names(name: str, node: GraphNode) -> bool:
     return name in (node.name, node.module) or node.module.startswith(f"{name}.")
 
 
-_LEAN = 2.0  # how many times the bytes of the leanest cut another may send
-_GRADIENTS = 2  # of a product: its operand's and its parameter's
+_LEAN = 2.0  # a cut may send at most this many times the bytes of the smallest cut
+_GRADIENTS = 2  # gradients of a product: its operand's and its parameter's
 
 
 def cut_by_time(
@@ -140,8 +141,8 @@ def cut_by_time(
     mesh: Mesh,
     machine: Machine,
 ) -> tuple[int, ...]:
-    """Return the stage of every operator, of `count` over `axis` of `mesh`. Raises Infeasible where there are fewer
-    cuts.
+    """Return the stage of every operator, for `count` stages over `axis` of `mesh`. Raises Infeasible if there are too
+    few cuts.
     """
     pricing = TimePricing(machine, mesh)
     before = [0.0, *accumulate(_seconds(one, tensors, pricing) * count / mesh.ranks for one in operators)]
@@ -155,7 +156,7 @@ def cut_by_time(
         )
     messages = {at: 2 * float(pricing.seconds("send_recv", (axis,), np.array([sent[at]]))[0]) for at in cuts}
     ends = [*cuts, len(operators)]
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages so far, and end: the slowest, and its start
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages and end: (slowest time, its start)
     for _ in range(count):
         found: dict[int, tuple[float, int]] = {}
         for end in ends:
@@ -176,24 +177,24 @@ def cut_by_time(
 def lean_cuts(
     operators: Sequence[Operator], tensors: Mapping[str, Tensor], parameters: Collection[str]
 ) -> dict[int, float]:
-    """Return where a stage may begin, with the bytes that are sent there: no more than twice the fewest."""
+    """Return the possible starts of stages, with the bytes that are sent there: at most twice the fewest."""
     sent = _crossing_bytes(operators, tensors, parameters)
     least = min((nbytes for nbytes in sent.values() if nbytes), default=0.0)
     return {at: nbytes for at, nbytes in sent.items() if nbytes <= _LEAN * least}
 
 
 def evenly(operators: int, count: int, cuts: Collection[int]) -> tuple[int, ...]:
-    """Return stages of about as many operators each, cut at places of `cuts`."""
+    """Return stages with about as many operators each, cut at places in `cuts`."""
     places: list[int] = []
     for number in range(1, count):
         left = [at for at in sorted(cuts) if at > (places[-1] if places else 0)]
-        left = left[: len(left) - (count - 1 - number)]  # later cuts need places, too
+        left = left[: len(left) - (count - 1 - number)]  # leave places for later cuts
         places.append(min(left, key=lambda at: abs(at - operators * number / count)))
     return tuple(sum(one <= position for one in places) for position in range(operators))
 
 
 def neighbours(stages: Sequence[int], cuts: Collection[int]) -> list[tuple[int, ...]]:
-    """Return the stages of operators with one cut moved to the next place, before or after it, of those in `cuts`."""
+    """Return the stages of operators with one cut moved to the next or previous place in `cuts`."""
     places = sorted(cuts)
     now = [at for at in range(1, len(stages)) if stages[at] != stages[at - 1]]
     found = []
@@ -219,9 +220,7 @@ def _seconds(operator: Operator, tensors: Mapping[str, Tensor], pricing: TimePri
 def _crossing_bytes(
     operators: Sequence[Operator], tensors: Mapping[str, Tensor], parameters: Collection[str]
 ) -> dict[int, float]:
-    """Return the bytes of the results that are made before an operator and used from it on, for all where a cut may
-    be.
-    """
+    """Return, for each possible cut before an operator, the bytes of earlier results that are used from it on."""
     made = {one.result.name: at for at, one in enumerate(operators)}
     uses: dict[str, list[int]] = {}
     for at, one in enumerate(operators):

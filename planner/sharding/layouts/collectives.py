@@ -28,7 +28,7 @@ SLICE = "slice"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective in every group over `axes`. Shapes are of the local buffers, padded where sharding is uneven."""
+    """One collective in every group over `axes`. Shapes are those of local buffers, padded if sharding is uneven."""
 
     kind: str
     mesh_dim: str
@@ -40,7 +40,7 @@ class Collective:
     tensor: str = ""
     reducer: str = ""
     note: str = ""
-    rows: tuple[tuple[int, int, int], ...] = ()  # by rank, where ranks differ: rows in, rows out, rows sent
+    rows: tuple[tuple[int, int, int], ...] = ()  # by rank, if ranks differ: rows in, rows out, rows sent
 
     @property
     def bytes_in(self) -> int:
@@ -56,7 +56,7 @@ class Collective:
 
     @property
     def ring_send_bytes(self) -> Fraction:
-        """Bytes that the rank with the most to send sends."""
+        """Bytes sent by the rank that sends most."""
         n = self.group
         if self.rows:
             return Fraction(max(sent for _, _, sent in self.rows) * self.row_bytes)
@@ -74,7 +74,7 @@ class Collective:
 
     @property
     def hops(self) -> int:
-        """Ring steps, each of which costs one latency."""
+        """Number of ring steps, each of which costs one latency."""
         return {ALL_REDUCE: 2 * (self.group - 1), PERMUTE: 1, SEND_RECV: 1}.get(self.kind, self.group - 1)
 
 

@@ -25,7 +25,7 @@ MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Axis names and sizes, major first: a rank is the row-major index of its coordinates."""
+    """Axis names and sizes, major first; a rank is the row-major index of its coordinates."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -70,25 +70,25 @@ class SplitMesh:
     """A mesh some of whose axes were split into finer ones, major first: `tp` of 8 into `kv` of 2 and `rep` of 4.
 
     With fewer key-value heads than ranks, keys are sharded by `kv` and replicated over `rep`, while queries are sharded
-    by `tp`, which stands for both. `mesh` is the fine mesh; `parts` maps each original axis to its parts.
+    by `tp`, which means both. `mesh` is the fine mesh; `parts` maps each original axis to its parts.
     """
 
     mesh: Mesh
     parts: Mapping[str, tuple[str, ...]]
 
     def parts_of(self, axis: str) -> tuple[str, ...]:
-        """Return the fine axes that a name stands for."""
+        """Return the fine axes of an axis name."""
         return self.parts.get(axis, (axis,))
 
     def expand_placements(self, placements: Sequence[str]) -> list[str]:
-        """Return one placement per fine axis, repeating those that are given per original axis."""
+        """Return one placement per fine axis, repeating placements given per original axis."""
         if len(placements) != len(self.parts):
             return list(placements)
         return [placement for placement, parts in zip(placements, self.parts.values(), strict=True) for _ in parts]
 
 
 def split_mesh(coarse: Mesh, split: Mapping[str, Mapping[str, int]]) -> SplitMesh:
-    """Return `coarse` with axes split into named parts. Raises BadInput where the parts do not multiply to the axis."""
+    """Return `coarse` with axes split into named parts. Raises BadInput if the product of the parts is not the axis."""
     for axis, parts in split.items():
         if axis not in coarse.names or not parts or prod(parts.values()) != coarse.size(axis):
             raise BadInput(
@@ -163,7 +163,7 @@ def local_size(size: int, spec: DimSpec, mesh: Mesh) -> int:
 
 
 def has_empty_pieces(size: int, spec: DimSpec, mesh: Mesh) -> bool:
-    """Return whether some ranks have nothing of a dim: of uneven pieces the last ones are smaller, or empty."""
+    """Return whether some ranks have no element of a dim: the last uneven pieces are smaller, or empty."""
     for item in spec:
         ranks = 1 if isinstance(item, int) else mesh.size(item)
         size = size // item if isinstance(item, int) else size - (ranks - 1) * -(-size // ranks)
@@ -171,14 +171,14 @@ def has_empty_pieces(size: int, spec: DimSpec, mesh: Mesh) -> bool:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of every rank's buffer, padded to the largest shard where sharding is uneven."""
+    """Return the shape of every rank's buffer, padded to the largest shard if sharding is uneven."""
     return tuple(local_size(size, spec, mesh) for size, spec in zip(shape, layout.dims, strict=True))
 
 
 def parse_placements(placements: Sequence[str], shape: Sequence[int], mesh: Mesh, *, of: str) -> Layout:
     """Parse the placements of the tensor called `of`, one per mesh axis.
 
-    Raises BadInput where they are not possible.
+    Raises BadInput if they are not possible.
     """
     if len(placements) != len(mesh.names):
         raise BadInput(
@@ -211,7 +211,9 @@ def parse_placements(placements: Sequence[str], shape: Sequence[int], mesh: Mesh
 
 
 def _apply_shard(spec: list[str | int], axis: str, ranks: int, factor: int, size: int, mesh: Mesh, where: str) -> None:
-    """Shard what earlier mesh axes left of a dim: split it into `factor` blocks, and each of those over `axis`."""
+    """Shard the part of a dim that earlier mesh axes left: split it into `factor` blocks, and each of those over
+    `axis`.
+    """
     if factor < 1:
         raise BadInput(f"{where}: a factor of {factor}", remedy="factors are positive")
     position = 0
@@ -250,7 +252,7 @@ def placements_of(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     for dim, spec in enumerate(layout.dims):
         for position, axis in enumerate(spec):
             if isinstance(axis, str):
-                # What is major to it and not yet sharded at its turn: block counts, and mesh axes that come later.
+                # The major part that is not sharded yet at its turn: block counts, and later mesh axes.
                 skipped = prod(
                     item if isinstance(item, int) else mesh.size(item)
                     for item in spec[:position]

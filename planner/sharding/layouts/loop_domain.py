@@ -52,14 +52,14 @@ _SWIZZLE = re.compile(rf"swizzle1d\(\s*{_AXIS}\s*,\s*{_DEVICE}\s*\)", flags=re.A
 _ALLOCATE = re.compile(r"allocate\(\s*(\d{1,3}(?:\s*,\s*\d{1,3})*)\s*(?:,\s*)?\)", flags=re.ASCII)
 _MERGE = re.compile(rf"merge\(\s*{_AXIS}\s*\)", flags=re.ASCII)
 STREAM = "Stream"
-_DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names of its parallel types
+_DEVICES = {"mesh_x": "DIDx", "mesh_y": "DIDy", "mesh_z": "DIDz"}  # nvFuser's Python names for its parallel types
 
 
 @dataclass(slots=True)
 class _LoopAxis:
-    """An axis of the loop domain: the logical dim it comes from, its extent, and the mesh axis it is given to.
+    """An axis of the loop domain: its logical dim, its extent, and the mesh axis that parallelizes it.
 
-    `uneven` parts are those of a split that does not divide. Pieces that are `swizzled` over a mesh axis begin with the
+    `uneven` axes are parts of a split that does not divide. Pieces that are `swizzled` over a mesh axis begin with the
     rank's own.
     """
 
@@ -86,26 +86,26 @@ class LoopDomain:
     shape: tuple[int, ...]
     mesh: Mesh
     name: str = "a tensor"
-    allocation: tuple[int, ...] = ()  # dims as they lie in memory, outermost first; empty where nothing is said
+    allocation: tuple[int, ...] = ()  # dims in memory order, outermost first; empty if not stated
     axes: list[_LoopAxis] = field(init=False)
 
     def __post_init__(self) -> None:
         self.axes = [_LoopAxis(dim, size) for dim, size in enumerate(self.shape)]
 
     def outer_split(self, axis: int, pieces: int) -> LoopDomain:
-        """Split a loop axis into `pieces` and what is in each. Raises BadInput where that cannot be."""
+        """Split a loop axis into `pieces` and the elements in each. Raises BadInput if that is not possible."""
         old = self._at(axis)
         self._split(axis, pieces, -(-old.extent // max(pieces, 1)))
         return self
 
     def inner_split(self, axis: int, elements: int) -> LoopDomain:
-        """Split a loop axis into pieces of `elements`. Raises BadInput where that cannot be."""
+        """Split a loop axis into pieces of `elements`. Raises BadInput if that is not possible."""
         old = self._at(axis)
         self._split(axis, -(-old.extent // max(elements, 1)), elements)
         return self
 
     def merge(self, axis: int) -> LoopDomain:
-        """Merge a loop axis and the next one, parts of the same dim. Raises BadInput for any other."""
+        """Merge a loop axis with the next one, if both are parts of one dim. Raises BadInput otherwise."""
         outer, inner = self._at(axis), self._at(axis % len(self.axes) + 1)
         if outer.dim != inner.dim or outer.device or inner.device or outer.uneven or inner.uneven:
             raise BadInput(
@@ -120,7 +120,7 @@ class LoopDomain:
         return self
 
     def parallelize(self, axis: int, device: str) -> LoopDomain:
-        """Give a loop axis to the devices of a mesh axis. Raises BadInput where their numbers differ."""
+        """Assign a loop axis to the devices of a mesh axis. Raises BadInput if their sizes differ."""
         at, device = self._at(axis), self._device(device, STREAM)
         if any(one.device == device for one in self.axes):
             raise BadInput(f"{self.name}: two axes are given to {device}", remedy="each mesh axis once a tensor")
@@ -133,7 +133,9 @@ class LoopDomain:
         return self
 
     def swizzle(self, axis: int, device: str) -> LoopDomain:
-        """Let ranks along a mesh axis take the pieces of a loop axis in turns. Raises BadInput where that cannot be."""
+        """Let ranks along a mesh axis take turns at the pieces of a loop axis. Raises BadInput if that is not
+        possible.
+        """
         at, device = self._at(axis), self._device(device)
         if at.device or at.uneven or at.extent != self.mesh.size(device):
             raise BadInput(
@@ -145,7 +147,7 @@ class LoopDomain:
         return self
 
     def allocate(self, order: Sequence[int]) -> LoopDomain:
-        """Let the dims lie in memory in this order, outermost first. Raises BadInput where some are not in it once."""
+        """Set the memory order of the dims, outermost first. Raises BadInput unless each dim appears once."""
         if sorted(order) != list(range(len(self.shape))):
             raise BadInput(
                 f"{self.name}: {', '.join(map(str, order))} is no order of {len(self.shape)} dims",
@@ -156,7 +158,7 @@ class LoopDomain:
 
     @property
     def streamed(self) -> Streamed | None:
-        """What runs on streams. Raises BadInput where pieces are swizzled that do not."""
+        """The loop that runs on streams. Raises BadInput if pieces are swizzled that do not run on streams."""
         for one in self.axes:
             if one.device == STREAM:
                 return Streamed(one.dim, one.extent, ring=bool(one.swizzled))
@@ -165,8 +167,8 @@ class LoopDomain:
         return None
 
     def layout(self) -> Layout:
-        """Return the layout that the loop domain says; streams leave elements where they are. Raises BadInput where it
-        is none.
+        """Return the layout of the loop domain; streams do not move elements. Raises BadInput if there is no such
+        layout.
         """
         dims: list[list[str | int]] = [[] for _ in self.shape]
         for one in self.axes:
@@ -214,7 +216,7 @@ class LoopDomain:
         self.axes[position : position + 1] = parts
 
     def _refusal(self, old: _LoopAxis, outer: int, inner: int, *, uneven: bool) -> str:
-        """Return why a loop axis is not split so; nothing where it is."""
+        """Return why a loop axis cannot be split so, or an empty string."""
         if old.device:
             return f"it is on {old.device} already"
         if outer < 1 or inner < 1:
@@ -229,7 +231,7 @@ class LoopDomain:
 
 
 def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> Layout:
-    """Return the layout that calls in nvFuser's notation make of a tensor. Raises BadInput."""
+    """Return the layout of a tensor after calls in nvFuser's notation. Raises BadInput."""
     domain = parse_domain(text, shape, mesh, of=of)
     layout = domain.layout()
     if domain.streamed is not None:
@@ -240,7 +242,7 @@ def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -
 
 
 def parse_domain(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> LoopDomain:
-    """Return what calls in nvFuser's notation make of a tensor. Raises BadInput."""
+    """Return the loop domain of a tensor after calls in nvFuser's notation. Raises BadInput."""
     domain = LoopDomain(tuple(shape), mesh, of)
     calls = [part for part in text.split(";") if part.strip()]
     if len(calls) > MAX_CALLS:
@@ -251,7 +253,7 @@ def parse_domain(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> Loo
 
 
 def _call(domain: LoopDomain, text: str, of: str) -> None:
-    """Make one call of the notation. Raises BadInput."""
+    """Apply one call of the notation. Raises BadInput."""
     if found := _SPLIT.fullmatch(text):
         call, axis, number, is_inner = found.groups()
         inner = call == "inner_split" if is_inner is None else is_inner == "True"

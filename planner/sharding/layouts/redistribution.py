@@ -44,7 +44,9 @@ CostTable = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def tie_of(cost: Cost) -> int:
-    """Return the order among equal costs: collectives, then ring steps, then slices; five bits are left for others."""
+    """Return the order among equal costs: collectives, then ring steps, then slices; five bits are reserved for
+    others.
+    """
     _, number, hops, _, slices = cost
     return (number << 34) + (min(hops, 1 << 20) << 12) + (slices << 5)
 
@@ -63,8 +65,8 @@ class Redistributor:
     """Shortest paths between the layouts of tensors of one shape and dtype; every source is solved once.
 
     `irregular_specs` are (dim, spec) pairs with blocks or uneven shards, which paths use only if some layout asks for
-    them. `excluded_kinds` are primitives that must not be used. `price` gives the cost of a step to pieces of a shape;
-    without it, costs are ring bytes.
+    them. `excluded_kinds` are primitives that must not be used. `price` returns the cost of a step to pieces of a given
+    shape; without it, costs are ring bytes.
     """
 
     shape: tuple[int, ...]
@@ -73,7 +75,7 @@ class Redistributor:
     irregular_specs: frozenset[tuple[int, DimSpec]] = frozenset()
     excluded_kinds: frozenset[str] = frozenset()
     price: Callable[[RedistributionStep, Sequence[int]], Cost] | None = None
-    _numbers: dict[Layout, int] = field(default_factory=dict)  # layouts are numbered, as hashing them is slow
+    _numbers: dict[Layout, int] = field(default_factory=dict)  # layouts are numbered, since hashing them is slow
     _layouts: list[Layout] = field(default_factory=list)
     _edges: dict[int, list[tuple[Cost, int, RedistributionStep]]] = field(default_factory=dict)
     _paths: dict[int, dict[int, tuple[Cost, int, RedistributionStep | None]]] = field(default_factory=dict)
@@ -94,9 +96,9 @@ class Redistributor:
             self._tables.clear()
 
     def costs_between(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> CostTable:
-        """Return the cost of every pair and its rank among equal ones (`tie_of`); infinite where there is no path.
+        """Return the cost of every pair and its rank among equal ones (`tie_of`); infinite if there is no path.
 
-        Tables are made once, and not to be written into.
+        Tables are cached and must not be changed.
         """
         key = tuple(map(self._number, sources)), tuple(map(self._number, targets))
         if key not in self._tables:
@@ -142,7 +144,7 @@ class Redistributor:
 
     def _solve_forward(self, source: int) -> dict[int, tuple[Cost, int, RedistributionStep | None]]:
         best: dict[int, tuple[Cost, int, RedistributionStep | None]] = {source: (FREE, source, None)}
-        order = count()  # ties in insertion order, so that the result is deterministic
+        order = count()  # ties in order of insertion, so that results are deterministic
         queue: list[tuple[Cost, int, int]] = [(FREE, next(order), source)]
         done: set[int] = set()
         while queue:
@@ -210,7 +212,7 @@ class Redistributor:
                             )
 
     def _reductions(self, layout: Layout) -> Iterator[RedistributionStep]:
-        sums = {"sum", "mask"} if "sum" in dict(layout.pending).values() else set()  # of one rank's elements, too
+        sums = {"sum", "mask"} if "sum" in dict(layout.pending).values() else set()  # also of a single rank's elements
         for reducer in dict.fromkeys("sum" if reducer in sums else reducer for _, reducer in layout.pending):
             axes = [axis for axis, how in layout.pending if how == reducer or (reducer == "sum" and how in sums)]
             for length in range(1, len(axes) + 1):
@@ -256,8 +258,8 @@ class Redistributor:
                 yield RedistributionStep(PERMUTE, after, (collective,))
 
     def _has_same_pieces(self, before: Layout, after: Layout) -> bool:
-        """Return whether pieces of the same number are equal: those of an uneven dim depend on the order of its
-        cuts.
+        """Return whether pieces with the same index are equal: for an uneven dim they depend on the order of its
+        splits.
         """
         both = zip(self.shape, before.dims, after.dims, strict=True)
         return all(
@@ -266,7 +268,7 @@ class Redistributor:
         )
 
     def _other_axis_assignments(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layouts with the same shards over other mesh axes, those that are pending excepted."""
+        """Yield the layouts with the same shards over other mesh axes, except pending axes."""
         pending = {axis for axis, _ in layout.pending}
         shard_counts = [_shard_counts(spec, self.mesh) for spec in layout.dims]
         for order in permutations(axis for axis in self.mesh.names if axis not in pending):
@@ -305,7 +307,7 @@ class Redistributor:
                 yield blocked
 
     def _has_axis_of_one_rank(self, axes: tuple[str, ...]) -> bool:
-        """Return whether the group over `axes` is also one over fewer axes, since one of them has a single rank."""
+        """Return whether the group over `axes` is also one over fewer axes, because one of them has a single rank."""
         return len(axes) > 1 and any(self.mesh.size(axis) == 1 for axis in axes)
 
     def _is_allowed(self, dim: int, spec: DimSpec) -> bool:
@@ -375,7 +377,7 @@ def _with_dims(layout: Layout, dims: dict[int, DimSpec]) -> Layout:
 
 
 def _cuts(spec: DimSpec, mesh: Mesh) -> list[int]:
-    """Return in how many pieces each item of a spec cuts what those before it left."""
+    """Return the number of pieces into which each item of a spec splits the rest left by the items before it."""
     return [n for item in spec if (n := item if isinstance(item, int) else mesh.size(item)) > 1]
 
 

@@ -9,9 +9,9 @@ axis says what the operator does along it, which decides what sharding the axis 
     *       normalized over, as in softmax and norms: if it is sharded, the operator reduces statistics with collectives
 
 The marks are those of nnScaler's dimension annotations (docs/source/dimops.md: `+`, `^`), and `*`. An axis that no
-result has is reduced, marked or not. What a known function does along an axis is checked against this
-(`planner.sharding.operators.roles`). Where a name is reduced in one operand and appears in the result (`t h+, f h+, h f
--> t h`), the two are different axes of one size.
+result has is reduced, marked or not. Annotations of known functions are checked against their effect along each axis
+(`planner.sharding.operators.roles`). If a name is reduced in one operand and also appears in the result (`t h+, f h+, h
+f -> t h`), these are different axes of the same size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fourier transforms: dims that are transformed are needed whole, and the others pass."""
+"""Fourier transforms: transformed dims are needed whole, the others pass through."""
 
 from __future__ import annotations
 

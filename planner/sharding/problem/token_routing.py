@@ -2,9 +2,9 @@
 
 `"routed": {"y": {"over": "ep", "counts": [[...], ...]}}` runs the operator that produces y on tokens dispatched to
 their experts. Row r of `counts` has the tokens of rank r (in a group over `ep`) for each expert; experts are spread
-evenly over ranks. The counts are exchanged first, since a receiver cannot know them; then tokens are dispatched and,
+evenly over ranks. The counts are exchanged first, since receivers do not know them; then tokens are dispatched and,
 after the operator, combined (MegaBlocks, arXiv 2211.15841; Megatron-LM's all-to-all dispatcher). Ranks send different
-amounts: bytes are reported for each, and the rank that sends most decides the cost.
+amounts: bytes are reported for each rank, and the rank that sends most determines the cost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What a choice costs: ring bytes, or time on a machine.
+"""The cost of a choice: ring bytes, or time on a machine.
 
-Ring bytes are what the sharding oracles of papers and tools count; computing and memory are free in them. Time is that
-of the collectives on the machine's links (by mesh axis: a group inside a node or across nodes), of every operator on
-its local shards (so that replicated work is paid for), and of local copies. Times are integer picoseconds, so that sums
-are exact.
+Ring bytes are the cost in papers and tools on sharding; they do not include computing and memory. Time includes the
+collectives on the machine's links (by mesh axis: a group inside a node or across nodes), every operator on its local
+shards (so that replicated work costs time), and local copies. Times are integer picoseconds, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ Integers = NDArray[np.int64]
 
 
 class Pricing(Protocol):
-    """What collectives, slices and operators cost."""
+    """Costs of collectives, slices and operators."""
 
     def collectives(
         self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
-        """Return the cost of collectives, and of local slices that leave `sliced_bytes`; with `duals` there and
-        back.
+        """Return the cost of collectives, and of local slices of `sliced_bytes`; with `duals` including the backward
+        pass.
         """
 
     def operators(
@@ -61,13 +60,13 @@ class Pricing(Protocol):
     ) -> list[int]:
         """Return the cost of an operator's own work under each option, in the unit of `Cost[0]`.
 
-        `gradients` is of how many operands its backward pass makes gradients.
+        `gradients` is the number of operands whose gradients its backward pass computes.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BytesPricing:
-    """Ring bytes of a rank, times the ranks of the mesh."""
+    """Cost as ring bytes of a rank, multiplied by the ranks of the mesh."""
 
     ranks: int
 
@@ -86,8 +85,8 @@ class BytesPricing:
 
 @dataclass(slots=True)
 class TimePricing:
-    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs with a path
-    between them.
+    """Cost as picoseconds on a machine. Raises Infeasible if the mesh has more ranks than the machine has connected
+    GPUs.
     """
 
     machine: Machine
@@ -111,7 +110,7 @@ class TimePricing:
         return (int(total), *plain[1:])
 
     def copy(self, nbytes: NDArray[np.float64]) -> Integers:
-        """Return the time of copies that leave `nbytes` each."""
+        """Return the time of copies with `nbytes` of results each."""
         rate = self.roofline("bf16").memory_bytes_per_s
         return np.asarray(np.rint(2 * nbytes / rate * PICOSECONDS), dtype=np.int64)
 
@@ -123,9 +122,9 @@ class TimePricing:
         return self._known[key]
 
     def times(self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64]) -> Integers:
-        """Return the times of a collective over `axes`; bytes are the input, or the output of an all-gather.
+        """Return the times of a collective over `axes`; bytes are those of the input, for an all-gather of the output.
 
-        Raises Infeasible where nothing joins its ranks.
+        Raises Infeasible if its ranks are not connected.
         """
         seconds = self.seconds(kind, axes, nbytes)
         if not np.all(np.isfinite(seconds)):
@@ -135,7 +134,7 @@ class TimePricing:
     def seconds(
         self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64], *, algorithm: str | None = None
     ) -> NDArray[np.float64]:
-        """Return the seconds of a collective, by an algorithm if one is named; infinite where it cannot run."""
+        """Return the seconds of a collective, by an algorithm if one is named; infinite if it cannot run."""
         ops = {PERMUTE: "send_recv", ALL_TO_ALL_V: "all_to_all", REDUCE: "broadcast"}
         op = ops.get(kind, kind)
         shape = self.group_shape(axes)
@@ -148,7 +147,7 @@ class TimePricing:
         return np.asarray(self._model.time_s(op, nbytes, shape, algorithm=algorithm))
 
     def group_shape(self, axes: tuple[str, ...]) -> GroupShape:
-        """Return how the groups over `axes` lie on the machine."""
+        """Return the shape of the groups over `axes` on the machine."""
         key = self.mesh.ordered(axes)
         if key not in self._shapes:
             mesh, per_node = self.mesh, self.machine.cluster.gpus_per_node
@@ -186,25 +185,25 @@ class TimePricing:
 
 
 def roofline_on(machine: Machine, dtype: str) -> Roofline:
-    """Return the times of kernels on a machine: products that were measured there, else the datasheet's."""
+    """Return the times of kernels on a machine: measured ones of products if there are any, else by its datasheet."""
     gpu = machine.cluster.slowest_kind
     wide = dtype not in {"bfloat16", "float16"}
     kernel = _WIDE_ATTENTION if wide else attention_kernel(Runtime(name="pytorch"), gpu.architecture)
     return Roofline(gpu=gpu, dtype=dtype, attention_kernel=kernel, measured=machine.calibration)
 
 
-# By what an exchange does to values, what its backward pass does to gradients; all others do the same.
+# The backward exchange of the exchanges for which it differs from the forward one.
 DUALS = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
 
 
 def _dual(collective: Collective) -> Collective:
-    """Return the exchange of the gradient: the same ranks, with buffers the other way round."""
+    """Return the exchange of the gradient: the same ranks, with input and output buffers swapped."""
     kind = DUALS.get(collective.kind, collective.kind)
     return replace(collective, kind=kind, local_in=collective.local_out, local_out=collective.local_in)
 
 
 def _sizes(operator: Operator, options: Sequence[ShardingOption], mesh: Mesh) -> dict[str, NDArray[np.float64]]:
-    """Return the local size of every axis under every option."""
+    """Return the local size of every axis for every option."""
     sizes = {axis: np.full(len(options), float(size)) for axis, size in operator.sizes.items()}
     for number, option in enumerate(options):
         for axis, spec in option.axis_specs:
@@ -213,5 +212,5 @@ def _sizes(operator: Operator, options: Sequence[ShardingOption], mesh: Mesh) ->
 
 
 def pricing_of(mesh: Mesh, machine: Machine | None) -> Pricing:
-    """Return time where the machine is known, else ring bytes."""
+    """Return costs as time if the machine is known, else as ring bytes."""
     return BytesPricing(mesh.ranks) if machine is None else TimePricing(machine, mesh)

@@ -1,5 +1,5 @@
-"""An integer program that is solved: by HiGHS, and by CP-SAT for the fewest steps among answers of one cost; what
-values mean.
+"""Solves integer programs: by HiGHS, and by CP-SAT for the fewest steps among answers of equal cost; decodes their
+values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _INFEASIBLE = 2  # status of scipy.optimize.milp
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The option of every class of operators, by its number, and the layout of every class of tensors.
+    """The option of every class of operators, by its index, and the layout of every class of tensors.
 
-    Without a limit of memory, all copies are kept.
+    Without a memory limit, all copies are kept.
     """
 
     options: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    kept: frozenset[tuple[int, Layout]] = frozenset()  # copies of tensors that stay until the backward pass
+    kept: frozenset[tuple[int, Layout]] = frozenset()  # copies of tensors that are kept until the backward pass
 
 
 def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
@@ -53,12 +53,12 @@ def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
 
 
 class SolvableProgram(IntegerProgram):
-    """Solves what `IntegerProgram` builds."""
+    """Solves integer programs built by `IntegerProgram`."""
 
     def relax(self, deadline: Deadline = NO_DEADLINE) -> tuple[float, Numbers, Numbers] | None:
-        """Return the optimum of the linear relaxation, reduced costs and values; None where time runs out.
+        """Return the optimum of the linear relaxation, reduced costs and values; None if time runs out.
 
-        Raises Infeasible where there is no solution.
+        Raises Infeasible if there is no solution.
         """
         width = self._count
         if not width:
@@ -87,10 +87,10 @@ class SolvableProgram(IntegerProgram):
         return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
 
     def with_fewest_steps(self, keep: NDArray[np.bool_], cost: float) -> Assignment | None:
-        """Return, of the solutions of `cost` whose variables are all in `keep`, the one whose `ties` are least; None if
+        """Return the solution with the smallest `ties` among those of `cost` whose variables are all in `keep`; None if
         it is not found.
 
-        By CP-SAT, which is exact where collectives, ring steps and slices are digits of one number.
+        By CP-SAT, which is exact for `ties` that encode collectives, ring steps and slices as digits of one number.
         """
         model = cp_model.CpModel()
         kept = np.flatnonzero(keep)
@@ -122,10 +122,9 @@ class SolvableProgram(IntegerProgram):
         return self.read(values)
 
     def branch_and_bound(self, keep: NDArray[np.bool_], deadline: Deadline) -> tuple[Assignment | None, float]:
-        """Return the cheapest solution whose variables are all in `keep`, as far as is known at `deadline`, and a lower
-        bound.
+        """Return the cheapest solution found by `deadline` whose variables are all in `keep`, and a lower bound.
 
-        By HiGHS, whose linear relaxations are nearly integral here; where there is no solution the bound is infinite.
+        By HiGHS, whose linear relaxations are nearly integral here; without a solution the bound is infinite.
         """
         kept = np.flatnonzero(keep)
         constraints = []
@@ -156,7 +155,7 @@ class SolvableProgram(IntegerProgram):
         return self.read(values), np.inf if result.status == 0 else bound
 
     def read(self, values: Numbers) -> Assignment:
-        """Return the assignment that integral values mean."""
+        """Return the assignment encoded by integral values."""
         options = tuple(int(np.argmax(values[variables])) for variables in self.options)
         return Assignment(
             options=options,
@@ -168,14 +167,14 @@ class SolvableProgram(IntegerProgram):
         )
 
     def between(self, each: int, options: Sequence[int]) -> Layout:
-        """Return where a tensor lies that passes from one operator to another: as made, but for what is pending."""
+        """Return the layout of a tensor passed from one operator to another: as made, except pending sums."""
         made, ((consumer, position),) = self.producer[each], self.consumers[each]
         need = self.candidates.options[consumer][options[consumer]].operands[position][1]
         result = need if made is None else self.candidates.options[made][options[made]].result
         return need if result.pending else result
 
     def cost_of(self, assignment: Assignment) -> int:
-        """Return what an assignment costs, in the unit of `Cost`, its redistributions paid as the program has it."""
+        """Return the cost of an assignment, in the unit of `Cost`, with redistributions counted as in the program."""
         total = sum(int(costs[o]) for costs, o in zip(self.option_costs, assignment.options, strict=True))
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
             count, home = len(self.tensor_members[each]), assignment.layouts[each]
@@ -205,7 +204,7 @@ class SolvableProgram(IntegerProgram):
         return total
 
     def held(self, assignment: Assignment) -> float:
-        """Return the bytes that a rank holds when the backward pass begins, without copies that are kept for it."""
+        """Return the bytes that a rank holds at the beginning of the backward pass, without copies kept for it."""
         both = zip(self.tensor_members, assignment.layouts, strict=True)
         return sum(self.held_bytes(names[0], layout) * len(names) for names, layout in both)
 
@@ -221,8 +220,8 @@ class SolvableProgram(IntegerProgram):
         return self.problem.memory is None or self.held(assignment) <= self.most_held()
 
     def with_kept_copies(self, assignment: Assignment) -> Assignment:
-        """Return the assignment with those copies kept for the backward pass that save most time a byte, as far as they
-        fit.
+        """Return the assignment that keeps copies for the backward pass, those that save most time per byte first, as
+        far as they fit.
         """
         if self.problem.memory is None or assignment.kept:
             return assignment

@@ -23,7 +23,7 @@ class SparseRows:
     sides: list[float] = field(default_factory=list)
 
     def add(self, columns: Sequence[Integers], factors: Sequence[float | Numbers], side: float) -> None:
-        """Add one row: groups of columns with their factors."""
+        """Add one row, given as groups of columns with their factors."""
         for group, factor in zip(columns, factors, strict=True):
             self.rows.append(np.full(len(group), len(self.sides), dtype=np.int64))
             self.columns.append(np.asarray(group, dtype=np.int64))
@@ -31,9 +31,7 @@ class SparseRows:
         self.sides.append(side)
 
     def add_flows(self, numbers: Integers, out: Sequence[Integers]) -> None:
-        """Add a row for every row of `numbers`: its variables (-1: none) flow out by one variable of the group in
-        `out`.
-        """
+        """Add a row for every row of `numbers`: its variables (-1: none) sum to those of the group in `out`."""
         rows, columns = np.nonzero(numbers >= 0)
         start = len(self.sides)
         sizes = [len(group) for group in out]
@@ -43,7 +41,7 @@ class SparseRows:
         self.sides += [0.0] * len(out)
 
     def add_pairs(self, first: Integers, second: Integers) -> None:
-        """Add a row `first - second` for every pair of columns, with 0 on its right."""
+        """Add a row `first - second` = 0 for every pair of columns."""
         rows = np.arange(len(self.sides), len(self.sides) + len(first), dtype=np.int64)
         self.rows += [rows, rows]
         self.columns += [first, second]

@@ -1,1 +1,1 @@
-"""What makes trials: our executor, any command that trains, or recorded runs."""
+"""Runners of trials: our executor, any training command, a job scheduler, or recorded runs."""

@@ -1,7 +1,8 @@
-"""Trials by any command that trains: the plan's export takes the place of `{config}`, and its output tells the steps.
+"""Trials by any training command:
 
-The command is a list of words, no shell. It is ended, with all that it started, when enough steps were seen or its time
-is over. What it printed says why it failed.
+`{config}` is replaced by the plan's export, and steps are read from its output. The command is a list of words, without
+a shell. It and all its processes are ended after enough steps or when its time is over. The cause of a failure is read
+from its output.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from topology.units import MIB
 GRACE_S = 8.0
 POLL_S = 0.2
 MOST_LOG_BYTES = 8 * MIB
-MARK = "MESHWRIGHT_TRIAL"  # in the environment of all that a trial starts: its folder
+MARK = "MESHWRIGHT_TRIAL"  # in the environment of all processes of a trial: its folder
 PLACES = ("{config}", "{folder}", "{gpus}")
 
 
 @dataclass(slots=True, kw_only=True)
 class CommandTrials(StartedTrials):
-    """Runs `words` for each plan of `question`, one after the other; `target` is whose words the export has."""
+    """Runs `words` for each plan of `question`, one after the other; `target` is the framework of the exports."""
 
     FIRST_START_S = 30.0
     LEAST_S = 10.0
@@ -73,15 +74,13 @@ class CommandTrials(StartedTrials):
                 yield failed(trial, error)
 
     def _run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
-        """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be
-        started.
-        """
+        """Return the result of `trial`, in `folder`, within `left_s`. Raises PlannerError if it cannot be started."""
         words = self._command(candidate, folder)
         self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))
         return self._run(trial, words, min(left_s, self.limit_s), cut=left_s < self.limit_s)
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:
-        """Write the export and return the command's words. Raises PlannerError where the target cannot express the
+        """Write the export and return the command's words. Raises PlannerError if the target cannot express the
         plan.
         """
         question = replace(self.question, runtime=candidate.runtime)
@@ -122,7 +121,7 @@ class CommandTrials(StartedTrials):
     ) -> Trial:
         lines = _lines(log)
         found = self.metric.samples(lines)
-        # A command that ends by itself may print fewer lines, or a mean alone.
+        # A command that ends by itself may print fewer lines, or only a mean.
         counted = found[self.WARM_UP :] or (found[-1:] if code == 0 else [])
         if counted and (ended or code == 0 or (over and len(counted) >= max(2, self.timed_steps // 2))):
             self.starts_s.append(max(1.0, seconds - sum(one.step_s for one in found)))
@@ -158,7 +157,7 @@ def _measured(trial: Trial, counted: Sequence[Sample]) -> Trial:
 
 
 def command_words(text: str) -> tuple[str, ...]:
-    """Return the words of `--command`. Raises UserError where they start nothing or name no configuration."""
+    """Return the words of `--command`. Raises UserError if they start nothing or do not contain the configuration."""
     try:
         words = tuple(shlex.split(text[:8192]))
     except ValueError as error:
@@ -175,7 +174,7 @@ def command_words(text: str) -> tuple[str, ...]:
 
 
 def command_metric(text: str | None, question: Question) -> Metric:
-    """Return the metric, or what the framework is known to print. Raises UserError where neither is."""
+    """Return the given metric, or the known one of the framework. Raises UserError if there is neither."""
     known = question.framework.tools.log
     if text is None and not known:
         raise UserError("--command needs --metric", remedy=r"--metric 'step time: (?P<step_ms>[\d.]+)', or jsonl")
@@ -183,7 +182,7 @@ def command_metric(text: str | None, question: Question) -> Metric:
 
 
 def _start(words: Sequence[str], folder: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start the command in a session of its own, under a guard that ends it when this process dies."""
+    """Start the command in its own session, under a guard that ends it when this process dies."""
     program = shutil.which(words[0]) or words[0]
     inherited = os.environ.get("PYTHONPATH", "")
     return subprocess.Popen(
@@ -203,7 +202,7 @@ def _start(words: Sequence[str], folder: Path, output: IO[bytes]) -> subprocess.
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the command and all that it has started: torchrun's workers lead sessions of their own."""
+    """End the command and all its processes: torchrun's workers lead their own sessions."""
     if process.poll() is None:
         end_tree(process, GRACE_S)
     end_left_over(folder)
@@ -211,7 +210,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def end_left_over(folder: Path) -> None:
-    """Kill what trials in `folder` have started here and left running, known by a variable of its environment."""
+    """Kill processes that trials in `folder` left running on this machine, identified by an environment variable."""
     marked = str(folder)
     for one in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -220,7 +219,7 @@ def end_left_over(folder: Path) -> None:
 
 
 def _lines(log: Path) -> list[str]:
-    """Return what was printed; of very much the end."""
+    """Return the output; of a very long one only the end."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - MOST_LOG_BYTES))
         return file.read().decode("utf-8", errors="replace").splitlines()

@@ -1,8 +1,8 @@
-"""Trials by our executor: each plan is built and run for a few steps, by its own trainer or by torchtitan's.
+"""Trials by our executor: each plan is built and run for a few steps, by our own trainer or by torchtitan's.
 
-What its own trainer computes is compared with one process first. Plans of equal meshes share one start of processes. A
-run that fails ends its processes, the kernel takes their memory back, and the next one begins in new ones. Reports are
-kept where `planner runs` lists them.
+The results of our own trainer are first compared with one process. Plans with equal meshes share one start of
+processes. A failing run ends its processes, the kernel frees their memory, and the next run starts new ones. Reports
+are kept where `planner runs` lists them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from topology.health.diagnose import Health
 from topology.readers.nvml import read_nvml
 
 MODULE = "executor.run.apply_many"
-START_S = {"cuda": 20.0, "cpu": 12.0}  # until a trial has shown what a start takes here
+START_S = {"cuda": 20.0, "cpu": 12.0}  # assumed start time until a trial on this machine has shown it
 COMPILE_S = 30.0
-LEAST_S = 20.0  # below which no processes are started: as the executor has it
+LEAST_S = 20.0  # seconds below which no processes are started, as in the executor
 LATE_S = 20.0
-RELEASE_S, RELEASE_POLL_S = 20.0, 0.3  # for a driver to take back the memory of processes that have ended
+RELEASE_S, RELEASE_POLL_S = 20.0, 0.3  # seconds for the driver to free the memory of processes that ended
 
 
 def _gpu_processes() -> set[int]:
-    """Return the processes on this machine's GPUs, as the driver counts them."""
+    """Return the processes on this machine's GPUs, as reported by the driver."""
     return {pid for gpu in read_nvml().gpus for pid, _ in gpu.processes or ()}
 
 
@@ -49,7 +49,7 @@ def _gpu_processes() -> set[int]:
 class ExecutorTrials:
     """Runs plans of `question` in folders of `folder`. `here` and `health` are the probed machine; None on a CPU.
 
-    `limit_s` is what one trial may take. `tell` hears what is going on, `began` of each trial that begins.
+    `limit_s` is the time limit of one trial. `tell` receives progress messages, `began` each trial at its beginning.
     """
 
     question: Question
@@ -61,7 +61,7 @@ class ExecutorTrials:
     timed_steps: int = 10
     allow_busy: bool = False
     profiled: bool = False
-    trainer: str = "own"  # or torchtitan: whose training step is run
+    trainer: str = "own"  # `own`, or torchtitan: whose training step is run
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[TrialStart], None] = lambda _: None
     store: Path | None = None
@@ -94,7 +94,7 @@ class ExecutorTrials:
             folder = new_folder(self.folder)
             try:
                 request = self._request(candidate, budget_s)
-            except PlannerError as error:  # a plan that cannot be run here is no reason to end
+            except PlannerError as error:  # a plan that cannot be run here does not end the tuning
                 yield _failed(candidate, chosen, str(error), folder)
                 continue
             codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
@@ -124,7 +124,7 @@ class ExecutorTrials:
         yield from trials
 
     def _released(self) -> bool:
-        """Wait until no process that a trial had started is on a GPU; return whether it came to that."""
+        """Wait until no process of a trial is on a GPU; return whether that happened in time."""
         until = time.monotonic() + RELEASE_S
         while self.gpu_processes() - (self.others or set()):
             if time.monotonic() > until:
@@ -133,7 +133,7 @@ class ExecutorTrials:
         return True
 
     def _request(self, candidate: Candidate, budget_s: float) -> JsonObject:
-        """Return the executor's request. Raises PlannerError where the plan cannot run here."""
+        """Return the executor's request. Raises PlannerError if the plan cannot run here."""
         question = replace(self.question, runtime=candidate.runtime)
         content = plan_file(question, candidate.plan, candidate.estimate)
         if self.device == "cpu" or self.here is None or self.health is None:
@@ -146,7 +146,7 @@ class ExecutorTrials:
     def _trial(
         self, candidate: Candidate, chosen: Chosen, folder: Path, *, overran: bool, cut: bool, said: str
     ) -> Trial:
-        """Return what became of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a
+        """Return the result of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a
         report.
         """
         document = read_report(folder)
@@ -154,7 +154,7 @@ class ExecutorTrials:
             trial = _failed(candidate, chosen, said, folder)
             if said:
                 return trial
-            # An earlier run of the start used up the time, or this one did.
+            # An earlier run of the start, or this one, used up the time.
             hung = overran and not cut and any((folder / "records").glob("rank*"))
             if hung:
                 return replace(trial, status=Status.TIMEOUT, cause="it did not end within its time")
@@ -170,9 +170,9 @@ class ExecutorTrials:
         return trial
 
     def _with_start(self, trials: Sequence[Trial], took_s: float, tried: Sequence[Candidate]) -> list[Trial]:
-        """Return the trials with the seconds of their common start added to the first, and note what a start takes.
+        """Return the trials with the seconds of their common start added to the first, and record the time of a start.
 
-        The next trial may have a start of its own, so it counts in full whatever these shared.
+        It is recorded in full although these trials share it, since the next trial may need its own start.
         """
         start_s = max(0.0, took_s - sum(trial.seconds for trial in trials))
         found = [replace(trial, started_together=len(trials)) for trial in trials]
@@ -189,8 +189,8 @@ class ExecutorTrials:
 
 
 def new_folder(parent: Path) -> Path:
-    """Make the folder of the next trial: the first number that is free, since other machines may continue a tuning
-    too.
+    """Make the folder of the next trial, with the first free number, since other machines may continue a tuning as
+    well.
     """
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -207,14 +207,14 @@ def new_folder(parent: Path) -> Path:
 def trial_of_report(
     document: JsonObject, key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
 ) -> Trial:
-    """Return the trial that a run's report tells of."""
+    """Return the trial described by a run's report."""
     words = {status.value for status in Status}
     said = str(document["status"])
     status = Status(said) if said in words else Status.TIMEOUT if said == "overrun" else Status.FAILED
     measured = document.get("measured") or {}
     steps = measured.get("step_s") or {}
     taken, wanted = int(measured.get("steps") or 0), int(measured.get("steps_asked") or 0)
-    # Most of the steps are a measurement even where the time ended before the last.
+    # If most steps were made the run counts as measured even if time ended before the last.
     if status is Status.OUT_OF_TIME and taken >= max(3, wanted // 2):
         status = Status.FINISHED
     timed = status is Status.FINISHED and bool(steps.get("median"))
@@ -257,7 +257,7 @@ def _failed(candidate: Candidate, chosen: Chosen, cause: str, folder: Path) -> T
 
 
 def _phase(folders: Sequence[Path]) -> str:
-    """Return what rank 0 of the latest run is at."""
+    """Return the current phase of rank 0 of the latest run."""
     for folder in reversed(folders):
         try:
             beat = codec.read_json(folder / "records" / "rank0.beat")

@@ -1,10 +1,9 @@
-"""Trials as jobs of a scheduler, one job a trial: for plans on several nodes, where this process has no GPUs of its
-own.
+"""Trials as jobs of a scheduler, one job per trial: for plans on several nodes, when this process has no GPUs itself.
 
 The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. Plans
 that are tried together wait for their nodes at the same time, with Slurm as an array. All nodes and this process must
-see the folder of the trials. A job that leaves no report in its time is cancelled. One whose nodes the scheduler took
-away says nothing of its plan and is submitted again.
+see the folder of the trials. A job without a report within its time is cancelled. A job whose nodes the scheduler took
+away shows nothing about its plan and is submitted again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from topology.codec import JsonObject
 from topology.errors import PlannerError
 
 POLL_S = 1.0
-MOST_TAKEN = 2  # times that a scheduler may take the nodes of one trial away
+MOST_TAKEN = 2  # times that a scheduler may take away the nodes of one trial
 
 
 @dataclass(slots=True)
@@ -43,16 +42,16 @@ class _Begun:
     trial: Trial
     followed: Followed
     began: float
-    cut: bool  # whether the budget ends before the job's own time
+    cut: bool  # whether the budget ends before the job's own time limit
 
 
 @dataclass(slots=True, kw_only=True)
 class JobTrials(StartedTrials):
-    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; fields such as `launcher` and
-    `volume` are as of `LauncherJob`.
+    """Submits a job for each plan. `queue_s` is the time that a job may wait for its nodes; fields such as `launcher`
+    and `volume` are those of `LauncherJob`.
     """
 
-    FIRST_START_S = 60.0  # of a job in a queue that is empty
+    FIRST_START_S = 60.0  # of a job in an empty queue
     LEAST_S = 30.0
     WARM_UP = 3
 
@@ -67,7 +66,7 @@ class JobTrials(StartedTrials):
     store: Path | None = None
 
     def shares_start(self, one: Candidate, other: Candidate) -> bool:
-        """Jobs of equal size wait for their nodes together."""
+        """Jobs of equal size wait for their nodes at the same time."""
         return one.plan.gpus == other.plan.gpus
 
     def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
@@ -87,7 +86,7 @@ class JobTrials(StartedTrials):
                 return
 
     def left_over(self, starts: Sequence[TrialStart], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        """Yield the trials that a tuning has submitted whose process was killed: they are followed, not made again."""
+        """Yield submitted trials whose process was killed: they are followed, not repeated."""
         by_key = {one.key: one for one in candidates}
         begun = []
         for start in {one.key: one for one in starts}.values():
@@ -118,14 +117,14 @@ class JobTrials(StartedTrials):
         yield from (trial for _, trial in self._followed(begun) if trial.status is not Status.INTERRUPTED)
 
     def _round(self, plans: Sequence[tuple[Candidate, Trial]], until: float) -> Iterator[tuple[Candidate, Trial]]:
-        """Submit the plans' jobs and yield what became of each. Jobs are cancelled when this is interrupted."""
+        """Submit the plans' jobs and yield the result of each. Jobs are cancelled when this process is interrupted."""
         budget_s = min(self.limit_s, max(1.0, until - time.monotonic()))
         written, jobs = [], []
         for candidate, trial in plans:
             try:
                 jobs.append(self._written(candidate, Path(trial.directory), budget_s))
                 written.append((candidate, trial))
-            except PlannerError as error:  # a plan that cannot be written down is no reason to end
+            except PlannerError as error:  # a plan that cannot be written does not end the tuning
                 yield candidate, failed(trial, error)
         for (_, trial), job in zip(written, jobs, strict=True):
             self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
@@ -143,7 +142,7 @@ class JobTrials(StartedTrials):
         yield from self._followed(begun)
 
     def _submitted(self, jobs: Sequence[LauncherJob]) -> list[Submission]:
-        """Hand over jobs: one array where the scheduler has arrays. Raises PlannerError; none is left then."""
+        """Submit jobs, as one array if the scheduler has arrays. Raises PlannerError, after cancelling all of them."""
         files = [launchers.write_job(self.launcher, job) for job in jobs]
         for file in files:
             codec.write_text(file.path, file.text)
@@ -177,7 +176,7 @@ class JobTrials(StartedTrials):
                 scheduled.cancel(one.followed.job.directory)
 
     def _looked(self, one: _Begun) -> Trial | None:
-        """Return what became of a trial; None while its job runs."""
+        """Return the result of a trial; None while its job runs."""
         try:
             document = one.followed.look()
         except NotEnded:

@@ -1,6 +1,6 @@
-"""What a training command prints of its steps: a regular expression, or JSON lines, and what the numbers mean.
+"""Reads steps from the output of a training command, by a regular expression or from JSON lines.
 
-A regular expression names its groups after what they hold: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`,
+A regular expression names its groups after their content: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`,
 and `memory_gib` alongside one of them; an unnamed group holds seconds. JSON lines have keys of the same names;
 `jsonl:KEY` says which other key holds the seconds of a step.
 """
@@ -19,19 +19,18 @@ from topology.units import GIB
 
 QUANTITIES = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu")
 JSONL = "jsonl"
-# What frameworks log by themselves: torchtitan 0.2 and 0.3 (components/metrics.py), Megatron-LM core 0.16
-# (training.py).
+# Log lines of frameworks: torchtitan 0.2 and 0.3 (components/metrics.py), Megatron-LM core 0.16 (training.py).
 KNOWN = {
     "torchtitan": r"memory:\s*(?P<memory_gib>[\d.]+)GiB.*?tps:\s*(?P<tokens_per_s_per_gpu>[\d,]+)",
     "megatron-lm": r"elapsed time per iteration \(ms\):\s*(?P<step_ms>[\d.]+)",
 }
-MOST_CHARACTERS = 4096  # of a line that is read
+MOST_CHARACTERS = 4096  # characters of a line that are read
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|out of memory|can't allocate memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One step as printed. `memory_bytes` is None where the line does not say it."""
+    """A step as printed. `memory_bytes` is None if the line does not contain it."""
 
     step_s: float
     memory_bytes: float | None = None
@@ -39,15 +38,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """How steps are read from lines. `pattern` is None for JSON lines."""
+    """The format of steps in lines. `pattern` is None for JSON lines."""
 
     pattern: re.Pattern[str] | None
     tokens_per_step: float
     gpus: int
-    key: str = ""  # of JSON lines: what holds seconds besides the names that are known
+    key: str = ""  # for JSON lines: a key with the seconds, in addition to the known names
 
     def samples(self, lines: Iterable[str]) -> list[Sample]:
-        """Return the steps that the lines report, in order; other lines are skipped."""
+        """Return the steps reported by the lines, in order; other lines are skipped."""
         return [one for line in lines if (one := self._sample(line[:MOST_CHARACTERS])) is not None]
 
     def _sample(self, line: str) -> Sample | None:
@@ -94,8 +93,8 @@ class Metric:
 
 
 def metric_of(text: str, *, tokens_per_step: float, gpus: int) -> Metric:
-    """Return the metric that `--metric` names: `jsonl`, `jsonl:KEY`, a framework's name, or a regular expression.
-    Raises UserError.
+    """Return the metric given by `--metric`: `jsonl`, `jsonl:KEY`, a framework's name, or a regular expression. Raises
+    UserError.
     """
     if text == JSONL or text.startswith(f"{JSONL}:"):
         return Metric(pattern=None, tokens_per_step=tokens_per_step, gpus=gpus, key=text[len(JSONL) + 1 :])

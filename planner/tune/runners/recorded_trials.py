@@ -1,7 +1,7 @@
-"""Trials that are looked up in recorded runs instead of made, so that the loop runs without a GPU.
+"""Trials that are looked up in recorded runs, so that the loop runs without a GPU.
 
 A recorded run is a case with a measured step or an outcome. Runs of one model, cluster and workload are one question;
-the plans that were recorded are its candidates.
+their plans are its candidates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from topology import codec
 from topology.errors import PlannerError
 from topology.units import GIB
 
-START_S = 25.0  # of processes, groups and a model: what torchtitan took on four H200s
+START_S = 25.0  # time for processes, groups and a model: torchtitan's on four H200s
 COMPILE_S = 40.0
 STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a run was seen to do. Without a step it failed; `reserved_bytes` where the source states it."""
+    """The result of a recorded run. Without a step it failed; `reserved_bytes` if the source states it."""
 
     step_s: float | None
     reserved_bytes: float | None = None
@@ -37,7 +37,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrials:
-    """Looks trials up; `recorded` is by the key of a candidate. Seconds are what such a trial would take."""
+    """Looks up trials; `recorded` is by the key of a candidate. Seconds are those of such a trial."""
 
     recorded: Mapping[str, Recorded]
     begin_s: float = START_S
@@ -75,7 +75,7 @@ class RecordedTrials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedQuestion:
-    """One question of recorded runs: its candidates, and what each was seen to do."""
+    """A question of recorded runs: its candidates, and the result of each."""
 
     name: str
     ids: tuple[str, ...]  # of its runs
@@ -93,8 +93,8 @@ def recorded_questions(
 ) -> list[RecordedQuestion]:
     """Return the questions of which at least two plans have a measured step, in the order of the cases.
 
-    Cases that cannot be predicted, that are not legal in their framework, or that say neither a step nor a failure are
-    left out. Of several runs of one plan and runtime the first counts.
+    Cases that cannot be predicted, are not legal in their framework, or state neither a step nor a failure are left
+    out. Of several runs of one plan and runtime the first counts.
     """
     groups: dict[tuple[object, ...], list[tuple[Case, Recorded]]] = {}
     for raw in cases:

@@ -1,4 +1,4 @@
-"""What runners that start a command or a job for each trial have in common."""
+"""Common parts of the runners that start a command or a job for each trial."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from topology.errors import PlannerError
 
 @dataclass(slots=True, kw_only=True)
 class StartedTrials:
-    """Fields are as of `ExecutorTrials`; `starts_s` is what each start has taken here so far, in seconds."""
+    """Fields are those of `ExecutorTrials`; `starts_s` are the seconds of each start on this machine so far."""
 
-    FIRST_START_S: ClassVar[float]  # until a trial has shown what a start takes here
-    LEAST_S: ClassVar[float]  # with less left nothing is started
-    WARM_UP: ClassVar[int]  # steps that do not count
+    FIRST_START_S: ClassVar[float]  # assumed start time until a trial on this machine has shown it
+    LEAST_S: ClassVar[float]  # seconds below which nothing is started
+    WARM_UP: ClassVar[int]  # warm-up steps, which do not count
 
     question: Question
     folder: Path
@@ -41,7 +41,7 @@ class StartedTrials:
         return self.timed_steps + self.WARM_UP
 
     def new_trial(self, candidate: Candidate, chosen: Chosen) -> Trial:
-        """Return a trial in a folder of its own, failed until something is known of it."""
+        """Return a trial with its own folder, marked as failed until its result is known."""
         return Trial(
             key=candidate.key,
             status=Status.FAILED,
@@ -53,5 +53,5 @@ class StartedTrials:
 
 
 def failed(trial: Trial, error: PlannerError) -> Trial:
-    """Return the trial with why it could not be started or read: no reason to end the others."""
+    """Return the trial with the reason why it could not be started or read; other trials continue."""
     return replace(trial, cause=" ".join(str(error).split())[:400])

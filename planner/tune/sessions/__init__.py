@@ -1,3 +1,1 @@
-"""A tuning as it is begun, continued and handed to a scheduler: flags, state files and what makes trials put
-together.
-"""
+"""Tunings as commands begin, resume or submit them: flags, state files and the choice of a runner."""

@@ -1,4 +1,4 @@
-"""One job of a scheduler for a whole tuning: a node of the cluster resumes its state file, and all trials run there."""
+"""A scheduler's job for a whole tuning: a node of the cluster resumes its state file, and all trials run there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TuneJob:
     python: str = "python3"
 
     def written(self) -> JobFile:
-        """Return the job file. Raises UserError where the plans need several nodes or a setting is missing."""
+        """Return the job file. Raises UserError if the plans need several nodes or a setting is missing."""
         if self.launcher not in LAUNCHERS:
             raise UserError(f"--launcher is {self.launcher!r}", remedy=f"local, or one of {', '.join(LAUNCHERS)}")
         if self.request.gpus > self.request.cluster.gpus_per_node:
@@ -52,12 +52,12 @@ class TuneJob:
             on_cpus=self.request.device == "cpu",
         )
         if self.launcher == "ray":
-            # Ray does not start a job again: resumed by hand, it goes on with its state file.
+            # Ray does not restart jobs; when resumed by hand, the tuning continues from its state file.
             return ray_file(self._command(), directory / "tune.json", self.name, (self._after(),), self._gpus)
         if self.launcher == "slurm":
             return self._slurm(directory)
         made = ON_KUBERNETES[self.launcher](job, self._command())
-        return replace(made, advice=(*made.advice[:-1], self._after()))  # it leaves no run to save
+        return replace(made, advice=(*made.advice[:-1], self._after()))  # it saves no run
 
     @property
     def _gpus(self) -> int:
@@ -76,7 +76,7 @@ class TuneJob:
             )
         minutes = math.ceil((self.request.budget_s + STARTING_S) / 60)
         options = slurm_options(self.name, nodes=1, gpus_per_node=self._gpus)
-        # Started again after a preemption or on another node, it goes on with its state file.
+        # When restarted after a preemption or on another node, the tuning continues from its state file.
         heads = directives(
             {**options, "requeue": None, "open-mode": "append", "time": minutes, "output": f"{directory}/slurm-%j.txt"}
         )

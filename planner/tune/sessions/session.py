@@ -1,4 +1,6 @@
-"""A tuning from its state file: what makes its trials here, what was cut short elsewhere, and the loop between them."""
+"""Runs a tuning from its state file: chooses the runner on this machine, handles interrupted trials, and runs
+the loop.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from topology.errors import PlannerError, Stale
 from topology.health.diagnose import Health, diagnose
 from topology.probe.from_machine import probe_machine
 
-MOST_BEGUN = 2  # times that a plan may begin and never end before it is taken to be the reason
-MOST_RESTARTS = 4  # of a job by its scheduler, each of which cut a trial short that is not to blame
+MOST_BEGUN = 2  # times that a trial of a plan may begin without an end before the plan is taken as the cause
+MOST_RESTARTS = 4  # preemptions of a job by its scheduler, each of which ended a trial for reasons other than its plan
 RESTARTS = "SLURM_RESTART_COUNT"
 
 Tell = Callable[[str], None]
@@ -44,11 +46,11 @@ def run_session(
     show: Show,
     runner: Runner | None = None,
 ) -> View:
-    """Run the tuning of a state file until it ends; `budget_s` replaces what is left of its own, `most_trials` and
-    `within` its own where they are given.
+    """Run the tuning of a state file until it ends; `budget_s` replaces the rest of its own budget, and `most_trials`
+    and `within` its own if given.
 
-    `runner` makes trials in another way than the state says. Raises PlannerError where this machine cannot make them,
-    and KeyboardInterrupt after the last trial was written.
+    `runner` replaces the runner of the state. Raises PlannerError if this machine cannot make trials, and
+    KeyboardInterrupt after the last trial was written.
     """
     with writing(path) as journal:
         state = read_state(path)
@@ -77,7 +79,7 @@ def run_session(
 
 
 def shown(state: State) -> View:
-    """Return where a tuning stands, without a trial more."""
+    """Return the state of a tuning without making trials."""
     view = tune(
         state.candidates,
         RecordedTrials(recorded={}),
@@ -91,9 +93,9 @@ def shown(state: State) -> View:
 def runner_for(
     request: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
-    """Return what makes trials on this machine. Raises PlannerError where it cannot."""
+    """Return the runner for this machine. Raises PlannerError if it cannot make trials."""
     if request.how == "command":
-        end_left_over((folder / "trials").resolve())  # by a tuning of this state that was killed here
+        end_left_over((folder / "trials").resolve())  # left by a process of this tuning that was killed here
         question = request.question()
         return CommandTrials(
             question=question,
@@ -141,8 +143,8 @@ def runner_for(
 
 
 def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow_busy: bool) -> None:
-    """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say
-    more.
+    """Raise Stale if the machine differs from the planned one, and PlannerError if it is not healthy: trials would be
+    useless.
     """
     kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (request.cluster, here)]
     if here.gpu_count < request.gpus or kinds[0] != kinds[1]:
@@ -156,7 +158,7 @@ def require_here(request: TuningRequest, here: Cluster, health: Health, *, allow
 
 
 def _left_over(state: State, runner: Runner) -> Iterator[Trial]:
-    """Yield what became of trials of which no end was written; those that a scheduler may still have are followed."""
+    """Yield the results of trials without a written end; those that a scheduler may still have are followed."""
     followed = set()
     if isinstance(runner, JobTrials):
         for trial in runner.left_over(state.cut_short, state.candidates.plans):
@@ -166,9 +168,9 @@ def _left_over(state: State, runner: Runner) -> Iterator[Trial]:
 
 
 def cut_short(state: State) -> list[Trial]:
-    """Return what became of trials that began and of which no end was written: their process was killed.
+    """Return the results of trials that began but have no written end, because their process was killed.
 
-    One whose report is in its directory is a trial like others. One without is tried again, unless it began several
+    A trial with a report in its directory counts like any other. One without is tried again, unless it began several
     times and never ended.
     """
     found = []
@@ -201,7 +203,7 @@ def cut_short(state: State) -> list[Trial]:
 
 
 def require_device(request: TuningRequest) -> None:
-    """Raise PlannerError where a state's trials cannot be made on this machine at all, whatever the plan."""
+    """Raise PlannerError if this machine can make no trial of a state, whatever the plan."""
     trainer = framework_named(request.framework).tools.trainer
     if trainer == "torchtitan":
         torchtitan_family(request.model)
