@@ -86,9 +86,7 @@ class GroupTimes:
         return across, share, rate
 
     def shapes(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.intp]]]:
-        """Return (model, shape, rows) for each distinct group along an axis; `rows` are the indices of its plans. Groups
-        of one rank are left out.
-        """
+        """Return (model, shape, rows) for each group along an axis that is not of one rank; `rows` are plan indices."""
         if axis not in self._same_groups:
             shapes, which = self._axis(axis)
             numbers = {id(model): number for number, model in enumerate(self.models_by_plan)}
