@@ -31,7 +31,8 @@ class StateSpec:
     every element of a rank's gradients before they are sharded, `owned_gradient_passes_bytes` for each that it updates.
     `gradients_freed`: no gradient is there when a step begins (`zero_grad(set_to_none=True)`), so the loss begins its
     backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks have cut the vocabulary,
-    a rank's gradient of the embedding has all rows, to be summed over ranks.
+    a rank's gradient of the embedding has all rows, to be summed over ranks. `norms_in_backward`: where gradients are
+    updated with as they come, each is read once more for its norm.
     """
 
     master_weights: bool
@@ -42,6 +43,7 @@ class StateSpec:
     owned_gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
+    norms_in_backward: bool = False
     update_copies: float = 0.0  # of what a rank updates, that the update makes for a moment
     offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
 
