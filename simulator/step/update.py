@@ -23,7 +23,7 @@ UPDATE_LAUNCHES = 1.0
 PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
 ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
 CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
-
+NORM_READ_BYTES = CLIP_BYTES / 3
 
 # A 16-bit copy of updated float32 weights: reads them, writes half as much.
 COPY_BYTES = 6.0
@@ -39,8 +39,9 @@ def update_bytes(
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
     moved = optimizer.moved(wide)
-    # Gradients used for the update one by one never exist all together, so they are not clipped.
-    clipped = 0.0 if OPTIMIZER_IN_BACKWARD in runtime.savers else CLIP_BYTES
+    clipped = CLIP_BYTES
+    if OPTIMIZER_IN_BACKWARD in runtime.savers:  # gradients never exist all together, so they are not clipped
+        clipped = NORM_READ_BYTES if state.norms_in_backward else 0.0
     per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + clipped
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0

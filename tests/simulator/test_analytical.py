@@ -163,3 +163,6 @@ def test_the_end_of_a_step_moves_what_the_optimizer_owns_and_what_gradients_pass
     assert update_bytes(megatron, 100.0, 800.0) == 100 * 46 + 800 * 16
     assert update_bytes(early, 100.0, 800.0) == 100 * 46
     assert update_bytes(Runtime(name="torchtitan"), 100.0, 800.0) == 100 * 40
+    in_backward = {name: Runtime(name=name, savers=("optimizer_in_backward",)) for name in ("torchtune", "meshwright")}
+    assert update_bytes(in_backward["torchtune"], 100.0, 800.0) == 100 * 28, "nothing is clipped"
+    assert update_bytes(in_backward["meshwright"], 100.0, 800.0) == 100 * 32, "but ours reads gradients for their norms"
