@@ -163,6 +163,8 @@ class _Counter:
         }
         self.nodes = np.array(plan.placement or range(plan.gpus)) // cluster.gpus_per_node
         self._known: dict[tuple[str, str, int], tuple[tuple[str, float], ...]] = {}
+        # Between two pipeline ranks: the link inside a node, and what part of their GPUs is on two nodes.
+        self._between: dict[tuple[str, int, int], tuple[str, float]] = {}
 
     def count(self, code: RankCode) -> Sent:
         sent: Sent = defaultdict(float)
@@ -208,10 +210,13 @@ class _Counter:
             shape = self.shapes[instruction.group]
             outside = nbytes * shape.nodes / shape.ranks if shape.nodes > 1 else 0.0
             return (self._inner_link(shape), nbytes - outside), (NETWORK, outside)
-        mine = np.array(code.ranks)
-        theirs = mine % self.stride + instruction.peer * self.stride
-        crossing = float(np.mean(self.nodes[mine] != self.nodes[theirs]))
-        inner = self._inner_link(self.shapes[instruction.group])
+        key = instruction.group, code.ranks[0], instruction.peer
+        if key not in self._between:
+            mine = np.array(code.ranks)
+            theirs = mine % self.stride + instruction.peer * self.stride
+            crossing = float(np.mean(self.nodes[mine] != self.nodes[theirs]))
+            self._between[key] = self._inner_link(self.shapes[instruction.group]), crossing
+        inner, crossing = self._between[key]
         return (inner, nbytes * (1 - crossing)), (NETWORK, nbytes * crossing)
 
     def _inner_link(self, shape: GroupShape) -> str:
