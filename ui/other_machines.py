@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from simulator.config.plan import Plan
     from ui.question.state import Inputs
 
+_SCALE = {
+    "network": scaling.scale_network,
+    "NVLink": scaling.scale_nvlink,
+    "memory": scaling.scale_memory,
+    "FLOP/s": scaling.scale_flops,
+}
+
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[RatePoint]:
     """Return the steps (s) of `plans` with the network or NVLink scaled by factors from 1/4 to 4, where flip points
@@ -56,11 +63,17 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
     ]
 
 
-@st.cache_resource(max_entries=16, show_spinner=False)
-def _as_it_is(_result: SearchResult, key: str) -> EstimateTable:
-    """Return the listed plans by the analytical model. `key` names the question and the plans."""
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _on_machine(_result: SearchResult, key: str, factors: Mapping[str, float]) -> EstimateTable:
+    """Return the listed plans by the analytical model, on a machine that is `factors` times what it is. `key` names the
+    question and the plans.
+    """
     del key
-    return _result.question.estimate([ranked.plan for ranked in _result.plans])
+    machine = _result.question.cluster
+    for name, factor in factors.items():
+        if factor != 1:
+            machine = _SCALE[name](machine, factor)
+    return replace(_result.question, cluster=machine).estimate([ranked.plan for ranked in _result.plans])
 
 
 def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str, float]) -> list[PlanOnMachine]:
@@ -69,19 +82,8 @@ def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str
     A step is scaled by the ratio of the analytical model's steps there and here; memory use stays the same. Raises
     PlannerError.
     """
-    scale = {
-        "network": scaling.scale_network,
-        "NVLink": scaling.scale_nvlink,
-        "memory": scaling.scale_memory,
-        "FLOP/s": scaling.scale_flops,
-    }
-    machine = result.question.cluster
-    for name, factor in factors.items():
-        if factor != 1:
-            machine = scale[name](machine, factor)
-    plans = [ranked.plan for ranked in result.plans]
-    now = _as_it_is(result, " ".join([question.key, *map(plan_name, plans)]))
-    then = now if machine is result.question.cluster else replace(result.question, cluster=machine).estimate(plans)
+    key = " ".join([question.key, *(plan_name(ranked.plan) for ranked in result.plans)])
+    now, then = _on_machine(result, key, dict.fromkeys(factors, 1.0)), _on_machine(result, key, dict(factors))
     return [
         {
             "rank": ranked.rank,

@@ -38,6 +38,7 @@ from topology.units import in_gib
 ESTIMATES = [{"model": "tiny-llama", "cluster": "h200x4", "gpus": gpus} for gpus in (1, 2, 4)]
 SEARCH = {"model": "tiny-llama", "cluster": "h200x4", "gpus": 2}
 HEAVY = {"model": "llama3-405b", "gpus": 16384, "framework": "megatron-lm"}
+PATIENCE_S = 1800.0  # longer than any kill lasts: whose job was accepted has its answer
 CLIENTS, OTHERS, ALONE = "clients", ("ada", "bob"), "eve"
 USERS = {user: hashlib.sha256(f"{user} has a long token".encode()).hexdigest() for user in (CLIENTS, *OTHERS, ALONE)}
 
@@ -57,7 +58,7 @@ class Count:
 
 
 def asking(url: str, user: str) -> Client:
-    return Client(url, token=f"{user} has a long token", patience_s=300)
+    return Client(url, token=f"{user} has a long token", patience_s=PATIENCE_S)
 
 
 def client(url: str, until: float, seed: int, seen: Count, searches: float, user: str = CLIENTS) -> None:

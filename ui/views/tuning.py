@@ -58,7 +58,7 @@ def _form() -> None:
     asked = data.question()
     panels.section("Tune for this question", f"Trials run {panels.plain(jobs.where())}, one after the other.")
     with st.form("tune"):
-        first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
+        first, second, third, fourth = st.columns([9, 7, 7, 7], vertical_alignment="bottom", gap="small")
         framework = first.selectbox("Framework", list(TRIED))
         device = second.segmented_control(
             "Device", ["cuda", "cpu"], default="cuda", required=True, help="On cpu, times mean little."
