@@ -63,7 +63,7 @@ The largest term of what is off, by group:
 - **Operators that Python calls** in vLLM, where `torch.compile` does not look into attention, experts and sums over ranks: ten of
   latent attention and seven of Marlin's experts a layer, at 67 us each as eager vLLM was measured (`simulator/serving/launches.py`,
   counted in its source). A prompt of 1,024 tokens of Kimi K2.5 then takes 80 to 100 ms of the host on however many GPUs.
-  First tokens went from 20 to 12 % (gpt-oss-120b, B200) and from 16 to 9 % (Kimi K2.5, H200); those of Kimi on B300 are now a
+  First tokens went from 20 to 13 % (gpt-oss-120b, B200) and from 16 to 9 % (Kimi K2.5, H200); those of Kimi on B300 are now a
   quarter late with up to 8 clients and 1,024 tokens, where they were a quarter early: 67 us are another host's. First tokens of
   Qwen3 235B with TensorRT-LLM 1.0 take 30 to 60 ms longer than predicted whatever the load.
 - **Settings of the scheduler that no row states** are taken as the engine's makers publish them for such a deployment
@@ -103,11 +103,11 @@ The largest term of what is off, by group:
   tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 48 % too high, with
   64 requests 4 %. Random tokens may load its experts unevenly, which is not described for a router that is trained to load evenly.
 - **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
-  Some tables are not taken yet: vLLM's on Blackwell in nvfp4 and mxfp4, and SGLang's in 16 bits, read prompts in half the time
-  that is counted, and with them first tokens of 8,192 tokens would be 14 to 47 % early, so that something else of such prompts is
-  not counted; nor SGLang's on H200 in 8 bits, with which tokens of GLM-5 would be 2 % off instead of 12, and those of DeepSeek-R1
-  13 instead of 4, as its host was fitted without. With SGLang's on Blackwell in 8 bits and nvfp4, which are taken, tokens of
-  DeepSeek-R1 with 64 clients and more are further off (below) and racks agree (wide expert parallel, below).
+  Some tables are not taken: vLLM's on Blackwell in mxfp4 and SGLang's in 16 bits read prompts in half the time that is counted,
+  and first tokens of gpt-oss-120b after 8,192 tokens would be 19 to 47 % early with them, so that something else of such prompts
+  is not counted; nor SGLang's on H200 in 8 bits, with which tokens of GLM-5 would be 2 % off instead of 12, and those of
+  DeepSeek-R1 13 instead of 4, as its host was fitted without. With SGLang's on Blackwell in 8 bits and nvfp4, which are taken,
+  tokens of DeepSeek-R1 with 64 clients and more are further off, while racks agree (wide expert parallel, below).
   Throughput of gpt-oss-120b on H200 is 23 % too high with the kernels in Triton that its router loads unevenly. In nvfp4 with
   attention of its own on each rank TensorRT-LLM takes Cutlass', which are half as fast as its own: throughput of Qwen3 235B on
   B200 went from 21 to 3 %. Tokens of DeepSeek-R1 there are 1 % early with 1.2.0rc6.post2, and further off than before with the
@@ -121,12 +121,12 @@ The largest term of what is off, by group:
   19 s with 6 on H100): a first transfer to each engine that writes, probably, which is not described. Attention with requests of
   its own on each rank and its host decide their tokens.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
-  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 13,160 and 8,630,
-  with two batches 14,680 and 9,100; on 72 H100 it writes 2,785 with two batches, predicted 2,260 (LMSYS, 2025-09-25 and 2025-05-05;
-  `tests/simulator/serving/test_forward_pass.py`). None of these figures was fitted. Prompts of 2,000 tokens: 26,156 and 18,471
-  a second and GPU on GB200, predicted 32,850 and 16,900 with 32,768 tokens a step on four GPUs; on 32 H100 6,540, predicted 7,640
-  with two batches, a node being sent a token once, whose ranks pass it on. In nvfp4, products of attention are counted in 4 bits,
-  which published weights may leave in 16.
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 11,710 and 8,730,
+  with two batches 12,690 and 9,220; on 72 H100 it writes 2,785 with two batches, predicted 2,260 (LMSYS, 2025-09-25 and 2025-05-05;
+  `tests/simulator/serving/test_forward_pass.py`). Prompts of 2,000 tokens: 26,156 and 18,471 a second and GPU on GB200, predicted
+  25,960 and 17,100 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 7,640 with two batches, a node
+  being sent a token once, whose ranks pass it on. None of these figures was fitted; experts, attention's format and 16-bit products
+  were priced anew from tables and checkpoints after prompts had been seen to be a third too slow.
 - **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later. Its rows say "A100" without
   its memory, which is read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, errors would be 14 instead of 34 %
   (Llama 2 7B, vLLM), 11 instead of 35 (TensorRT-LLM) and 16 instead of 36 (Llama 3 8B, vLLM).

@@ -45,6 +45,22 @@ def test_weights_add_up_to_the_model() -> None:
         assert 8 * weight_bytes(model, Pool(tp=8, ep=ep), "bfloat16") == pytest.approx(2 * model.parameters, rel=0.03)
 
 
+def test_latent_attention_keeps_its_16_bits_in_nvfp4() -> None:
+    """DeepSeek-V3 in nvfp4: 11.4 B weights of attention and 1.9 B of the ends in 2 bytes, all others in 9/16."""
+    wide = 11.4e9 + 1.85e9
+    assert weight_bytes(DEEPSEEK, Pool(), "float4") == pytest.approx(2 * wide + (671e9 - wide) * 9 / 16, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "tflops"), [(4096, 1500), (16_384, 1510)])
+def test_products_on_blackwell_reach_what_engines_measure(rows: int, tflops: float) -> None:
+    """16-bit products 7,168 wide and deep on B200, as vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3 have them by
+    themselves (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm: medians of widths and depths from 4,096 on).
+    """
+    kernels = Kernels(gpu=cluster("dgx-b200").slowest_kind, weights="bfloat16")
+    seconds = float(kernels.product(np.array([float(rows)]), 7168, 7168)[0])
+    assert 2 * rows * 7168**2 / seconds / 1e12 == pytest.approx(tflops, rel=0.2)
+
+
 def test_llama2_70b_on_four_a6000() -> None:
     """A quarter of 68.98 B weights and 80 KiB of cache a token on each GPU: what 0.92 of its memory leaves, activations
     off.
