@@ -402,7 +402,7 @@ def _first_fit(
         missing, on = gap(n)
         if missing <= 0 and on is not None:
             return n, on, reason
-        kind = "no legal plan" if missing == float("inf") else f"{in_gib(missing)} missing on the worst rank"
+        kind = "no legal plan" if missing == float("inf") else f"{gib_text(missing)} GiB missing on the worst rank"
         reason = f"{n} GPUs: {kind}"
     return None
 
