@@ -405,5 +405,5 @@ class Roofline:
             # up to the whole row.
             tail = 2 * curve.rows * self.gpu.sm_count
             reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
-        arithmetic = work.flops / (self.peak_flops * self.power_limited * reached)
+        arithmetic = work.flops / (self.peak_flops * self.power_supplied * reached)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

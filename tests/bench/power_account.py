@@ -10,6 +10,7 @@ Prints a table in Markdown.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def steps() -> list[Step]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     exponent = efficiency("hopper").power_exponent
     found = steps()
     print(f"| GPU | steps of | steps | {' | '.join(KINDS)} | clock: bias | rms |")
@@ -86,9 +88,9 @@ def main() -> None:
                 left = clocks ** (-1 / exponent) - shares[:, single] @ draws[single]
                 draws[~single], _ = nnls(shares[:, ~single], left)
             off = (shares @ draws) ** -exponent / clocks - 1
-            told = " | ".join(f"{x / draws[0]:.2f}" if x or several else "-" for x in draws)
+            drawn = " | ".join(f"{x / draws[0]:.2f}" if x or several else "-" for x in draws)
             print(
-                f"| {gpu} | {'several GPUs' if several else 'one GPU'} | {len(some)} | {told}"
+                f"| {gpu} | {'several GPUs' if several else 'one GPU'} | {len(some)} | {drawn}"
                 f" | {off.mean():+.1%} | {np.sqrt((off**2).mean()):.1%} |"
             )
 

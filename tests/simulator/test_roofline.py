@@ -144,6 +144,17 @@ def test_a_power_limit_slows_attention_as_it_slows_products() -> None:
     assert attention == pytest.approx(products, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gb200", "gb300", "mi325x"])
+def test_more_power_quickens_attention_as_it_quickens_products(name: str) -> None:
+    gpu = gpu_kind(name)
+    known, usual = efficiency(gpu.architecture), with_usual_power(gpu)
+    shape = {"m": np.array([65536.0]), "n": np.array([65536.0]), "k": np.array([128.0])}
+    work = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([1e15]), **shape)
+    gained = Roofline(gpu=usual).seconds(work)[0] / Roofline(gpu=gpu).seconds(work)[0]
+
+    assert gained == pytest.approx((gpu.power_w / usual.power_w) ** known.power_exponent, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("version", "architecture", "kernel"),
     [
