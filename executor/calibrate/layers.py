@@ -40,14 +40,14 @@ from topology.errors import ProbeError
 from topology.profile.samples import Conditions, LayerSample
 
 SAMPLED = frozenset({"host_s", "data_s", "reserved_bytes"})
-WARM_UP, WARM_S = 3, 1.0  # steps at least, and seconds: a GPU at work is held to its power limit after half of them
+WARM_UP, WARM_S = 3, 1.0  # least steps and seconds: a busy GPU is held to its power limit after half of them
 STEPS = 40
 MIN_STEPS = 5
-MAX_TIMED_S = 1.0  # of the timed steps of one sample together
+MAX_TIMED_S = 1.0  # seconds of the timed steps of one sample together
 
-ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
-STEADY = 0.4  # (90th - 10th percentile) / median of a round that is not timed again: twice what hosts scatter by
-Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
+ROUNDS = 3  # rounds of timed steps: another process, such as a pool that starts or compiles, may disturb one
+STEADY = 0.4  # (90th - 10th percentile) / median of an accepted round: twice the variation between hosts
+Step = Callable[[], dict[str, float]]  # runs one step; returns its measurements except the time
 
 
 def titan_versions() -> dict[str, str]:
@@ -58,9 +58,9 @@ def titan_versions() -> dict[str, str]:
 
 
 def builder_of(runtime: str, text: str) -> Callable[..., Step]:
-    """Return what builds a step of a runtime; torchtitan's raises ImportError where that is not installed.
+    """Return the builder of a runtime's step; torchtitan's raises ImportError if torchtitan is not installed.
 
-    Raises ProbeError for another runtime: its host and its kernels are not those of the executor.
+    Raises ProbeError for other runtimes, whose host and kernels differ from the executor's.
     """
     layers = runtime_spec(runtime).tools.layers
     if layers == "torchtitan":
@@ -98,7 +98,7 @@ def record_layers(device: torch.device, item: LayerItem, recorder: Recorder, *, 
 
 
 def compile_layers(device: torch.device, item: LayerItem, *, text: str = "") -> None:
-    """Run the steps of an item a few times, so that its compiled code is there when it is timed."""
+    """Run the steps of an item a few times, so that its code is compiled before it is timed."""
     build = builder_of(item.runtime.name, text)
     for parts in _in_turn(item):
         with _Freed(device):
@@ -109,13 +109,13 @@ def compile_layers(device: torch.device, item: LayerItem, *, text: str = "") -> 
 
 
 def _in_turn(item: LayerItem) -> Iterator[tuple[Model, Plan, Workload, Runtime]]:
-    """Yield the parts of a run for each number of layers asked for."""
+    """Yield the parts of a run for each requested number of layers."""
     for layers in item.counts:
         yield replace(item.model, layers=layers), item.plan, item.workload, item.runtime
 
 
 class _Freed:
-    """Frees what a model held when its steps are over, before the next one is built."""
+    """Frees a model's memory after its steps, before the next model is built."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,7 +130,7 @@ class _Freed:
 
 
 def _conditions(gpu: int) -> Conditions:
-    """Return the GPU's state after the steps: querying the driver during them would delay launches."""
+    """Return the GPU's state after the steps, since querying the driver during them would delay launches."""
     state = read_states().get(gpu)
     if state is None:
         return Conditions()
@@ -162,10 +162,10 @@ def _time_steps(
         recorder.missing(clock.missing)
     steadiest = min(range(len(rounds)), key=lambda place: _spread(rounds[place]))
     times, seen = rounds[steadiest]
-    return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps lie around every round
+    return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps before and after every round
 
 
-Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps measured of themselves
+Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and the steps' own measurements
 
 
 def _spread(timed: Round) -> float:
@@ -186,13 +186,13 @@ def _round(device: torch.device, step: Step, clock: SmClock) -> Round:
         last = now
         if not rank_zero_decides(sum(times) < MAX_TIMED_S) and len(times) >= MIN_STEPS:
             break
-        last = time.perf_counter()  # the decision is not part of the step
+        last = time.perf_counter()  # the decision is not part of a step
     clock.stamp()
     return times, seen
 
 
 def medians(seen: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of what steps measured of themselves, as far as a `LayerSample` has it."""
+    """Return the medians of the steps' own measurements that are fields of a `LayerSample`."""
     names = [name for name in (seen[0] if seen else {}) if name in SAMPLED]
     return {name: median_and_spread([item[name] for item in seen])[0] for name in names}
 
