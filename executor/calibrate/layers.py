@@ -45,9 +45,9 @@ STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # seconds of the timed steps of one sample together
 
-ROUNDS = 3  # rounds of timed steps: another process, such as a pool that starts or compiles, may disturb one
-STEADY = 0.4  # (90th - 10th percentile) / median of an accepted round: twice the variation between hosts
-Step = Callable[[], dict[str, float]]  # runs one step; returns its measurements except the time
+ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
+STEADY = 0.4  # (90th - 10th percentile) / median of a round that is not timed again: twice what hosts scatter by
+Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
 
 
 def titan_versions() -> dict[str, str]:
@@ -162,10 +162,10 @@ def _time_steps(
         recorder.missing(clock.missing)
     steadiest = min(range(len(rounds)), key=lambda place: _spread(rounds[place]))
     times, seen = rounds[steadiest]
-    return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps before and after every round
+    return times, medians(seen), next(iter(clock.hertz()[2 * steadiest :]), None)  # stamps lie around every round
 
 
-Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and the steps' own measurements
+Round = tuple[list[float], list[dict[str, float]]]  # step times in seconds, and what steps measured of themselves
 
 
 def _spread(timed: Round) -> float:
@@ -186,7 +186,7 @@ def _round(device: torch.device, step: Step, clock: SmClock) -> Round:
         last = now
         if not rank_zero_decides(sum(times) < MAX_TIMED_S) and len(times) >= MIN_STEPS:
             break
-        last = time.perf_counter()  # the decision is not part of a step
+        last = time.perf_counter()  # the decision is not part of the step
     clock.stamp()
     return times, seen
 

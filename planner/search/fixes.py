@@ -256,11 +256,11 @@ def _on_more_gpus(question: Question, plan: Plan, count: int, deadline: float | 
 
 
 def _best_plan(question: Question, deadline: float | None) -> Plan | None:
-    # A search, which is not needed for a plan that fits.
+    # A search, which a plan that fits needs not.
     from planner.search.infeasible import ConstrainedQuestion  # noqa: PLC0415
     from planner.search.plan_space.candidates import Bounds  # noqa: PLC0415
 
-    with suppress(Unproved):  # time was over before an assignment was found
+    with suppress(Unproved):  # the time was over before there was one
         return ConstrainedQuestion(question=question, bounds=Bounds()).best_plan(deadline)
     return None
 

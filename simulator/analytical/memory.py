@@ -88,7 +88,7 @@ def memory_columns(
     blocks: Mapping[str, BlockMemory],
     parameters: Parameters,
 ) -> MemoryColumns:
-    """Return a lower bound of the peak memory of every pipeline rank under every plan."""
+    """Return the least peak memory of every pipeline rank under every plan."""
     ranks = RankMemory(model, operators, context, layout, blocks, parameters)
     peak, reserved = least_bytes(ranks)
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]

@@ -135,7 +135,7 @@ class AlikeRanks:
 
 
 def _of_each(which: Ints, values: Sequence[Floats]) -> Floats:
-    """Return the array whose column i is column i of `values[which[i]]`; columns are the last dimension."""
+    """Return for each column that of the `values` which it has; columns are the last dimension."""
     if len(values) == 1:
         return values[0]
     columns = np.moveaxis(np.stack(np.broadcast_arrays(*values)), -1, 1)

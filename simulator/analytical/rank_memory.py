@@ -33,7 +33,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
-FIRST_AND_LAST = 2  # with more micro batches, a middle one's backward pass has gradients next to it
+FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
 
 class RankMemory:

@@ -235,7 +235,7 @@ class TableWalk:
         self.held = np.zeros((self.states, self._slots))
         for sends in self.sends:
             self.held[sends.state, sends.slot] = sends.held
-        # Seconds that passes and messages waited.
+        # What passes and messages have waited.
         self.waited: dict[str, Floats] = {}
         self.room: dict[str, Floats] = {}
         self.bubbles = [np.zeros(len(needs.at)) for needs in self.needs]
@@ -277,9 +277,7 @@ class TableWalk:
         )
 
     def run(self, lags: Floats | None) -> Floats:
-        """Walk all passes and return the time from sending to arrival of every message; `lags` are estimates of these
-        times.
-        """
+        """Walk all passes, and return how long every message waited and moved; `lags` are a guess at it."""
         compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
         wire_s, summed_s = np.zeros(self.states), np.zeros(self.states)
         ready, took = np.zeros(self.messages), np.zeros(self.messages)
@@ -404,7 +402,7 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
 
 
 def _spread(first: Ints, plans: Ints) -> Ints:
-    """Return the ranges `first[i], first[i] + 1, ...` of `plans[i]` numbers each, concatenated."""
+    """Return `first` and the numbers that follow it, one for each of so many plans."""
     ends = np.cumsum(plans)
     return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -422,14 +420,12 @@ def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
 
 
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
-    """Return by how much messages that hold SMs lengthen kernels. Columns are messages: in transit for `left_s`, with a
-    share `held` of the SMs.
-    """
+    """Return how much longer kernels take while messages hold SMs; columns are messages, on their way for so long."""
     longer = np.zeros(len(kernels_s))
     rows = np.nonzero((left_s > 0.0).any(axis=1))[0]
     if not len(rows):
         return longer
-    # A message takes its share of the time that kernels run while it is in transit.
+    # Of the time that they take, each message takes its share for as long as it is on its way.
     left_s, held, kernels_s = np.maximum(left_s[rows], 0.0), held[rows], kernels_s[rows]
     lost = np.zeros(len(rows))
     for _ in range(ROUNDS):

@@ -154,7 +154,7 @@ class _LeastPasses:
         return self._known[key]
 
     def _new_pass(self, kind: PassKind, units: Sequence[Unit]) -> _LeastPass:
-        """Return a pass that runs `units` in the given order."""
+        """Return a pass that runs `units` in this order."""
         turns = kind.action in TURNS
         fresh = self._fresh(kind, units)
         nothing = np.zeros(len(self.replicated))
@@ -164,7 +164,7 @@ class _LeastPasses:
             compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
             copies = np.where(fresh[number], traffic.out_s, 0.0)
             after = self._turning_s(traffic, kind) if turns else nothing
-            # The next unit's gather begins when this unit has been copied out of its own.
+            # The next unit is gathered when this one has been copied.
             own = np.where(fresh[number], np.maximum(compute + after, traffic.gather_s), compute + after)
             following = self.units_s[units[number + 1].block].gather_s if number + 1 < len(units) else nothing
             here = fresh[number + 1] if number + 1 < len(units) else np.zeros(len(nothing), dtype=np.bool_)
@@ -178,14 +178,12 @@ class _LeastPasses:
         return _LeastPass(total, first, shards, replicas)
 
     def _turning_s(self, traffic: UnitTraffic, kind: PassKind) -> Floats:
-        """Return the seconds of copying and adding a unit's gradients after its backward pass."""
+        """Return what copies of a unit's gradients take behind its backward pass."""
         added = np.where(self.context.table.fully_sharded | (not kind.first), traffic.added_s, 0.0)
         return np.asarray(added + (traffic.in_s if kind.last else 0.0))
 
     def _fresh(self, kind: PassKind, units: Sequence[Unit]) -> list[NDArray[np.bool_]]:
-        """Return for each unit of a pass, in the order in which the pass runs them, whether its parameters are
-        gathered.
-        """
+        """Return of which units a pass gathers the parameters, in the order in which it runs them."""
         forward = kind.action is Kind.FORWARD
         gathers = (kind.first and forward) if kind.gathered is Gathered.AS_LEFT else kind.gathered is not Gathered.ALL
         some = [gathers and kind.action is not Kind.WEIGHT_GRAD] * len(units)

@@ -200,7 +200,9 @@ class ScreenedPlans:
         return local_parameters(self.screening.scenario.model, self.context)
 
     def allocated_and_reserved_bytes(self) -> Floats:
-        """Return lower bounds of the allocated and of the reserved bytes on the fullest rank, shape (plans, 2)."""
+        """Return what is allocated at least on the fullest rank and what the pools of the allocator hold, shape (plans,
+        2).
+        """
         held = self._shared.kept(self._rows)
         parts = (self.screening.scenario.model, self.operators, self.context, self.layout, held, self.parameters)
         if self.known.reserved == self.known.activations == 1.0:

@@ -25,11 +25,11 @@ ROUND_SEGMENT = 2 << 20
 
 
 class OutOfMemory(Exception):
-    """Memory was not enough even after unused blocks were returned."""
+    """Memory that was given back did not suffice either."""
 
 
 class AboveLimit(Exception):
-    """More than `limit_bytes` were reserved."""
+    """More is reserved than was asked about."""
 
 
 class Pool:
@@ -89,7 +89,7 @@ class Pool:
         return size
 
 
-# Location of a tensor: pool, address and bytes of its block.
+# Where a tensor lies: the pool, the address and the bytes of the block.
 Block = tuple[Pool, int, int]
 
 
@@ -167,8 +167,8 @@ class ExpandablePool(Pool):
 
 
 class CachingAllocator:
-    """Blocks for tensors by stream. `capacity_bytes` is what the driver has; None: unlimited. Reserving more than
-    `limit_bytes` raises AboveLimit.
+    """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for. More
+    than `limit_bytes` reserved raise AboveLimit.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import forks, on_cores
 from topology.rates.host import HostRates, host_rates
 
-PASS_S = 1.5e-4  # seconds on one core to replay a pass of a unit
+PASS_S = 1.5e-4  # that replaying a pass of a unit takes of one core
 
 
 class PlanMemory:
@@ -115,7 +115,7 @@ class PlanMemory:
 
     @property
     def replay_s(self) -> float:
-        """Approximate seconds to replay a rank."""
+        """Seconds that replaying a rank takes, about."""
         return self._replay.passes * PASS_S
 
     @property

@@ -118,7 +118,7 @@ class RankReplay:
             passes = [self._pass(leaf) for leaf in action.leaves]
             if self.watches:
                 passes = [self._watched(units) for units in passes]
-            if self.plan.paired:  # layer by layer, the forward pass first
+            if self.plan.paired:  # layer by layer, the forward pass ahead
                 deque(zip_longest(*reversed(passes)), maxlen=0)
             else:
                 deque(chain(*passes), maxlen=0)
@@ -291,7 +291,7 @@ class RankReplay:
         ranks = float(t.shard_ranks[0])
         whole = float(unit.elements[0]) * t.compute_bytes
         if ranks > 1 or self.flat_units:
-            # Shards stored in a wider type are cast to a flat buffer of their own.
+            # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
             buffer = self._taken(whole, GATHER)
             self._give(cast)
@@ -385,7 +385,7 @@ class RankReplay:
         self._give(whole)
         shard = elements * self.plan.share(unit, "gradients")
         result = self._taken(shard * t.reduce_bytes, REDUCE)
-        # Sums over replicas on a stream of their own are kept to the end of the backward pass (`_all_reduce_state`).
+        # What replicas sum on a stream of their own is kept to the end of the backward pass (`_all_reduce_state`).
         kept = self.summed if t.replicated_sharding else []
         if self.plan.in_backward:
             self._give(result)

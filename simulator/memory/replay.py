@@ -84,8 +84,8 @@ class MemoryReplay:
     def rank(
         self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True, every_step: bool = False
     ) -> ReservedMemory:
-        """Return the memory of pipeline rank `rank`; with `every_step` all steps are replayed, even where one is
-        enough.
+        """Return what the allocator of pipeline rank `rank` holds; `every_step` is replayed where one shows as much,
+        too.
         """
         return self._replayed(
             rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable), every_step=every_step

@@ -25,7 +25,7 @@ from simulator.serving.sparse_attention import INDEX_KERNELS, SparseAttention
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
-TO_EXPERTS = 6.0  # kernels for sending rows to experts and back: scores, choice, rows to and from experts
+TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class ForwardPass:
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
-        self._launch_s = self.launches() * self.engine.host_launch_s  # seconds of a step without CUDA graphs
+        self._launch_s = self.launches() * self.engine.host_launch_s  # of a step that no CUDA graph replays
 
     def _bend(self, steps: MeasuredSteps) -> None:
         """Scale kernel times to the measured steps of this engine."""
@@ -218,16 +218,16 @@ class ForwardPass:
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
 
     def launches(self) -> float:
-        """Return the number of kernels and collectives that the host launches in a step without CUDA graphs."""
+        """Return how many kernels and collectives the host launches in a step that no CUDA graph replays."""
         kinds = self.model.layer_kinds
         kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
         kernels += self.model.linear_layers * DELTA_KERNELS
         return kernels + (2.0 * len(kinds) if self.pool.ranks > 1 else 0.0)
 
     def _small_kernels(self, kind: LayerKind) -> float:
-        """Return the number of a layer's kernels that are neither products, attention nor collectives: norms,
-        positions, the activation, casts of products' inputs, norms and copies of compressed vectors, and those for
-        sending rows to experts and back.
+        """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the
+        activation; each product's input cast to its format; compressed vectors' norms and copies; the way to experts
+        and back.
         """
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
@@ -393,13 +393,13 @@ class ForwardPass:
         return {"all_reduce": reduced, "expert_exchange": sent}
 
     def _dispatched(self, local: Floats, moe: MixtureOfExperts) -> Floats:
-        """Return the seconds of sending each token to the ranks of its experts, in the format of the weights, and back
-        in 16 bits. Engines do this with more ranks than a token has experts, since otherwise all ranks would get what
-        few need (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP,
-        which sends 8 bits and brings 16 back).
+        """Return seconds of sending each token to the ranks of its experts, in the format of the weights, and back in
+        16 bits: what engines do where there are more ranks than a token has experts, since all would get what few need
+        (TensorRT-LLM fused_moe's choice of AllToAll by moe_ep_size and top_k; SGLang's and vLLM's DeepEP, which sends
+        8 bits and brings 16 back).
         """
         ranks = self.pool.ep
-        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks to which a token is sent
+        copies = ranks * (1 - (1 - 1 / ranks) ** moe.experts_per_token)  # different ranks that a token goes to
         there = min(2.0, WEIGHT_BYTES[dense_format(self.deployment.weights)])
         elements = local * copies * self.model.hidden
         sent = self._collective("all_to_all", there * elements, self.pool.ranks)

@@ -82,8 +82,8 @@ class Kernels:
 
     gpu: GpuKind
     weights: str
-    experts: str = "triton"  # library of the products, see engines.toml
-    program: str = ""  # the engine, if expert_kernels.toml has its own kernels
+    experts: str = "triton"  # what multiplies them, see engines.toml
+    program: str = ""  # the engine, where expert_kernels.toml lists its own
     attention: str = "cudnn"
 
     @property
@@ -139,7 +139,7 @@ class Kernels:
 
     @property
     def listed_experts(self) -> ExpertKernels | None:
-        """The entry of expert_kernels.toml for these kernels; None without one."""
+        """What expert_kernels.toml says of these kernels; None where it says nothing."""
         return expert_kernels().get((self.program, self.generation, self.weights))
 
     @property

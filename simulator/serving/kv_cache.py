@@ -45,7 +45,7 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
     attention = model.attention_matmul_parameters_of_all * stored
-    if model.latent:  # compressing projections, and those of an indexer, are replicated on each rank
+    if model.latent:  # compressing projections, and those of an indexer, are repeated on each rank
         m = model.latent
         weights_of_layer = model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
         weights_of_layer += m.indexer.matmul_parameters(model.hidden, m.q_lora_rank) if m.indexer else 0
