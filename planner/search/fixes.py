@@ -36,7 +36,7 @@ from topology.units import GIB
 MOST_FIXES = (3, 1, 1)  # changes that are returned: on the same GPUs, on more GPUs, in another precision
 MOST_LAYERS = 2048  # layers of a model; each of hundreds of variants is counted layer by layer
 WIDER = (2, 4)  # factors of tensor and context parallelism, and of the GPU count, that are tried
-LEAST_FREED_BYTES = 0.1 * GIB  # relative saving of memory below which a change is not worth it
+LEAST_FREED_BYTES = 0.1 * GIB  # smaller savings are not worth a change of plan
 SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # kinds of cost of a change
 
 

@@ -76,9 +76,7 @@ class ConstrainedQuestion:
         return least
 
     def best_plan(self, deadline: float | None = None, replays: Replays | None = None) -> Plan | None:
-        """Return the fastest plan that surely fits, else the fastest that may fit, of those examined by the
-        deadline.
-        """
+        """Return the fastest plan that surely fits, else the fastest that may, of those examined by the deadline."""
         nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
             return None
@@ -116,9 +114,7 @@ class ConstrainedQuestion:
 def least_memory_plan(
     screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
 ) -> tuple[Plan, PlanMemory]:
-    """Return the plan that needs least memory, of those examined by the deadline, and the bytes held by its
-    allocators.
-    """
+    """Return the plan that needs least memory, of those examined by a deadline, and the bytes its allocators hold."""
     leanest = leanest_plans(screening, nodes, recomputes)
     best = PlanMemory(screening.scenario, leanest[0][1])
     for bound, plan in leanest[1:]:
@@ -283,9 +279,7 @@ def relaxations(
 def _relaxed(
     constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None
 ) -> Iterator[tuple[str, ConstrainedQuestion]]:
-    """Yield (flags, question with these flags) for everything that may be relaxed; whether a plan then fits is not
-    known yet.
-    """
+    """Yield (flags, question with them) for everything that may be relaxed; whether a plan then fits is not known."""
     s, bounds = constrained.question, constrained.bounds
     for name in bounds.stated:
         lifted: dict[str, None] = {name: None}

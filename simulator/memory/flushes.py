@@ -1,6 +1,6 @@
-"""The cost of a nearly full GPU: flushes of the caching allocator. torch's allocator caches freed memory.
+"""The cost of a nearly full GPU: flushes of the caching allocator.
 
-When the driver has none left, it waits for the device, returns every unused block (`cudaFree`), and tries again; only
+torch's allocator caches freed memory. When the driver has none left, it waits for the device, returns every unused block (`cudaFree`), and tries again; only
 if that fails too is the rank out of memory. The returned memory is requested again in the same step, so a plan whose
 pools do not fit next to other memory of the GPU runs, but pays for flushes in every step
 (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
