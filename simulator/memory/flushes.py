@@ -1,9 +1,9 @@
 """The cost of a nearly full GPU: flushes of the caching allocator.
 
-torch's allocator caches freed memory. When the driver has none left, it waits for the device, returns every unused block (`cudaFree`), and tries again; only
-if that fails too is the rank out of memory. The returned memory is requested again in the same step, so a plan whose
-pools do not fit next to other memory of the GPU runs, but pays for flushes in every step
-(c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
+torch's allocator caches freed memory. When the driver has none left, it waits for the device, returns every unused
+block (`cudaFree`), and tries again; only if that fails too is the rank out of memory. The returned memory is requested
+again in the same step, so a plan whose pools do not fit next to other memory of the GPU runs, but pays for flushes in
+every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
 
 When reserved memory comes near the limit this is uncertain, so the cost is weighted by its probability.
 """
