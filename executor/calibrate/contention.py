@@ -1,6 +1,6 @@
-"""How much a collective and a concurrent kernel slow each other down; a collective call of all ranks.
+"""Measures how much a collective and a concurrent kernel slow each other down; all ranks call it.
 
-Each is timed alone and with the other running all the time on another stream: NCCL's kernels occupy SMs, both use
+Each is timed alone and with the other running continuously on another stream: NCCL's kernels occupy SMs, both use
 memory bandwidth, and both draw power. Only calls that ran entirely during the other's calls count.
 """
 
@@ -20,13 +20,13 @@ from executor.launch.records import median_and_spread
 from simulator.calibration.items import ContentionItem, OperatorItem
 from topology.profile.samples import Conditions, ContentionSample
 
-CALLS = 12  # of the shorter of the two; the other runs at least as long
+CALLS = 12  # seconds of the shorter of the two; the other one runs at least as long
 
 
 def measure_pair(
     device: torch.device, item: ContentionItem, watch: ClockMonitor | None, gpu: int
 ) -> ContentionSample | str:
-    """Return the sample, or why there is none."""
+    """Return the sample, or the reason why there is none."""
     began = time.monotonic()
     kind = "matmul" if item.compute == "matmul" else "move"
     operator = OperatorItem(kind=kind, name=item.compute, shape=item.shape, dtype=item.dtype)
@@ -108,7 +108,7 @@ def _record_events(call: Callable[[], object], count: int) -> list[torch.cuda.Ev
 def _time_concurrently(
     device: torch.device, compute: Callable[[], object], transfer: Callable[[], object], alone: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the median times of the calls that ran entirely during the other's; zero where none did."""
+    """Return the median times of the calls that ran entirely during the other's; zero if there are none."""
     if device.type != "cuda":
         return _time_alone(device, compute), _time_alone(device, transfer)
     longest = max(CALLS * min(alone), 4 * max(alone))

@@ -1,11 +1,11 @@
-"""What the host of this machine takes for a layer, measured on the CPU alone: no GPU is needed to time a host.
+"""The host time of a layer on this machine, measured on the CPU alone, without a GPU.
 
     python -m executor.calibrate.host_alone --records FILE --machine NAME --gpu-name GPU
 
 One process is a rank of two (torch's `fake` process group sends nothing), tensors are tiny, and the cost of a layer is
-the difference of a deep and a shallow model: the least processor time of several passes, in one thread, since whatever
-else runs only adds to it. A layer is run plain, and cut by tensor parallelism as `parallelize_module` does it, where
-every operator goes through DTensor's dispatch.
+the difference between a deep and a shallow model. Times are the least processor time of several passes in one thread,
+since other processes only add to it. A layer is run plain, and sharded by `parallelize_module`, where every operator
+goes through DTensor's dispatch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = q * 0.5 + k * 0.5, k * 0.5 + q * 0.5  # as many operators as rotary positions have
+        q, k = q * 0.5 + k * 0.5, k * 0.5 + q * 0.5  # as many operators as rotary positions take
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         whole: Tensor = self.wo(seen.transpose(1, 2).flatten(-2))
         return whole
@@ -67,7 +67,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A Llama's layer: (1, TOKENS, WIDTH) to the same."""
+    """A Llama's layer: (1, TOKENS, WIDTH) to the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,9 @@ class Block(nn.Module):
 
 
 def blocks(layers: int, *, cut: bool) -> nn.Sequential:
-    """Return `layers` blocks, cut over the ranks of the process group if `cut`, tokens between them as well."""
+    """Return `layers` blocks; with `cut` sharded over the ranks of the process group, including the tokens between
+    them.
+    """
     made = nn.Sequential(*(Block() for _ in range(layers)))
     if not cut:
         return made
@@ -123,7 +125,7 @@ def layer_s(*, cut: bool, rounds: int = ROUNDS) -> float:
 
 
 def time_host_alone(recorder: Recorder, *, rounds: int = ROUNDS) -> None:
-    """Record a layer's seconds, plain and cut; the process has no group of its own before and after."""
+    """Record a layer's seconds, plain and sharded; outside this call the process has no process group."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     gc.disable()

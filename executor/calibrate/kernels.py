@@ -22,7 +22,7 @@ ROPE_BASE = 500_000.0
 
 
 class Unsupported(ValueError):
-    """An operator that is unknown here, or cannot run on the device."""
+    """An operator that is unknown here or cannot run on the device."""
 
 
 def operator_call(device: torch.device, item: OperatorItem) -> Call:
@@ -72,8 +72,8 @@ def _in_direction(forward: Call, inputs: list[Tensor], direction: str) -> Call:
 
 
 def _matmul(make: _TensorFactory, shape: Shape, direction: str) -> Call:
-    """Return one of the three matmuls of a linear layer, which differ in memory layout; `m n k` are the matmul's
-    own.
+    """Return one of the three matmuls of a linear layer, which differ in memory layout; `m n k` are those of the
+    matmul.
     """
     m, n, k, batch = shape["m"], shape["n"], shape["k"], shape.get("batch", 1)
     if batch > 1:
@@ -95,7 +95,7 @@ def _matmul(make: _TensorFactory, shape: Shape, direction: str) -> Call:
 def _attention(make: _TensorFactory, shape: Shape, direction: str) -> Call:
     b, a, kv, s, keys, d = (shape[axis] for axis in ("b", "a", "kv", "s", "S", "d"))
     grad = direction == "backward"
-    # Stored as the projections give them, tokens before heads: the kernels see strides, not a copy.
+    # Stored as by the projections, tokens before heads: the kernels read strides, not a copy.
     q = make(b, s, a, d).transpose(1, 2)
     k, v = (make(b, keys, kv, d).transpose(1, 2) for _ in range(2))
     if grad:
@@ -172,14 +172,14 @@ def _embedding(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
 
 
 def _cross_entropy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
-    """Logits to float32, log-softmax and the negative log-likelihood: what turns a head's output into a loss."""
+    """Logits to float32, log-softmax and the negative log-likelihood: the loss from a head's output."""
     logits = make(shape["t"], shape["v"], grad=True)
     labels = torch.randint(shape["v"], (shape["t"],), device=make.device)
     return lambda: torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum"), [logits]
 
 
 def _loss_in_parts(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
-    """The executor's own eager loss, which goes through the logits some tokens at a time."""
+    """The executor's own eager loss, which processes the logits in groups of tokens."""
     logits = make(shape["t"], shape["v"], grad=True)
     labels = torch.randint(shape["v"], (shape["t"],), device=make.device)
     loss = VocabularyLoss(shape["v"], None, compiled=False)
@@ -193,7 +193,7 @@ def _copy(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
 
 
 def _cast(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
-    """float32 to the compute type, as autocast and sharded parameters do."""
+    """float32 to the compute type, as for autocast and sharded parameters."""
     source = torch.zeros(shape["elements"], dtype=torch.float32, device=make.device)
     sink = torch.empty(shape["elements"], dtype=make.dtype, device=make.device)
     return lambda: sink.copy_(source), [source]
@@ -252,7 +252,7 @@ def _clip(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
     return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True), []
 
 
-# A residual's backward adds two gradients: the kernel of its forward.
+# The backward of a residual adds two gradients, with the kernel of its forward.
 _SAME_BACKWARD = frozenset({"residual"})
 
 _MEMORY_OPERATORS: dict[str, Callable[[_TensorFactory, Shape], tuple[Call, list[Tensor]]]] = {

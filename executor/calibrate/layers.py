@@ -42,10 +42,10 @@ from topology.errors import ProbeError
 from topology.profile.samples import Conditions, LayerSample
 
 SAMPLED = frozenset({"host_s", "data_s", "reserved_bytes"})
-WARM_UP, WARM_S = 3, 1.0  # steps at least, and seconds: a GPU at work is held to its power limit after half of them
+WARM_UP, WARM_S = 3, 1.0  # least steps and seconds: a busy GPU is held to its power limit after half of them
 STEPS = 40
 MIN_STEPS = 5
-MAX_TIMED_S = 1.0  # of the timed steps of one sample together
+MAX_TIMED_S = 1.0  # seconds of the timed steps of one sample together
 
 ENDS = 0.1  # of the timed steps, that count at neither end
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
@@ -59,9 +59,9 @@ def titan_versions() -> dict[str, str]:
 
 
 def builder_of(runtime: str, text: str) -> Callable[..., Step]:
-    """Return what builds a step of a runtime; torchtitan's raises ImportError where that is not installed.
+    """Return the builder of a runtime's step; torchtitan's raises ImportError if torchtitan is not installed.
 
-    Raises ProbeError for another runtime: its host and its kernels are not those of the executor.
+    Raises ProbeError for other runtimes, whose host and kernels differ from the executor's.
     """
     layers = runtime_spec(runtime).tools.layers
     if layers == "torchtitan":
@@ -99,7 +99,7 @@ def record_layers(device: torch.device, item: LayerItem, recorder: Recorder, *, 
 
 
 def compile_layers(device: torch.device, item: LayerItem, *, text: str = "") -> None:
-    """Run the steps of an item a few times, so that its compiled code is there when it is timed."""
+    """Run the steps of an item a few times, so that its code is compiled before it is timed."""
     build = builder_of(item.runtime.name, text)
     for parts in _in_turn(item):
         with _Freed(device):
@@ -110,13 +110,13 @@ def compile_layers(device: torch.device, item: LayerItem, *, text: str = "") -> 
 
 
 def _in_turn(item: LayerItem) -> Iterator[tuple[Model, Plan, Workload, Runtime]]:
-    """Yield the parts of a run for each number of layers asked for."""
+    """Yield the parts of a run for each requested number of layers."""
     for layers in item.counts:
         yield replace(item.model, layers=layers), item.plan, item.workload, item.runtime
 
 
 class _Freed:
-    """Frees what a model held when its steps are over, before the next one is built."""
+    """Frees a model's memory after its steps, before the next model is built."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -131,7 +131,7 @@ class _Freed:
 
 
 def _conditions(gpu: int) -> Conditions:
-    """Return the GPU's state after the steps: querying the driver during them would delay launches."""
+    """Return the GPU's state after the steps, since querying the driver during them would delay launches."""
     state = read_states().get(gpu)
     if state is None:
         return Conditions()
@@ -179,7 +179,7 @@ def _mean(times: list[float]) -> float:
 
 
 def medians(seen: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians of what steps measured of themselves, as far as a `LayerSample` has it."""
+    """Return the medians of the steps' own measurements that are fields of a `LayerSample`."""
     names = [name for name in (seen[0] if seen else {}) if name in SAMPLED]
     return {name: median_and_spread([item[name] for item in seen])[0] for name in names}
 

@@ -1,4 +1,4 @@
-"""Times of operators on one GPU, in the requested order, and of what launches cost the host.
+"""Times of operators on one GPU, in the requested order, and host times of launches.
 
 The GPU is kept busy between samples, so that clocks are the sustained ones of training under the power limit. Operators
 for which no time is left are listed as missing and can be requested again.
@@ -22,8 +22,8 @@ from simulator.calibration.items import OperatorItem
 from simulator.config.runtime import TF32
 from topology.profile.samples import Conditions, HostSample, OperatorSample
 
-HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature take a second to settle
-AGAIN_S = 0.3  # and before the first of a later job
+HEAT_S = 1.5  # seconds of large matmuls before the first sample: power and temperature take a second to settle
+AGAIN_S = 0.3  # and before the first sample of a later job
 BURST_SIZE = 8192
 SAMPLE_S, ROUNDS = 0.05, 3
 # What tensor cores run is at the power limit. After a rest of 20 ms, such as making an operator's tensors, an H200 lets
@@ -33,7 +33,7 @@ SETTLE_S, SETTLED_SAMPLE_S = 0.15, 0.25
 LIMITED = frozenset({"matmul", "attention"})
 BURST_REST_S = 0.5
 LAUNCHES = 400
-COMPILING_S = 20.0  # that a function of one kernel may take
+COMPILING_S = 20.0  # seconds for measuring a function of one kernel
 
 
 def versions(device: str) -> dict[str, str]:
@@ -56,8 +56,8 @@ class OperatorTimes:
         self._hot = False
 
     def record(self, wanted: Sequence[OperatorItem], recorder: Recorder, deadline: Deadline) -> None:
-        """Record a sample of each operator, in order, while there is time; what cannot be timed is recorded as
-        missing.
+        """Record a sample of each operator, in order, while there is time; operators that cannot be timed are recorded
+        as missing.
         """
         watch = ClockMonitor() if self.device.type == "cuda" else None
         try:
@@ -73,7 +73,7 @@ class OperatorTimes:
                 watch.close()
 
     def _heat(self, recorder: Recorder, watch: ClockMonitor | None) -> None:
-        """Bring the GPU to the clocks of work that lasts; the first time, note what it does after a rest."""
+        """Bring the GPU to its sustained clocks; the first time, record its speed after a rest."""
         if not self._hot:
             _burst(self.device, Timer(self.device, hot=False), recorder, watch, self.gpu)
         self.timer.heat(AGAIN_S if self._hot else HEAT_S)
@@ -93,7 +93,7 @@ class OperatorTimes:
         except Unsupported as error:
             recorder.missing(f"{item}: {error}")
             return
-        except (RuntimeError, ValueError, TypeError) as error:  # a kernel that does not exist, memory that is full
+        except (RuntimeError, ValueError, TypeError) as error:  # a kernel that does not exist, or full memory
             recorder.missing(f"{item}: {str(error).splitlines()[0][:200]}")
             _empty_cache(self.device)
             return
@@ -180,7 +180,7 @@ def _host_sample(recorder: Recorder, name: str, seconds: float, spread: float, c
 
 
 def _graph(device: torch.device, recorder: Recorder) -> None:
-    """Record the device time between two tiny kernels of a graph, and the host's for launching the graph."""
+    """Record the device time between two tiny kernels of a graph, and the host time for launching the graph."""
     if device.type != "cuda":
         return
     x = torch.randn(8, 8, device=device)
@@ -200,7 +200,7 @@ def _graph(device: torch.device, recorder: Recorder) -> None:
 
 
 def _dtensor(device: torch.device, recorder: Recorder) -> None:
-    """Record an operator on DTensors, on a mesh of this one process, which is its process group."""
+    """Record an operator on DTensors, on a mesh of this single process, which is its own process group."""
     try:
         mesh = init_device_mesh(device.type, (1,))
         x = DTensor.from_local(torch.randn(8, 8, device=device), mesh, [Replicate()])
@@ -210,7 +210,7 @@ def _dtensor(device: torch.device, recorder: Recorder) -> None:
 
 
 def _compiled(device: torch.device, recorder: Recorder) -> None:
-    """Record calling a compiled function of one kernel."""
+    """Record the host time of calling a compiled function of one kernel."""
     x = torch.randn(8, 8, device=device)
     try:
         call = torch.compile(lambda: torch.sin(x) + x)

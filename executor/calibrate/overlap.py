@@ -1,8 +1,8 @@
 """A tensor-parallel matmul with its collective in every overlap mode, and its parts.
 
-All calls of a shape alternate for several rounds and the median counts, so that all run at the same clocks; each is
-issued several times in a row, as layers do, and the slowest rank counts. The host time to issue a call is measured
-separately, since it bounds small shapes. `simulator.overlap.modes` predicts from the times of the parts alone.
+All calls of a shape alternate for several rounds, so that all run at the same clocks, and medians are taken. Each call
+is issued several times in a row, as by layers, and the slowest rank counts. The host time to issue a call is measured
+separately, since it limits small shapes. `simulator.overlap.modes` predicts from the times of the parts alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simulator.overlap.modes import GATHER, SLICES
 from topology.profile.samples import Conditions, OverlapSample
 
 ROUNDS = 5
-CALL_S = 8e-3  # of calls in a row for one time
+CALL_S = 8e-3  # number of calls in a row that are timed together
 MOST_CALLS = 100
 HOST_CALLS = 3
 PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")
@@ -135,7 +135,7 @@ def _time_calls(device: torch.device, calls: dict[str, Call]) -> dict[str, tuple
 
 
 def _time_in_a_row(device: torch.device, call: Call, count: int) -> float:
-    """Return the seconds of one of `count` calls in a row, after one call that aligns the ranks."""
+    """Return the seconds per call of `count` calls in a row, after one call that aligns the ranks."""
     _synchronize_ranks(device)
     if device.type != "cuda":
         began = time.perf_counter()
@@ -162,7 +162,7 @@ def _host_time(device: torch.device, call: Call) -> float:
 
 
 def _synchronize_ranks(device: torch.device) -> None:
-    """Wait for the device, and for the other ranks."""
+    """Wait for the device and for the other ranks."""
     synchronize(device)
     _max_over_ranks([0.0])
 

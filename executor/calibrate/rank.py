@@ -1,7 +1,7 @@
-"""One rank of a pool: joins the others, then does what it is given until its pipe is closed.
+"""One rank of a pool: joins the others, then runs the jobs it receives until its pipe is closed.
 
-A failed job is reported and the rank takes the next one; a pool of which one rank failed alone is ended by whoever
-started it (`executor.calibrate.rank_pool`).
+A failed job is reported and the rank takes the next one; if only some ranks of a pool failed, its owner ends it
+(`executor.calibrate.rank_pool`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from topology.errors import BadInput, PlannerError
 from topology.profile.profile import CollectiveSample
 from topology.profile.samples import HostSample, Sample
 
-# Once, in the process that ranks are forked from, which must not fail for it: it takes seconds.
+# Once, in the process from which ranks are forked, since it takes seconds; that process must not fail if it is missing.
 with suppress(Exception):
     import torchtitan.train  # noqa: F401
 
-PARENT_S = 1.0  # between two looks at whether the parent lives
+PARENT_S = 1.0  # seconds between two checks that the parent is alive
 MEETING_POLL_S = 0.01
-GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, which are shorter
-# Errors that say that something cannot be asked; after any other the state of a process is not known.
+GROUP_S = 600.0  # timeout of a collective; jobs have shorter limits of their own
+# Errors of requests that cannot be run; after any other error the state of the process is unknown.
 REFUSALS = (PlannerError, Unsupported, ImportError)
 
-Job = JsonObject  # as it comes over the pipe
+Job = JsonObject  # one JSON message of the pipe
 T = TypeVar("T")
 
 
@@ -70,7 +70,7 @@ class SampleRecorder(Recorder):
 
 @dataclass(slots=True, kw_only=True)
 class Instruments:
-    """What a rank measures with. `indices` are nvidia-smi's of the pool's GPUs."""
+    """The measuring objects of a rank. `indices` are nvidia-smi's of the pool's GPUs."""
 
     device: torch.device
     recorder: Recorder
@@ -82,7 +82,7 @@ class Instruments:
         self.operators = OperatorTimes(self.device, self.indices[0])
 
     def do(self, job: Job) -> None:
-        """Measure what a job asks; a collective call of the pool's ranks."""
+        """Run the measurements of a job; a collective call of the pool's ranks."""
         deadline = Deadline(float(job["limit_s"]))
         match job["kind"]:
             case "host":
@@ -111,7 +111,7 @@ class Instruments:
         measure: Callable[[torch.device, T, ClockMonitor | None, int], Sample | str],
         kind: str,
     ) -> None:
-        """Record a sample of every item, with the clocks that rank 0 read meanwhile."""
+        """Record a sample for every item, with the clocks that rank 0 read meanwhile."""
         watch = ClockMonitor() if self.device.type == "cuda" and dist.get_rank() == 0 else None
         with closing(watch) if watch is not None else nullcontext():
             for item in items:
@@ -127,8 +127,8 @@ def _items(job: Job, kind: type[T]) -> list[T]:
 
 
 def main(message: str, pipe: Connection) -> None:
-    """Be the rank that `message` (JSON of a `RankRequest`) describes until the pipe is closed; ends the process."""
-    os.setsid()  # so that whoever kills this rank reaches the compiler's processes, too
+    """Run as the rank described by `message` (JSON of a `RankRequest`) until the pipe is closed; ends the process."""
+    os.setsid()  # so that killing this rank also reaches the compiler's processes
     request = codec.convert(codec.parse_json(message, where="rank"), RankRequest, where="rank")
     folder = Path(request.folder)
     log = os.open(folder / f"rank{request.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -153,24 +153,24 @@ def main(message: str, pipe: Connection) -> None:
                 refused=isinstance(error, REFUSALS),
                 over=True,
             )
-    os._exit(0)  # ranks of other pools may stand in a collective: no leaving in order
+    os._exit(0)  # ranks of other pools may be in a collective: no orderly exit
 
 
 def _layers_in_words(job: Job) -> str:
     if job["kind"] in {"layers", "compile"}:
-        with suppress(BadInput):  # which is why the job has failed
+        with suppress(BadInput):  # the cause of the job's failure
             return f"{_items(job, LayerItem)[0]}: "
     return ""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's kind and its first line."""
+    """Return the kind of an error and its first line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else 'no message'}"
 
 
 def _join(request: RankRequest) -> Instruments:
-    """Join the pool's process group and run one collective on the device, which sets up what later ones use."""
+    """Join the pool's process group and run one collective on the device, which sets up connections for later ones."""
     rank, gpus = request.rank, request.gpus
     cuda, world = request.device == "cuda", len(gpus)
     local, store = gpus[rank], _meeting_point(rank, Path(request.folder) / "port")
@@ -199,7 +199,7 @@ def _join(request: RankRequest) -> Instruments:
 
 
 def _meeting_point(rank: int, path: Path) -> Any:
-    """Return the store of a pool; the first rank holds it, at a port that the system chose and `path` then has."""
+    """Return the store of a pool; the first rank hosts it, at a port chosen by the system and written to `path`."""
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - in torch.distributed, which does not export it
 
     if rank == 0:
@@ -208,7 +208,7 @@ def _meeting_point(rank: int, path: Path) -> Any:
         part.write_text(str(store.port))
         part.replace(path)
         return store
-    while not path.is_file():  # whoever started the pool ends it where this takes too long
+    while not path.is_file():  # the pool's owner ends it if this takes too long
         time.sleep(MEETING_POLL_S)
     return TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
 
@@ -226,7 +226,7 @@ def _say(pipe: Connection, **answer: Any) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this rank, in a collective or not, when the process that forked it is gone."""
+    """End this rank, even in a collective, when the process that forked it has ended."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     os.killpg(0, signal.SIGKILL)

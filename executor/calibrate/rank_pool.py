@@ -1,7 +1,7 @@
-"""Ranks that stay: processes of one group of GPUs that are started once and measure one job after another.
+"""Pools of ranks: processes for one group of GPUs that are started once and measure one job after another.
 
-Ranks are forked from a server that has imported torch (and torchtitan, where it is there) and never touched a GPU, so
-that a group starts in seconds, and one that hangs or fails ends alone. Where forked processes cannot use the GPU, ranks
+Ranks are forked from a server that has imported torch (and torchtitan if installed) and never used a GPU, so that a
+group starts in seconds, and one that hangs or fails can be ended alone. If forked processes cannot use the GPU, ranks
 are new interpreters. Never imports torch. Jobs and answers are JSON over pipes.
 """
 
@@ -24,10 +24,10 @@ from executor.launch.local_ranks import FORCED_VARIABLES, REMOVED_VARIABLES, ROO
 from topology.codec import JsonObject, to_builtins, to_json
 
 PRELOAD = ("executor.calibrate.rank",)
-FAILED_S = 6.0  # after one rank failed, for the others to say so themselves
-START_S = 90.0  # for a pool to join its process group, importing torch from a cold disk included
+FAILED_S = 6.0  # seconds after the failure of one rank for the others to report theirs
+START_S = 90.0  # seconds for a pool to join its process group, including the import of torch from a cold disk
 
-Answer = JsonObject  # as it comes over a pipe
+Answer = JsonObject  # one JSON message of a pipe
 
 
 def process_context(added: Mapping[str, str], start: str = "forkserver") -> Any:
@@ -45,9 +45,9 @@ def process_context(added: Mapping[str, str], start: str = "forkserver") -> Any:
 
 
 class RankPool:
-    """The ranks on `gpus` (positions among the measured ones), one process each.
+    """The ranks on `gpus` (indices among the measured GPUs), one process each.
 
-    It is `starting` until all ranks have joined, then `idle`, `working` on a job, or `dead` with a `cause`.
+    A pool is `starting` until all ranks have joined, then `idle`, `working` on a job, or `dead` with a `cause`.
     """
 
     def __init__(self, context: Any, gpus: Sequence[int], folder: Path, options: PoolRequest) -> None:
@@ -75,11 +75,11 @@ class RankPool:
 
     @property
     def pipes(self) -> list[Connection]:
-        """Pipes on which an answer may come."""
+        """Pipes on which an answer may arrive."""
         return [self._pipes[rank] for rank in sorted(self._waiting)] if self.state != "dead" else []
 
     def give(self, job: Mapping[str, Any], limit_s: float) -> None:
-        """Start a job on all ranks; it is given up after `limit_s`."""
+        """Start a job on all ranks; it is ended after `limit_s`."""
         self.state, self.cause, self._failed_at = "working", "", None
         self.began = time.monotonic()
         self.until = self.began + limit_s
@@ -92,7 +92,7 @@ class RankPool:
             self._die("a rank had ended")
 
     def poll(self) -> list[Answer]:
-        """Return the answers of ranks since the last call; ends the pool where one failed alone, or time is over."""
+        """Return the answers of ranks since the last call; ends the pool if only some ranks failed, or time is over."""
         answers: list[Answer] = []
         for rank in sorted(self._waiting):
             pipe = self._pipes[rank]
@@ -115,7 +115,7 @@ class RankPool:
         return answers
 
     def end(self) -> None:
-        """End the ranks and whatever they started; nothing of theirs needs an end in order."""
+        """End the ranks and all their processes; none needs an orderly exit."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.close()
@@ -141,7 +141,7 @@ class RankPool:
 
 
 def wait_for_answers(pools: Sequence[RankPool], seconds: float) -> None:
-    """Return when a rank has said something, or after `seconds`."""
+    """Return when a rank has sent a message, or after `seconds`."""
     pipes = [pipe for pool in pools for pipe in pool.pipes]
     if pipes:
         multiprocessing.connection.wait(pipes, timeout=seconds)
@@ -150,14 +150,14 @@ def wait_for_answers(pools: Sequence[RankPool], seconds: float) -> None:
 
 
 def _run_rank(request: str, pipe: Connection) -> None:
-    """Be one rank: the only place where the module that imports torch is loaded."""
+    """Run as one rank: only here the module that imports torch is loaded."""
     from executor.calibrate.rank import main  # noqa: PLC0415 - imports torch, which whoever starts ranks needs not
 
     main(request, pipe)
 
 
 def _tail(path: Path) -> str:
-    """Return the last line of a rank's output that says something, for a cause."""
+    """Return the last line of a rank's output that is not empty, as a cause."""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank of a pool is started with."""
+"""The request with which a rank of a pool is started."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRequest:
-    """What all pools of a calibration share.
+    """Settings shared by all pools of a calibration.
 
     `indices` are nvidia-smi's of the measured GPUs, `began` is time.monotonic() at the beginning, `text` a file that
-    torchtitan reads as its data, `records` where rank 0 appends its samples.
+    torchtitan reads as its data, `records` the file to which rank 0 appends its samples.
     """
 
     device: str = "cpu"
@@ -22,7 +22,9 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest(PoolRequest):
-    """The rank's number in its pool, the pool's `gpus` (positions among the measured ones), and where it writes."""
+    """The rank's number in its pool, the pool's `gpus` (indices among the measured GPUs), and the files to which it
+    writes.
+    """
 
     rank: int
     gpus: tuple[int, ...]

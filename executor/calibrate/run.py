@@ -1,11 +1,10 @@
 """Calibrate a machine: the jobs of a request, in order, on pools of ranks that are started once.
 
 Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
-fewer GPUs than there are run at the same time on different ones, where both are of a kind that the other does not
-disturb: what shows the host is measured without anything reading clocks. Code is compiled during measurements. Every
-sample is written to `--records` at once, so a run that is stopped, killed or out of time leaves a valid profile with
-fewer samples; a job that fails or does not end is recorded with its cause, and its pool is started anew. Never imports
-torch.
+some of the GPUs run at the same time on different GPUs if they do not disturb each other: host times are measured while
+nothing reads clocks. Code is compiled during other measurements. Every sample is written to `--records` at once, so a
+run that is stopped, killed or out of time leaves a valid profile with fewer samples; a job that fails or does not end
+is recorded with its cause, and its pool is restarted. Never imports torch.
 """
 
 from __future__ import annotations
@@ -40,20 +39,18 @@ from topology.codec import JsonObject, read_json, to_builtins
 from topology.profile.samples import Provenance
 
 POLL_S = 0.1
-LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job is given up after so many times its expected seconds, and so many more
+LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job's limit: a multiple of its expected seconds, plus some
 COMPILE_LIMIT_S = 120.0
-RESTLESS_S = 45.0  # from the beginning, after which hosts are measured though something still starts or compiles
-MOST_STARTS = 3  # of a pool on the same GPUs
-KEPT_S = 1.0  # of the budget, for ending
+RESTLESS_S = 45.0  # from the beginning; later, hosts are measured even if something starts or compiles
+MOST_STARTS = 3  # starts of a pool on the same GPUs
+KEPT_S = 1.0  # seconds of the budget for ending
 
-Job = JsonObject  # of the request's JSON
-Place = tuple[str, tuple[int, ...]]  # what a pool is for, and on which GPUs
+Job = JsonObject  # as in the request's JSON
+Place = tuple[str, tuple[int, ...]]  # the kind of a pool, and its GPUs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure. Returns 0 when the jobs are done or time is over, 1 when there is nothing to measure with, 130 on
-    Ctrl-C.
-    """
+    """Measure. Returns 0 when the jobs are done or time is over, 1 if there is no device, 130 on Ctrl-C."""
     parser = measurement_parser("executor.calibrate.run")
     parser.add_argument("--request", required=True, help="JSON: {jobs: [{kind, name, ranks, seconds, items}]}")
     parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
@@ -64,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do the jobs. Raises ProbeError when there is no device, or other processes use the GPUs."""
+    """Run the jobs. Raises ProbeError if there is no device, or other processes use the GPUs."""
     deadline = Deadline(options.budget)
     indices = [device.index for device in devices_to_measure(options)]
     recorder = Recorder(options.records)
@@ -91,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """A job and how far it is. Compiled code is compiled while other jobs run."""
+    """A job and its progress. Code of compiled jobs is compiled while other jobs run."""
 
     job: Job
     compiling: bool = field(init=False)
@@ -109,12 +106,12 @@ class Work:
 
     @property
     def quiet(self) -> bool:
-        """Whether it shows the host, which reading clocks would disturb."""
+        """Whether it measures the host, which reading clocks would disturb."""
         return self.job["kind"] in {"host", "layers"}
 
     @property
     def use(self) -> str:
-        """What its pool is for: torchtitan changes its process, and what compiles does so while others measure."""
+        """The kind of its pool: torchtitan changes its process, and pools that compile do so while others measure."""
         titan = any(runtime_spec(item["runtime"]["name"]).tools.layers == "torchtitan" for item in self.layers)
         return ("torchtitan" if titan else "own") + (" compiled" if self.compiled else "")
 
@@ -127,13 +124,13 @@ class Work:
         return any(item["runtime"].get("compile") for item in self.layers)
 
     def limited(self, left_s: float, *, kind: str | None = None) -> Job:
-        """Return the job as its ranks receive it, with the seconds after which it is given up."""
+        """Return the job as sent to its ranks, including the seconds after which it is ended."""
         most = COMPILE_LIMIT_S if kind == "compile" else LIMIT_FACTOR * float(self.job["seconds"]) + LIMIT_S
         return {**self.job, "kind": kind or self.job["kind"], "limit_s": max(0.1, min(most, left_s))}
 
 
 class PoolScheduler:
-    """Gives jobs to pools, the first in the list first, and starts and ends pools."""
+    """Assigns jobs to pools, in order, and starts and ends pools."""
 
     def __init__(
         self, options: argparse.Namespace, indices: list[int], folder: Path, recorder: Recorder, deadline: Deadline
@@ -167,9 +164,10 @@ class PoolScheduler:
     # --- who works where --------------------------------------------------------------------------------------------
 
     def _start_pools(self, waiting: Sequence[Work]) -> None:
-        """Start the pools of all jobs at once, those that compile first: later it would disturb who measures hosts.
+        """Start the pools of all jobs at once, compiling ones first, since later that would disturb measurements of
+        hosts.
 
-        There are no more pools for some ranks than jobs.
+        There are at most as many pools for a number of ranks as jobs.
         """
         counts = Counter((job.use, int(job.job["ranks"])) for job in waiting)
         for job in sorted(waiting, key=lambda job: not job.compiling):
@@ -178,14 +176,14 @@ class PoolScheduler:
                     self._pool(place)
 
     def _places(self, job: Work) -> list[Place]:
-        """Return where a job could run: neighbouring GPUs, from the first on."""
+        """Return the GPUs on which a job could run: neighbouring ones, starting at the first."""
         ranks = int(job.job["ranks"])
         starts = range(0, len(self.indices) - ranks + 1, ranks)
         places = [(job.use, tuple(range(start, start + ranks))) for start in starts]
         return places[:1] if job.compiled else places
 
     def _pool(self, place: Place) -> RankPool | None:
-        """Return the pool at a place, started if there is none; None where it has been started too often."""
+        """Return the pool at a place, started if there is none; None if it has been started too often."""
         pool = self.pools.get(place)
         if pool is not None and pool.state != "dead":
             return pool
@@ -208,10 +206,11 @@ class PoolScheduler:
         return self.pools[place]
 
     def _hand_out(self, waiting: list[Work]) -> None:
-        """Give jobs to idle pools: in order, and none past one that waits for GPUs; what compiles takes no GPU.
+        """Assign jobs to idle pools: in order, and none before an earlier one that waits for GPUs; compiling occupies
+        no GPU.
 
-        Hosts are not measured while others start or compile: on H200s that made steps of narrow layers scatter by their
-        median.
+        Hosts are not measured while others start or compile: on H200s the variation of steps of narrow layers was then
+        as large as their median.
         """
         for job in [one for one in waiting if one.compiling]:
             place = self._places(job)[0]
@@ -269,7 +268,9 @@ class PoolScheduler:
                 self._ended(place, pool, failures, waiting)
 
     def _ended(self, place: Place, pool: RankPool, failures: list[Job], waiting: list[Work]) -> None:
-        """Note how a job ended. A pool that failed, other than by refusing a job, is restarted when next needed."""
+        """Record how a job ended. A pool that failed, other than by refusing a job, is restarted when it is needed
+        again.
+        """
         compiled = self.compiling.pop(place, None)
         job = compiled or self.running.pop(place, None)
         cause = pool.cause
@@ -290,12 +291,12 @@ class PoolScheduler:
         print(f"{passed_s:6.1f} s  {self.done}/{self.total}  {job.name}: {outcome}", file=sys.stderr, flush=True)
 
     def _cannot_fork(self, pool: RankPool) -> bool:
-        """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""
+        """Return whether a pool failed because its processes were forked, in which CUDA sometimes does not work."""
         return self.options.device == "cuda" and "fork" in pool.cause.lower()
 
 
 def header(options: argparse.Namespace, gpus: int) -> Provenance:
-    """Return where and when the samples were taken; the workers add the versions of their libraries."""
+    """Return the place and time of the samples; the workers add the versions of their libraries."""
     cuda = options.device == "cuda"
     return Provenance(
         machine=options.machine,
@@ -316,9 +317,9 @@ def environment(device: str) -> dict[str, str]:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each rank, so that others can measure meanwhile
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # cores of each rank, so that others can measure at the same time
     }
-    # Compiled code is kept where torch keeps it by itself, though ranks have temporary folders of their own.
+    # Compiled code is cached in torch's default folder, although ranks have temporary folders of their own.
     with suppress(KeyError, OSError):
         added["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get(
             "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")

@@ -1,9 +1,9 @@
-"""Start the ranks of one machine as forks of a process that has imported what they need, and end them together.
+"""Start the ranks of one machine as forks of a process that has imported their modules, and end them together.
 
-`python -m executor.launch.forked_agent RANKS FOLDER MODULE ARGUMENT...` does for one machine what torchrun does for
-several: ranks get its variables, meet at a store that this process holds, write their errors where its `record` looks,
-and the first that fails ends the others. Each rank of torchrun imports torch anew, after torchrun has. What failed is
-printed as torchrun prints it. Ranks are forked before this process has threads or touches a GPU.
+`python -m executor.launch.forked_agent RANKS FOLDER MODULE ARGUMENT...` does on one machine what torchrun does on
+several: ranks get the same variables, meet at a store of this process and write errors to the same files, and the first
+failing rank ends the others. It is faster, since each rank of torchrun imports torch again. Failures are printed in
+torchrun's format. Ranks are forked before this process has threads or uses a GPU.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pathlib import Path
 
 from executor.launch.guard import PR_SET_PDEATHSIG
 
-GRACE_S = 30.0  # from SIGTERM to SIGKILL, as torchrun has it
-TOGETHER_S = 0.1  # ranks that fail within it are all named: one may have been killed, and the other lost its peer
+GRACE_S = 30.0  # seconds from SIGTERM to SIGKILL, as in torchrun
+TOGETHER_S = 0.1  # ranks that fail within it are all named: one may be the cause for the other
 POLL_S = 0.02
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the ranks; return 0 when all ended well, 1 when one did not. A signal ends them, and then this process."""
+    """Run the ranks; return 0 if all succeeded, else 1. A signal ends them, and then this process."""
     count, folder, module, arguments = int(argv[0]), Path(argv[1]), argv[2], list(argv[3:])
-    # Asks the driver without a context, which no fork could use; threads as torchrun sets them.
+    # Queries the driver without creating a context, which no fork could use; threads as set by torchrun.
     os.environ |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 - torch reads its environment
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _fork_ranks(
     count: int, folder: Path, module: str, arguments: Sequence[str], listening: socket.socket
 ) -> dict[int, int]:
-    """Start the ranks, which will meet where this process is `listening`; return {process id: rank}."""
+    """Start the ranks, which join the store that is `listening`; return {process id: rank}."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
     variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
@@ -78,7 +78,9 @@ def _fork_ranks(
 
 
 def _be_rank(module: str, arguments: Sequence[str], variables: dict[str, str], parent: int) -> None:
-    """Be a rank, and end without the interpreter's end: torch's threads can outlive it. Does not return."""
+    """Run as a rank, and exit without shutting down the interpreter, since torch's threads can outlive it. Does not
+    return.
+    """
     code = 1
     try:
         os.setsid()
@@ -87,10 +89,10 @@ def _be_rank(module: str, arguments: Sequence[str], variables: dict[str, str], p
         for number in PASSED_ON:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if os.getppid() == parent:  # else it died before we could ask
+        if os.getppid() == parent:  # otherwise the parent died before this request
             os.environ |= variables
             sys.argv = [module, *arguments]
-            sys.modules.pop(module, None)  # runs once more, as the program; what it imports is there
+            sys.modules.pop(module, None)  # is run again as the program; its imports are cached
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
     except SystemExit as asked:
@@ -105,9 +107,9 @@ def _be_rank(module: str, arguments: Sequence[str], variables: dict[str, str], p
 
 
 def _wait(running: dict[int, int], signals: Sequence[int]) -> list[tuple[datetime, int, int, int]]:
-    """Wait for all ranks; return (time, rank, exit code, pid) of those that failed, the first first.
+    """Wait for all ranks; return (time, rank, exit code, pid) of failed ones in order of time.
 
-    Once one has failed, or this process was signalled, the others are ended.
+    After the first failure, or a signal to this process, the others are ended.
     """
     failed: list[tuple[datetime, int, int, int]] = []
     end_at, kill_at = None, None
@@ -137,7 +139,7 @@ def _signal(running: dict[int, int], number: int) -> None:
 
 
 def _summary(failed: Sequence[tuple[datetime, int, int, int]]) -> str:
-    """Return the failures as torchrun prints them, the first of them under its words for it."""
+    """Return the failures in torchrun's format, the first one as the root cause."""
     blocks = [
         f"  time      : {at:%Y-%m-%d_%H:%M:%S}\n  host      : here\n  rank      : {rank} (local_rank: {rank})\n"
         f"  exitcode  : {code} (pid: {pid})"

@@ -16,11 +16,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str]) -> None:
-    """Ask for SIGTERM when the parent dies, then become the command. Does not return."""
+    """Request SIGTERM for the parent's death, then become the command. Does not return."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # a C library without prctl: run unguarded
+        with contextlib.suppress(OSError, AttributeError):  # a C library without prctl: runs unguarded
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(argv[0]):  # it died before we could ask
+    if os.getppid() != int(argv[0]):  # the parent died before the request
         raise SystemExit(1)
     os.execv(argv[1], argv[1:])  # noqa: S606 - an argument list without a shell, given by our own launcher
 

@@ -63,12 +63,12 @@ class Heartbeat:
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
 
     def mark_exited(self) -> None:
-        """Record that this rank exits by itself: a later missing heartbeat is then not a hang."""
+        """Record that this rank exits by itself, so that missing heartbeats are not taken as a hang."""
         self._exited = True
         self._write()
 
     def close(self) -> None:
-        """Stop writing: this run has ended and the process goes on to another."""
+        """Stop writing: this run has ended and the process starts another."""
         self._closed.set()
 
     def set_phase(self, phase: str) -> None:
@@ -90,7 +90,7 @@ class Heartbeat:
             "telling": self.stack_tells_waiting,
             "ended": self._exited,
         }
-        # Two threads write; each writes a file of its own and renames it, so a reader never sees a partial file.
+        # Two threads write, each to its own file that it renames afterwards, so readers never see a partial file.
         fresh = self._path.with_suffix(f".{threading.get_ident()}")
         fresh.write_text(json.dumps(fields), encoding="utf-8")
         fresh.replace(self._path)
@@ -109,7 +109,7 @@ def locate_stack(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def read_heartbeats(folder: Path, ranks: int) -> list[HeartbeatRecord]:
-    """Return the last heartbeat of each rank that wrote one."""
+    """Return the last heartbeat of each rank that wrote any."""
     beats = []
     for rank in range(ranks):
         path = folder / f"rank{rank}.beat"
@@ -134,7 +134,7 @@ def read_heartbeats(folder: Path, ranks: int) -> list[HeartbeatRecord]:
 
 
 def find_suspects(beats: Sequence[HeartbeatRecord], ranks: int) -> list[str]:
-    """Return a line for each rank that kept the others waiting; empty when none can be identified."""
+    """Return a line for each rank that kept the others waiting; empty if none can be identified."""
     if not beats:
         return ["no rank got as far as its first line"] if ranks else []
     here = {beat.rank for beat in beats}

@@ -1,7 +1,7 @@
-"""Network interfaces of a node, and whether those that a variable names can be used.
+"""Network interfaces of a node, and whether those named by environment variables can be used.
 
-Source: NCCL's documentation of NCCL_SOCKET_IFNAME: prefixes of names with commas, = before exact ones, ^ before those
-to leave out; without it InfiniBand's, then any but docker's and lo. Gloo takes exact names.
+Source: NCCL's documentation of NCCL_SOCKET_IFNAME: prefixes of names separated by commas, = before exact names, ^
+before excluded ones; without it InfiniBand interfaces, then any except docker's and lo. Gloo takes exact names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def interfaces() -> list[str]:
 
 
 def why_no_interface(device: str) -> str:
-    """Return why ranks of this node could not meet those of others by the interfaces that the environment names;
-    nothing where they could, or it names none.
+    """Return why ranks of this node could not connect to other nodes by the interfaces named in the environment; an
+    empty string if they could, or none is named.
     """
     variable = VARIABLES[device]
     asked = os.environ.get(variable, "")

@@ -1,8 +1,8 @@
-"""What this executor can run, decided before any process is started, and without torch; and which stages its ranks
-hold.
+"""Checks, without torch and before any process is started, that this executor can run a plan; and gives the stages of
+its ranks.
 
-What can be run stands in `simulator.legality`, where the planner reads it too. Only what depends on where the process
-is running is asked here.
+The rules are in `simulator.legality`, which the planner uses as well. Only conditions on the running process are
+checked here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from topology.errors import BadModel, BadPlan
 
 
 def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime) -> None:
-    """Raise BadPlan or BadModel for what this executor cannot run as asked; it never runs something else instead."""
+    """Raise BadPlan or BadModel for a request that this executor cannot run exactly; it never runs something else
+    instead.
+    """
     refuse_unsupported(model)
     facts = RuleFacts(model=model, workload=workload, framework=MESHWRIGHT, runtime=runtime)
     refused = [problem.message for problem in problems(plan, facts) if problem.grade is Grade.ILLEGAL]
@@ -33,7 +35,7 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime) -> Non
 
 
 def cp_method(plan: Plan, runtime: Runtime) -> str:
-    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    """Return how keys and values are exchanged: as in the plan, or as in the runtime if the plan leaves it open."""
     return plan.cp_method or runtime_spec(runtime.name).context_parallel
 
 

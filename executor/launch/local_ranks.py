@@ -1,9 +1,9 @@
 """Start N local ranks of a module within a wall-clock budget, and end every process of the run.
 
-Ranks of one machine are forked by an agent that has imported what they need (`executor.launch.forked_agent`); those of
-several nodes run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks, and a
-rank that is alone, run as a plain `python -m module`. Either way: an argument list without a shell, a session of its
-own, SIGTERM and then SIGKILL for all processes of the run, and a result that names the first rank that failed.
+Ranks of one machine are forked by an agent that has imported their modules (`executor.launch.forked_agent`); those of
+several nodes run under torch's elastic agent (`python -m torch.distributed.run`); a worker without ranks, and a single
+rank, run as a plain `python -m module`. All use an argument list without a shell and a session of their own; all
+processes of a run are ended by SIGTERM and then SIGKILL, and the result names the first rank that failed.
 
 An agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
 inherits a random tag in its environment, by which exactly these processes are found.
@@ -44,9 +44,9 @@ LAUNCH_TIME_VARIABLE = "MESHWRIGHT_LAUNCHED"  # launch time on the host's monoto
 # Signals that identify the first failure. Not SIGTERM, which the agent sends to the other ranks, nor SIGABRT, with
 # which NCCL's watchdog ends a rank after a timeout.
 KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
-# What a rank says whose neighbour has ended: the neighbour is the cause.
+# Errors of a rank whose neighbour has ended: the neighbour is the cause.
 LOST_PEER = ("closed by peer", "connection reset", "broken pipe")
-# What the agent would say to a rank that is alone; it hosts its own store, at a port that the system chooses.
+# Variables that the agent sets, for a single rank without one; it hosts its own store, at a port chosen by the system.
 ALONE = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0"),
     **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
@@ -54,7 +54,7 @@ ALONE = {
 }
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
-KILLED_S = 5.0  # within which killed processes are gone, on a busy machine too
+KILLED_S = 5.0  # seconds within which killed processes are gone, even on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -288,16 +288,16 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes], run_id: str, grace_s: float) -> tuple[int, ...]:
-    """End every process of this run, first with SIGTERM, then SIGKILL; return the pids that are left."""
+    """End every process of this run, first with SIGTERM, then with SIGKILL; return the pids of survivors."""
     with suppress(KeyboardInterrupt):  # the second press: no more waiting
         if process.poll() is None:
-            # The agent passes SIGTERM on to its ranks, and knows how to leave the rendezvous. Its group has its pid.
+            # The agent forwards SIGTERM to its ranks, and can leave the rendezvous. Its group has its pid.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
             _wait_for_none(process, run_id, grace_s)
     kill(tagged_processes(run_id))
     process.kill()
-    # A process in an uninterruptible call never answers: the join is bounded and the rest is reported.
+    # A process in an uninterruptible call never ends: the wait is bounded and such processes are reported.
     _wait_for_none(process, run_id, KILLED_S)
     left = {member.pid for member in tagged_processes(run_id)}
     return tuple(sorted(left if process.poll() is not None else left | {process.pid}))
@@ -315,8 +315,8 @@ def tagged_processes(run_id: str) -> list[psutil.Process]:
     """Return the living processes that carry this run's tag, in any session."""
     found = []
     for pid in psutil.pids():
-        with suppress(psutil.Error):  # it ended meanwhile, or belongs to someone else
-            process = psutil.Process(pid)  # anew: `process_iter` keeps what it knew of a number that is used again
+        with suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
+            process = psutil.Process(pid)  # new objects: `process_iter` caches what it knew about a reused pid
             if process.environ().get(TAG) == run_id and alive(process):
                 found.append(process)
     return found
@@ -362,7 +362,7 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     root_time = re.search(r"^[ \t]*time\s*:\s*(\S+)", verdict, re.MULTILINE)
     if any(words in verdict.lower() for words in LOST_PEER):
         for at, rank_text, code_text in blocks:
-            if int(code_text) == -signal.SIGTERM and root_time and at <= root_time[1]:  # before the agent sent its own
+            if int(code_text) == -signal.SIGTERM and root_time and at <= root_time[1]:  # before the agent's own
                 return _ended_by_signal(int(rank_text), int(code_text))
     if number == -signal.SIGTERM and rank:
         return _ended_by_signal(int(rank[1]), number)
@@ -378,7 +378,9 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
 
 
 def _to_blame(rank: int | None, message: str) -> int | None:
-    """Return the rank that failed first, unless it met a limit that all have: then any could be the first."""
+    """Return the rank that failed first, unless it exceeded a limit that all ranks share: then any could be the
+    first.
+    """
     return None if os.strerror(errno.EMFILE) in message else rank
 
 

@@ -1,7 +1,7 @@
-"""What a node of a job has, as a line of JSON: `python -m executor.launch.node_check --names a,b --file F`.
+"""Reports a node of a job as a line of JSON: `python -m executor.launch.node_check --names a,b --file F`.
 
-`planner doctor --launcher` starts it on every node of a short job. The first node listens at `--endpoint`, where a run
-would meet, and the others say whether they reach it. Only the standard library and psutil.
+`planner doctor --launcher` starts it on every node of a short job. The first node listens at `--endpoint`, the
+rendezvous of a run, and the others report whether they reach it. Only the standard library and psutil.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from executor.launch.interfaces import interfaces
 from executor.launch.nodes import connect, node_name
 from executor.launch.versions import driver_version, versions
 
-MEET_S = 20.0  # for the nodes to reach the first
+MEET_S = 20.0  # seconds for the nodes to reach the first one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is here, and return 0."""
+    """Print the report, and return 0."""
     parser = argparse.ArgumentParser(prog="executor.launch.node_check")
     parser.add_argument("--names", default="", help="of all nodes, with commas")
     parser.add_argument("--file", required=True, help="which all nodes must see")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def addresses(name: str) -> list[str]:
-    """Return the addresses that a name leads to here; none where it is not known."""
+    """Return the addresses of a name on this node; empty if the name is unknown."""
     try:
         return sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError:
@@ -58,8 +58,8 @@ def addresses(name: str) -> list[str]:
 
 
 def meet(endpoint: str, *, first: bool, others: int) -> dict[str, Any]:
-    """Listen at the endpoint until the others have come, or reach it; return whether the port was free, and why it is
-    not reached.
+    """Listen at the endpoint until the others have connected, or connect to it; return whether the port was free, and
+    why it cannot be reached.
     """
     if not endpoint or others < 1:
         return {"port_free": True, "unreached": ""}

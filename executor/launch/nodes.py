@@ -2,8 +2,8 @@
 
 The agents meet at an endpoint (torch's c10d rendezvous, hosted by the node of that name) and assign ranks. The run's
 directory is shared by all nodes; each agent writes there that it began, and how its ranks ended. A shared file system
-may show a file late, or less of it than was written: what an agent saw of the records is in its result, and whoever
-collects waits for as much, for a bounded time.
+may show a file late, or only a part of it. So an agent's result has the sizes of its records, and the collecting
+process waits for that much, for a bounded time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous
 from topology import codec
 from topology.errors import BadInput
 
-LATE_S = 15.0  # for a shared file system to show what another node wrote
+LATE_S = 15.0  # seconds for a shared file system to show files of another node
 POLL_S = 0.2
 CONNECT_S = 5.0
 RENDEZVOUS_ERRORS = ("RendezvousTimeoutError", "RendezvousConnectionError")
@@ -29,7 +29,7 @@ RENDEZVOUS_ERRORS = ("RendezvousTimeoutError", "RendezvousConnectionError")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentResult:
-    """How one agent's ranks ended, and when (seconds since the epoch). `met` is false where it did not find the other
+    """How one agent's ranks ended, and when (seconds since the epoch). `met` is False if it did not find the other
     nodes, so that no rank began; `records` are sizes of the ranks' files in bytes.
     """
 
@@ -45,18 +45,18 @@ class AgentResult:
 
 
 def node_name() -> str:
-    """Return the name that the scheduler has for this node, or its host name."""
+    """Return the scheduler's name for this node, or its host name."""
     return os.environ.get("MESHWRIGHT_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def not_launched(message: str) -> LaunchResult:
-    """Return the result of ranks that were not started."""
+    """Return the result for ranks that were not started."""
     failure = Failure(rank=None, exit_code=None, signal=None, message=message)
     return LaunchResult(outcome="failed", exit_code=None, seconds=0.0, failure=failure, stdout_tail="", stderr_tail="")
 
 
 def connect(endpoint: str, patience_s: float) -> socket.socket | str:
-    """Return a connection to `endpoint` (HOST:PORT), which is waited for, or why there is none."""
+    """Return a connection to `endpoint` (HOST:PORT), waiting for it, or why there is none."""
     host, _, port = endpoint.rpartition(":")
     ends = time.monotonic() + patience_s
     while True:
@@ -107,7 +107,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def wait_for_file(path: Path, patience_s: float) -> None:
-    """Wait until a file of another node is there, or the time is over."""
+    """Wait until a file of another node exists, or time is over."""
     end = time.monotonic() + patience_s
     while not path.is_file() and time.monotonic() < end:
         time.sleep(POLL_S)
@@ -121,7 +121,9 @@ def read_agent_results(folder: Path) -> list[AgentResult]:
 
 
 def name_rendezvous(done: LaunchResult, meeting: Rendezvous) -> LaunchResult:
-    """Return the result with the cause in words where torch's rendezvous failed of agents that had met before."""
+    """Return the result, with a sentence on the cause if torch's rendezvous failed although the agents had met
+    before.
+    """
     if done.outcome != "failed" or not any(name in done.stderr_tail for name in RENDEZVOUS_ERRORS):
         return done
     what = f"{meeting.count} nodes met at {meeting.endpoint}, but their ranks did not within {meeting.join_s:.0f} s"
@@ -174,16 +176,14 @@ def combine_agent_results(
 
 
 def _first(results: Sequence[AgentResult]) -> AgentResult:
-    """Return the agent that failed first; agents that only lost their peers fail later than the one whose rank
-    failed.
-    """
+    """Return the agent that failed first; agents that only lost their peers fail after the one whose rank failed."""
     failed = [result for result in results if result.outcome != "finished"]
     named = [result for result in failed if result.failure is not None and result.failure.rank is not None]
     return (named or failed or list(results))[0]
 
 
 def _late(folder: Path, results: Sequence[AgentResult]) -> list[str]:
-    """Return the records of which less is seen here than an agent saw."""
+    """Return the records of which less is visible here than an agent reported."""
     here = _sizes(folder)
     return sorted({name for one in results for name, size in one.records.items() if here.get(name, 0) < size})
 
@@ -193,13 +193,13 @@ def _beats(folder: Path) -> dict[str, float]:
 
 
 def absent_words(began: Sequence[str], names: Sequence[str]) -> str:
-    """Return in words which of the named nodes have not begun."""
+    """Return a sentence on the named nodes that have not begun."""
     absent = [name for name in names if not any(one.rpartition("-")[0] == name for one in began)]
     return f"; {', '.join(absent[:8])} did not" if absent else ""
 
 
 def _lost(folder: Path, results: Sequence[AgentResult], count: int, names: Sequence[str]) -> str:
-    """Return in words which nodes are missing, and what their peers said."""
+    """Return a sentence on missing nodes, and the reports of their peers."""
     ended = {result.node for result in results}
     lost = sorted(path.stem for path in (folder / "agents").glob("*.began") if path.stem not in ended)
     began = len(ended) + len(lost)

@@ -1,9 +1,9 @@
-"""A job of Ray that runs one command on each of several nodes, then another one once.
+"""A Ray job that runs one command on each of several nodes, then another command once.
 
     python -m executor.launch.ray_nodes --nodes 2 --gpus-per-node 8 [--names] [--meet] [--then WORDS] -- COMMAND
 
-It is the entry point of the job. A placement group takes a bundle on each of as many nodes; the command runs there in
-a task, and ends with it. What the commands print is printed.
+It is the entry point of the job. A placement group reserves a bundle on each node; the command runs there in a task,
+and ends with it. The output of the commands is printed.
 
 Sources: Ray's documentation of placement groups (STRICT_SPREAD), of tasks, and of job submission, which sends SIGTERM
 to the entry point of a job that is stopped.
@@ -28,9 +28,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from executor.launch.process_exit import interrupt_on_sigterm
 
-ROOM_S = 300.0  # for the cluster to have room
-PEERS_S = 10.0  # for nodes to end by themselves after one was lost
-ENDING_S = 20.0  # for their agents to write how they ended, once asked to end
+ROOM_S = 300.0  # seconds for the cluster to have room
+PEERS_S = 10.0  # seconds for nodes to end by themselves after one was lost
+ENDING_S = 20.0  # seconds for their agents to write their results after a request to end
 LOST = 75  # exit code of a job that lost a node: EX_TEMPFAIL of sysexits.h
 
 
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
         asked = f"{options.nodes} nodes with {options.gpus_per_node} GPUs and a core each"
         print(f"Ray found no {asked} that are free within {options.room:.0f} s; it has {_has()}")
         return 1
-    # Placement groups count a node's cores; a run takes as many as it likes, as under other schedulers.
+    # Placement groups reserve cores; a run may use any number, as under other schedulers.
     tasks = [
         PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
         for number in range(options.nodes)
@@ -83,12 +83,12 @@ def _run(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _task(function: Any, where: PlacementGroupSchedulingStrategy, gpus: int) -> Any:
-    # Retried, a run would be measured again that may be reported already.
+    # A retry would measure a run that may be reported already.
     return ray.remote(function).options(num_cpus=1, num_gpus=gpus, max_retries=0, scheduling_strategy=where)
 
 
 def _wait(running: dict[Any, str]) -> int:
-    """Print what the nodes' commands printed, and return the first code that is not 0."""
+    """Print the output of the nodes' commands, and return the first exit code other than 0."""
     code, left, ends = 0, list(running), float("inf")
     while left and time.monotonic() < ends:
         done, left = ray.wait(left, timeout=1.0)
@@ -110,7 +110,7 @@ def _wait(running: dict[Any, str]) -> int:
 
 
 def _names(hosts: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Return names that differ: those of the hosts, or their addresses."""
+    """Return distinct names: those of the hosts, or their addresses."""
     return list(hosts if len(set(hosts)) == len(hosts) else addresses)
 
 
@@ -124,14 +124,14 @@ def _has() -> str:
 
 
 def look() -> dict[str, Any]:
-    """Return a node's host name, its address in the cluster and a port that is free there."""
+    """Return a node's host name, its address in the cluster, and a free port there."""
     address = ray.util.get_node_ip_address()
     with socket.create_server((address, 0)) as server:
         return {"host": socket.gethostname(), "address": address, "port": server.getsockname()[1]}
 
 
 def on_node(words: list[str], name: str) -> tuple[int, str]:
-    """Run a command here, and return its exit code and the end of what it printed."""
+    """Run a command on this node; return its exit code and the end of its output."""
     guarded = [sys.executable, "-m", "executor.launch.guard", str(os.getpid()), sys.executable, *words[1:]]
     environment = {**os.environ, "MESHWRIGHT_NODE": name}
     process = subprocess.Popen(
@@ -139,7 +139,7 @@ def on_node(words: list[str], name: str) -> tuple[int, str]:
     )
     try:
         text, _ = process.communicate()
-    except BaseException:  # cancelled, or the worker is ended
+    except BaseException:  # cancelled, or the worker is being ended
         process.terminate()
         process.wait(30)
         raise

@@ -19,7 +19,7 @@ from typing import Any
 from topology.codec import JsonObject, parse_lines, to_builtins
 from topology.errors import ProbeError
 
-# Exit codes by which the report tells a full memory or wrong numbers from a crash.
+# Exit codes by which the report distinguishes full memory and wrong numbers from a crash.
 OUT_OF_MEMORY = 64
 WRONG_NUMBERS = 65
 
@@ -27,7 +27,7 @@ WRONG_NUMBERS = 65
 class Recorder:
     """Appends records to a file; without a path (ranks other than 0) it drops them.
 
-    Fields are JSON's types or dataclasses. A NaN or infinite number raises ValueError; pass values that may be infinite
+    Fields are JSON types or dataclasses. A NaN or infinite number raises ValueError; pass values that may be infinite
     through `nonfinite_as_none`. Raises ProbeError where the file cannot be written.
     """
 
@@ -55,12 +55,12 @@ class Recorder:
             ) from error
 
     def missing(self, what: str, *, late: bool = False) -> None:
-        """Record what was not measured; `late`: there was no time left for it, nothing went wrong."""
+        """Record a missing measurement; `late`: only because no time was left for it."""
         self.write("missing", what=what, **({"late": True} if late else {}))
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what could not be flushed was reported when it was written
+            with suppress(OSError):  # failures to flush were reported at the write
                 self._file.close()
 
 
@@ -88,7 +88,7 @@ class Deadline:
 
     @classmethod
     def since_launch(cls, seconds: float) -> Deadline:
-        """Count from when the launcher started this process: importing torch cold can take most of a budget."""
+        """Start at the launch of this process: importing torch from a cold disk can take most of a budget."""
         launched = os.environ.get("MESHWRIGHT_LAUNCHED")
         return cls(seconds - (time.monotonic() - float(launched) if launched else 0.0))
 

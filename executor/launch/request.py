@@ -18,9 +18,9 @@ class Request:
     """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
 
     `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `own_table` runs our own
-    schedule table even where torch has the schedule. `predicted`, `fingerprints`, `cluster` (that of the prediction)
-    and `notes` (how the run differs from what was planned) are copied into the report. `trainer` is whose training step
-    is run: `own`, or `torchtitan`, whose numbers are not checked.
+    schedule table even if torch has the schedule. `predicted`, `fingerprints`, `cluster` (that of the prediction) and
+    `notes` (how the run differs from what was planned) are copied into the report. `trainer` selects the training step:
+    `own`, or `torchtitan`, whose numbers are not checked.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -35,7 +35,7 @@ class Request:
     seed: int = 0
     own_table: bool = False
     trainer: str = "own"
-    profile: bool = True  # take one more step under the profiler, after the timed steps
+    profile: bool = True  # run one more step under the profiler, after the timed steps
     peak_flops: float | None = None
     peak_flops_source: str = ""
     start_timeout_s: float = 60.0

@@ -1,7 +1,7 @@
-"""The nodes of a run meet before their ranks start, so that who is missing is known by name and soon.
+"""The nodes of a run meet before their ranks start, so that missing nodes are soon known by name.
 
-The node that hosts the rendezvous listens at its port until every other node has said its name, and then tells all of
-them. torch's own rendezvous at the same port follows: it can wait for slow imports, since all nodes are there.
+The host of the rendezvous listens at its port until every other node has sent its name, and then notifies all of them.
+torch's own rendezvous at the same port follows; it can wait for slow imports, since all nodes are present.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from contextlib import ExitStack, suppress
 from executor.launch.local_ranks import Rendezvous
 from executor.launch.nodes import CONNECT_S, POLL_S, absent_words, connect, own_addresses
 
-HOST_S = 8.0  # the host waits longer than its guests, so that theirs is the first word on a closed port
-MOST_BYTES = 1024  # of a name, or of why the nodes do not meet
+HOST_S = 8.0  # the host waits longer than its guests, so that they report a closed port first
+MOST_BYTES = 1024  # of a name, or of the reason why the nodes do not meet
 COMPLETE = "complete"
 
 
 def why_no_meeting(meeting: Rendezvous, node: str, patience_s: float) -> str:
-    """Return why not all nodes meet at the endpoint within about `patience_s` seconds; nothing when they do.
+    """Return why not all nodes meet at the endpoint within about `patience_s` seconds; an empty string if they do.
 
     `node` is this agent's name, NAME-PID.
     """
     host, _, port = meeting.endpoint.rpartition(":")
     ours = meeting.address == host if meeting.address else _leads_here(host, int(port))
     server = _listen(int(port)) if ours else None
-    if server is None:  # also on a second agent of one machine
+    if server is None:  # distinct also for a second agent on one machine
         return _visit(meeting, node, patience_s)
     with server:
         return _host(server, meeting, node, patience_s + HOST_S)
 
 
 def _listen(port: int) -> socket.socket | None:
-    """Return a socket that listens at a port of all addresses; None where the port is taken."""
+    """Return a socket that listens at a port of all addresses; None if the port is in use."""
     with suppress(OSError):
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     with suppress(OSError):
@@ -51,7 +51,7 @@ def _leads_here(host: str, port: int) -> bool:
 
 
 def _host(server: socket.socket, meeting: Rendezvous, node: str, patience_s: float) -> str:
-    """Wait for the other nodes' names, and tell each of them how that ended."""
+    """Wait for the other nodes' names, and send each of them the outcome."""
     ends = time.monotonic() + patience_s
     with ExitStack() as opened:
         guests: dict[str, socket.socket] = {}
@@ -66,26 +66,26 @@ def _host(server: socket.socket, meeting: Rendezvous, node: str, patience_s: flo
                 word, _, name = said.partition(" ")
                 if word == meeting.run_id and name:
                     guests[name] = guest
-                else:  # no node of this run, or one that is slow: it comes again
+                else:  # not a node of this run, or a slow one that tries again
                     guest.close()
             guests = {name: guest for name, guest in guests.items() if _waits(guest)}
         absent = _absent_words([node, *guests], meeting, patience_s)
         for guest in guests.values():
             with suppress(OSError):
                 guest.sendall(f"{absent or COMPLETE}\n".encode())
-                guest.recv(1)  # guests close first: nothing of theirs keeps the port busy here
+                guest.recv(1)  # guests close first, so that no closing connection keeps the port busy here
         return absent
 
 
 def _waits(guest: socket.socket) -> bool:
-    """Return whether a guest that has said its name is still there."""
+    """Return whether a guest that has sent its name is still connected."""
     with suppress(OSError):
         return not select.select([guest], [], [], 0)[0] or guest.recv(1, socket.MSG_PEEK) != b""
     return False
 
 
 def _visit(meeting: Rendezvous, node: str, patience_s: float) -> str:
-    """Say this node's name to the host and return its answer."""
+    """Send this node's name to the host and return its answer."""
     ends = time.monotonic() + patience_s
     while True:
         found = connect(meeting.endpoint, ends - time.monotonic())
@@ -102,7 +102,7 @@ def _visit(meeting: Rendezvous, node: str, patience_s: float) -> str:
 
 
 def _line(source: socket.socket) -> str:
-    """Return the first line that arrives; nothing where it does not end within bounds."""
+    """Return the first line that arrives; an empty string if it does not end within bounds."""
     text = b""
     while not text.endswith(b"\n") and len(text) < MOST_BYTES and (more := source.recv(MOST_BYTES)):
         text += more
@@ -110,7 +110,7 @@ def _line(source: socket.socket) -> str:
 
 
 def _absent_words(here: Sequence[str], meeting: Rendezvous, waited_s: float) -> str:
-    """Return in words which nodes have not come; nothing where all have."""
+    """Return a sentence on missing nodes; empty if there are none."""
     if len(here) >= meeting.count:
         return ""
     what = f"{len(here)} of {meeting.count} nodes began within {waited_s:.0f} s"

@@ -1,4 +1,4 @@
-"""Versions of what a result rests on, in this process. Only the standard library."""
+"""Versions of the software in this process on which results depend. Only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed."""
+    """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver; None where there is none, or a container hides it."""
+    """Return the version of the loaded NVIDIA driver; None if there is none, or a container hides it."""
     try:
         text = DRIVER.read_text(errors="replace")[:4096]
     except OSError:
@@ -32,7 +32,7 @@ def driver_version() -> str | None:
 
 
 def differences(by_node: dict[str, dict[str, str]]) -> list[str]:
-    """Return a line for each version that nodes do not share: `torch 2.11 on a, 2.10 on b, c`."""
+    """Return a line for each version that differs between nodes: `torch 2.11 on a, 2.10 on b, c`."""
     lines = []
     for name in sorted({name for found in by_node.values() for name in found}):
         nodes: dict[str, list[str]] = {}

@@ -42,8 +42,8 @@ def answer(
     """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
     version).
 
-    `progress` receives progress lines, `early` what a single search knows before it ends. Raises
-    Infeasible (exit 3), and errors of the named inputs.
+    `progress` receives progress lines, `early` preliminary results of a single search. Raises Infeasible (exit 3), and
+    errors of the named inputs.
     """
     deadline = deadline_of(options.time_limit_s)
     question, assumed = search_question(flags, framework, measured)
@@ -61,7 +61,7 @@ def answer(
 
     def run(number: int) -> SearchResult:
         left = left_s(deadline)
-        if left is not None and counts:  # shared with those that are still to be tried
+        if left is not None and counts:  # shared with the GPU counts that are still to be tried
             left /= sum(number <= count for count in set(counts))
         on = machine if counts is None or len(counts) == 1 else grow(number)
         here = replace(question, cluster=on, gpus=number)
@@ -101,7 +101,7 @@ def _fewest(
     progress: Callable[[str], None] | None,
     deadline: float | None,
 ) -> SearchResult:
-    """Return the plans on the fewest GPUs on which one surely fits, with what is known of fewer."""
+    """Return the plans on the fewest GPUs on which one surely fits, with the results for fewer GPUs."""
     least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
 
     def run(number: int) -> SearchResult:
@@ -127,11 +127,11 @@ def _fewest(
 
 
 def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
-    """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
+    """Return the question on the largest GPU count that `flags` name, and its assumptions."""
     rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
-    # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
+    # The batch is fixed before the GPU count is chosen, since it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
     workload, whose = stated_workload(flags, network, largest)
     stated = {"name": rules.runtime_name, "version": version, **flags.runtime}

@@ -1,4 +1,4 @@
-"""When the time limit of a search is over: a reading of `time.monotonic`, or None where there is no limit."""
+"""The deadline of a search: a reading of `time.monotonic`, or None without a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_TRIED = "the time limit ended before it was tried"
 
 
 def deadline_of(limit_s: float | None) -> float | None:
-    """Return the reading at which a limit that begins now is over, which one around it may be before."""
+    """Return the deadline of a limit that begins now; an enclosing deadline may be earlier."""
     return None if limit_s is None else min(time.monotonic() + limit_s, reading())
 
 
@@ -22,5 +22,5 @@ def over(deadline: float | None) -> bool:
 
 
 def left_s(deadline: float | None) -> float | None:
-    """Return the seconds until a deadline, none if it has passed."""
+    """Return the seconds until a deadline; 0 if it has passed."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,7 +1,7 @@
-"""The last round: predict every plan that will be listed by the best that the program knows, and put them in order.
+"""The last round: predict every plan to list by the most accurate method, and sort them.
 
-First come plans that surely fit, then those that may, then those that do not. In each of these, plans closer than TIE
-to the fastest are a tie, in which the simplest comes first; then the next fastest and its ties.
+Plans that surely fit come first, then those that may fit, then those that do not. Within each group, plans closer than
+TIE to the fastest are a tie, of which the simplest comes first; then the next fastest and its ties.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import on_cores
 
-# Relative. Of pairs of plans that were measured on one machine under one question, half differ from their predicted
-# ratio by more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
+# Relative. Half of all pairs of plans measured on one machine for one question differ from their predicted ratio by
+# more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
 TIE = 0.05
-ORDER_MARGIN = 0.02  # of a step, that another order of GPUs has to gain for a person to set it
+ORDER_MARGIN = 0.02  # share of a step that another order of GPUs must save to be worth setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A plan, its estimate, and how that was made. `tie` numbers the plans that the model cannot distinguish."""
+    """A plan, its estimate, and the method of the estimate. Plans with the same `tie` cannot be distinguished by the
+    model.
+    """
 
     plan: Plan
     estimate: Estimate
@@ -45,10 +47,11 @@ def predict_all(
     *,
     deadline: float | None = None,
 ) -> list[Finalist] | None:
-    """Return the same plans as `predict` sees them, with ranks in the order of GPUs where another order gains little.
+    """Return the same plans with the estimates of `predict`, with ranks in the order of GPUs if another order gains
+    little.
 
-    None where the deadline, a reading of `time.monotonic`, passes before the last is begun: steps by two methods do not
-    make one list.
+    None if the deadline, a reading of `time.monotonic`, passes before the last plan is begun, since steps by two
+    methods cannot be in one list.
     """
     here = os.getpid()
 
@@ -73,7 +76,7 @@ def _predicted(
     tell: Callable[[str], None] | None,
 ) -> Finalist:
     plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
-    if simulated_length(question, plan):  # else it would be predicted as it was
+    if simulated_length(question, plan):  # otherwise the prediction would be the same
         prediction = predict(question, plan, held=replays[plan], progress=tell)
     plain = replace(plan, placement=())
     same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
@@ -89,7 +92,9 @@ def _report(progress: Callable[[str], None], turn: str, line: str) -> None:
 
 
 def in_order(finalists: Sequence[Finalist], objective: str) -> list[Finalist]:
-    """Return the plans best first, with their ties numbered. By memory and for a Pareto front there are no ties."""
+    """Return the plans best first, with their ties numbered. Sorted by memory, and in a Pareto front, there are no
+    ties.
+    """
     if objective in {"memory", "pareto"}:
         by_memory = objective == "memory"
         ordered = sorted(
@@ -98,7 +103,7 @@ def in_order(finalists: Sequence[Finalist], objective: str) -> list[Finalist]:
         ordered = ordered if by_memory else _undominated(ordered)
         return [replace(one, tie=number) for number, one in enumerate(ordered, start=1)]
     found: list[Finalist] = []
-    # A stable sort: plans that are equal in all this keep their order, which is that of the enumeration.
+    # A stable sort: plans that are equal in all of these keep the order of the enumeration.
     left = sorted(finalists, key=lambda one: (certainty(one), one.estimate.step_s.value))
     while left:
         limit = left[0].estimate.step_s.value * (1 + TIE)
@@ -110,7 +115,7 @@ def in_order(finalists: Sequence[Finalist], objective: str) -> list[Finalist]:
 
 
 def certainty(one: Finalist) -> int:
-    """Return 0 where a plan surely fits, 1 where it may, 2 where it is predicted not to."""
+    """Return 0 if a plan surely fits, 1 if it may fit, 2 if it is predicted not to fit."""
     memory = one.estimate.memory
     return 0 if memory.fit_probability >= SURE else 1 if memory.fits else 2
 
@@ -124,7 +129,7 @@ def _undominated(fastest_first: Sequence[Finalist]) -> list[Finalist]:
 
 
 def mechanisms(plan: Plan) -> tuple[str, ...]:
-    """Return what a plan needs to be set up and kept working, in words: the simpler of two plans has fewer."""
+    """Return the features that a plan needs to be configured and maintained, as words; a simpler plan has fewer."""
     named = {
         "replicas": plan.dp_replicate > 1 and (plan.dp_shard > 1 or bool(plan.zero_stage)),
         "tensor parallelism": plan.tp > 1,

@@ -1,9 +1,9 @@
-"""What would make a plan fit its memory, cheapest first, as a person pays: time on the same GPUs, then GPUs, then
+"""Changes that make a plan fit its memory, in the order of their cost: time on the same GPUs, then GPUs, then
 precision.
 
 Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is
 kept in host memory, memory savers that the software has, compilation, the number of GPUs and the type of parameters,
-one by one and together. A change is shown where nothing that is part of it does as well, to within a tie.
+one by one and together. A change is shown if no part of it is as good, to within a tie.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from topology.rates.scaling import with_gpus
 from topology.time_limit import check_time, reading, until
 from topology.units import GIB
 
-MOST_FIXES = (3, 1, 1)  # that are returned: on the same GPUs, on more, in another precision
-MOST_LAYERS = 2048  # of a model; each of hundreds of variants is counted layer by layer
-WIDER = (2, 4)  # factors of tensor and context parallelism, and of the number of GPUs, that are tried
-LEAST_FREED_BYTES = 0.1 * GIB  # less is no reason to change a plan
-SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # what a change is paid with
+MOST_FIXES = (3, 1, 1)  # changes that are returned: on the same GPUs, on more GPUs, in another precision
+MOST_LAYERS = 2048  # layers of a model; each of hundreds of variants is counted layer by layer
+WIDER = (2, 4)  # factors of tensor and context parallelism, and of the GPU count, that are tried
+LEAST_FREED_BYTES = 0.1 * GIB  # smaller savings are not worth a change of plan
+SAME_GPUS, MORE_GPUS, PRECISION = range(3)  # kinds of cost of a change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A variant of a plan that needs less memory; `change` says in words what differs.
+    """A variant of a plan that needs less memory; `change` describes the difference.
 
-    `longer` is what it costs in time: the step compared with that of the plan, relative. `slower` is what it costs in
-    throughput: GPU seconds a token above those of the plan, relative.
+    `longer` is its cost in time: the relative increase of the step. `slower` is its cost in throughput: the relative
+    increase of GPU seconds per token.
     """
 
     change: str
@@ -76,16 +76,15 @@ _Groups = Iterator[list[_Variant]]
 
 
 def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: float | None = None) -> tuple[Fix, ...]:
-    """Return the variants that surely fit, cheapest first; where none does, the one with the most headroom: of those
-    that were tried by `deadline`.
+    """Return the variants that surely fit, cheapest first; if none does, the one with the most headroom; of those tried
+    by `deadline`.
 
-    There is none where `plan` surely fits itself, where no variant needs less memory, and of models of more than
-    MOST_LAYERS.
+    Empty if `plan` surely fits itself, if no variant needs less memory, and for models of more than MOST_LAYERS.
     """
     if estimate.memory.fit is Fit.YES or question.model.layers > MOST_LAYERS:
         return ()
     found: list[_Costed] = []
-    # Cheapest first, each judged by its replay, until there are enough that surely fit: what costs more is not counted.
+    # Cheapest first, each judged by its replay, until enough surely fit; more expensive ones are not examined.
     chosen: list[_Costed] = []
     fixes: list[tuple[int, Fix]] = []
     with suppress(Unproved), until(reading() if deadline is None else min(deadline, reading())):
@@ -99,8 +98,8 @@ def find_fixes(question: Question, plan: Plan, estimate: Estimate, deadline: flo
 
 
 def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fix, ...]:
-    """Return the changes of one setting, on the same GPUs, that need less memory, whether the plan fits or not: what
-    frees most first.
+    """Return the changes of one setting, on the same GPUs, that need less memory, whether the plan fits or not; the
+    largest saving first.
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
     others = [] if question.runtime.compile else [("torch.compile", "compile", compiled)]
@@ -126,7 +125,7 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Costed:
-    """A variant and the lower bound of its memory; by that it `may` surely fit, or there is no account of it."""
+    """A variant and the lower bound of its memory; `may` is whether by that bound it may surely fit."""
 
     variant: _Variant
     reserved_bytes: float
@@ -142,7 +141,7 @@ class _Costed:
         return inf if self.counted is None else self.counted.step_s.value
 
     def replaces(self, other: _Costed) -> bool:
-        """Return whether this changes less than another one and costs no more, to within a tie."""
+        """Return whether this variant changes less than another one and costs no more, to within a tie."""
         mine, theirs = self.variant, other.variant
         paid = (mine.paid, mine.plan.gpus) <= (theirs.paid, theirs.plan.gpus)
         return mine.kinds < theirs.kinds and paid and self.step_s <= other.step_s * (1 + TIE)
@@ -177,7 +176,7 @@ def _enough(chosen: Sequence[_Costed], paid: int) -> bool:
 
 
 def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
-    """Return the variants of one question that are legal, those that may surely fit with their accounts."""
+    """Return the legal variants of one question; those that may surely fit include their accounts."""
     if variants:
         asked = variants[0].question
         legal = legal_ones([one.plan for one in variants], asked.facts())
@@ -216,7 +215,7 @@ def _fix(costed: _Costed, plan: Plan, estimate: Estimate) -> Fix:
 
 
 def _by_price(question: Question, plan: Plan, deadline: float | None) -> Iterator[tuple[int, _Groups]]:
-    """Yield what a person pays, least first, and the variants of a plan for it, those of one question together."""
+    """Yield the kinds of cost, the least first, with the variants of a plan at that cost, grouped by question."""
     yield SAME_GPUS, _on_same_gpus(question, plan)
     for count in _more_gpus(question, plan):
         yield MORE_GPUS, _on_more_gpus(question, plan, count, deadline)
@@ -227,7 +226,7 @@ def _by_price(question: Question, plan: Plan, deadline: float | None) -> Iterato
 
 
 def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
-    """Yield the variants of a plan as it is asked for, compiled, and with memory savers."""
+    """Yield the variants of a plan as requested, compiled, and with memory savers."""
     yield [one for one in _variants(question, plan) if one.changes]
     if not question.runtime.compile:
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
@@ -246,7 +245,7 @@ def _on_more_gpus(question: Question, plan: Plan, count: int, deadline: float | 
         cluster = question.cluster
         larger = cluster if count <= cluster.gpu_count else with_gpus(cluster, count)
     except (UserError, ValueError, ZeroDivisionError):
-        return  # the cluster does not come in this size
+        return  # the cluster does not exist in this size
     more = replace(question, cluster=larger, gpus=count)
     named, kinds = f"{count} GPUs", frozenset({"GPUs"})
     if count % plan.gpus == 0:
@@ -270,14 +269,14 @@ def _best_plan(question: Question, deadline: float | None) -> PlanMemory | None:
 
 
 def _more_gpus(question: Question, plan: Plan) -> list[int]:
-    """Return the numbers of GPUs to try: another node, twice as many, and four times as many."""
+    """Return the GPU counts to try: one more node, twice as many, and four times as many."""
     node = question.cluster.gpus_per_node
     another = [plan.gpus + node] if plan.gpus >= node else []
     return sorted({*another, *(plan.gpus * factor for factor in WIDER)})
 
 
 def _sharded_over(plan: Plan, factor: int) -> Plan:
-    """Return the plan with `factor` times the ranks of data parallelism, and of its shards where it has any."""
+    """Return the plan with `factor` times the data-parallel ranks; its shards are multiplied if it has any."""
     if plan.zero_stage is not None:
         return replace(plan, dp_replicate=plan.dp_replicate * factor, placement=())
     return replace(plan, dp_shard=plan.dp_shard * factor, placement=())
@@ -292,7 +291,7 @@ def _variants(
     paid: int = SAME_GPUS,
     degrees: bool = True,
 ) -> Iterator[_Variant]:
-    """Yield what the settings of a plan can be changed to, itself first: every combination that needs less memory."""
+    """Yield the plan itself, then its variants by every combination of settings that needs less memory."""
     sharings = [("", "", plan), *([*_sharings(question, plan), *_offloads(question, plan)] if degrees else ())]
     for (kind, sharing, shared), recompute, size, reshard in product(
         sharings, _recomputes(question, plan), _sizes(plan), _reshards(plan)
@@ -317,7 +316,7 @@ def _variants(
 
 
 def _recomputes(question: Question, plan: Plan) -> Sequence[str]:
-    """Return the words of recomputation that keep less than the plan does; the empty one keeps the plan's."""
+    """Return the recompute modes that keep less than the plan's; the empty word keeps the plan's mode."""
     words = question.framework.recomputes
     known = plan.recompute in words and not plan.recompute_per_stage
     return ["", *(words[words.index(plan.recompute) + 1 :] if known else [word for word in words if word != "none"])]
@@ -351,7 +350,7 @@ def _sharings(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]
 
 
 def _offloads(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield (kind, change, plan) with more of a plan's state in host memory."""
+    """Yield (kind, change, plan) with a larger part of a plan's state in host memory."""
     words = question.framework.offloads
     for word in words[words.index(plan.offload) + 1 :] if plan.offload in words else ():
         yield "offload", f"offload {word}", replace(plan, offload=word)

@@ -1,13 +1,13 @@
 """The flip points of a plan that lost: the link rate or memory size at which it would win.
 
-That of a link rate is found by costing both plans on clusters with scaled links, twice an octave and then by root
-finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate. A
-flip point that does not hold there puts the curve of the other plan right, and is looked for further on; where so many
-tries have not found one that holds, the curve ends. So curves that are drawn from `RateCurve` cross where a flip point
-is reported, and nowhere else. That of memory follows from what the two plans need. Flip points beyond a factor of four
-are not reported: nobody will re-plan for them.
+For a link rate, both plans are costed by the analytical model on clusters with scaled links, twice an octave and then
+by root finding. If they were simulated, the costs are scaled to their present ratio. Both plans are then predicted
+again at the rate that was found. If the flip point is not confirmed, the other plan's curve is corrected and the search
+continues; after a number of failed tries the curve ends. So curves drawn from `RateCurve` cross where a flip point is
+reported, and nowhere else. For memory, the flip point follows from the needs of both plans.
 
-Costing one plan takes nearly as long as costing fifty, so all rates, directions and plans are costed together.
+Flip points beyond a factor of four are not reported: nobody will re-plan for them. Costing one plan takes nearly as
+long as costing fifty, so all rates, directions and plans are costed together.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from topology.rates.scaling import (
 )
 
 OCTAVES = 2  # factors up to 4 in each direction
-STEPS = 2  # at which plans are costed in each octave: one may win in less than an octave
-PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
-PAST = 1 / 64  # of the exponent of two, past a rate that was found: where both plans are predicted anew, 1.1 % on
+STEPS = 2  # plans are costed at this many rates per octave, since one may win in less than an octave
+PRECISION = 1 / 512  # precision in the exponent of two: 0.14 % of the rate
+PAST = 1 / 64  # in the exponent of two, beyond a rate that was found: both plans are predicted again 1.1 % further on
 TRIES = 3  # predictions of one flip point
-MAX_INSTRUCTIONS = 30_000  # of all simulations for the flip points of one answer: about half a second
+MAX_INSTRUCTIONS = 30_000  # simulations for all flip points of one answer: about half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipPoint:
-    """The runner-up wins once `quantity`, which is `now`, passes `at`; `wins` says on which side of it."""
+    """The runner-up wins when `quantity`, at present `now`, passes `at`; `wins` is the side on which it wins."""
 
     quantity: str
     now: float
@@ -53,28 +53,26 @@ class FlipPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCurve:
-    """What is known of a plan's step on other links, over that of the first plan: the analytical model's, in the
-    proportion that the two have now, times `factor`.
+    """The ratio of a plan's step to that of the first plan on other links: the analytical model's ratio, scaled to the
+    present ratio of the two, times `factor`.
 
-    `shift` is the exponent of two of the rate over that of now, in the direction of `sign`.
+    `shift` is the exponent of two of the rate relative to the present one, in the direction of `sign`.
     """
 
     quantity: str
     sign: int  # -1 for slower links, 1 for faster ones
-    simulated: tuple[tuple[float, float], ...] = ()  # (shift, factor) where both plans were predicted anew, rising
-    end: float = OCTAVES  # shift from which on nothing is known
+    simulated: tuple[tuple[float, float], ...] = ()  # (shift, factor) of both plans predicted again, ascending
+    end: float = OCTAVES  # shift from which the curve is unknown
 
     def factor(self, shift: float) -> float:
-        """Return the factor, whose logarithm is linear between shifts and constant past the last."""
+        """Return the factor, whose logarithm is linear between known shifts and constant beyond the last."""
         shifts, factors = zip((0.0, 1.0), *self.simulated, strict=True)
         return float(np.exp(np.interp(shift, shifts, np.log(factors))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateFlips:
-    """The nearest rates at which a plan wins, and the curves that they were read off, where those are not the
-    analytical model's alone.
-    """
+    """The nearest rates at which a plan wins, and their curves if these are not the analytical model's alone."""
 
     points: tuple[FlipPoint, ...] = ()
     curves: tuple[RateCurve, ...] = ()
@@ -155,9 +153,9 @@ def _length(question: Question, one: Finalist) -> float:
 
 
 def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[FlipPoint, ...]:
-    """Return the GPU memory below which `best` is less sure to fit than `other`, if there is one.
+    """Return the GPU memory below which `best` is less likely to fit than `other`, if there is one.
 
-    More memory than now does not change their order.
+    More memory than at present does not change their order.
     """
     now, mine, theirs = float(cluster.gpu_memory_bytes), best.estimate.memory, other.estimate.memory
     if theirs.reserved_bytes >= mine.reserved_bytes or certainty(other) > certainty(best):
@@ -172,12 +170,12 @@ def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[Flip
 
 
 RateChange = tuple[Knob, int]  # (property, -1 for smaller or 1 for larger)
-# Yields exponents of two at which to compare the plans, and is sent the gap there; returns the flip point's exponent.
+# Yields exponents of two at which to compare the plans, receives the gap there, and returns the flip point's exponent.
 Search = Generator[float, float, float | None]
 
 
 class _Rows:
-    """Costs plans by the analytical model on changed clusters, in the proportion to `best` that they have now."""
+    """Costs plans by the analytical model on changed clusters, scaled to their present ratio to `best`."""
 
     def __init__(
         self, question: Question, best: Finalist, others: Sequence[Finalist], changes: Sequence[RateChange]
@@ -193,12 +191,12 @@ class _Rows:
         costs = self._costs([(machine, plan) for machine in (cluster, *changed) for plan in self.plans])
         rows = [costs[start : start + count] for start in range(0, len(costs), count)]
         first = best.estimate.step_s.value / rows[0][0]
-        # What the analytical model says of a plan times this is its gap to the best, as the list has it.
+        # The analytical model's ratio of a plan multiplied by this is its ratio in the list.
         self.scale = [
             other.estimate.step_s.value / cost / first for other, cost in zip(others, rows[0][1:], strict=True)
         ]
         gaps = [[cost / row[0] * scale - 1 for cost, scale in zip(row[1:], self.scale, strict=True)] for row in rows]
-        # The gap of each plan at every step of every change, from none on, indexed [change][plan][step].
+        # The gap of each plan at every step of every change, from no change on, indexed [change][plan][step].
         many = OCTAVES * STEPS
         self.gaps_by_step = [
             [[gaps[0][index], *(gaps[start + step][index] for step in range(many))] for index in range(len(others))]
@@ -210,8 +208,8 @@ class _Rows:
         return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
 
     def steps_s(self, key: tuple[RateChange, int], shift: float) -> list[float]:
-        """Return the steps of the best plan and of another just past a shift, by the methods that they were predicted
-        by: what they allocate is the same, and so is what a full allocator costs.
+        """Return the steps of the best plan and of another one just beyond a shift, by the methods of their
+        predictions. Their allocations are the same as at present, and so is the cost of a full allocator.
         """
         (knob, sign), row = key
         there = replace(self.question, cluster=knob.scale(self.question.cluster, 2.0 ** (sign * (shift + PAST))))
@@ -228,7 +226,7 @@ class _Rows:
     def crossings(
         self, curves: Mapping[tuple[RateChange, int], RateCurve]
     ) -> dict[tuple[RateChange, int], float | None]:
-        """Return the first shift at which each plan wins by its curve, past where it was simulated."""
+        """Return the first shift at which each plan wins by its curve, beyond the shifts at which it was simulated."""
         searches = {}
         for (turn, index), curve in curves.items():
             gaps = self.gaps_by_step[self.changes.index(turn)][index]
@@ -259,10 +257,10 @@ class _Rows:
 
 
 def _find_crossing(gaps: Sequence[float], curve: RateCurve) -> Search:
-    """Search for the first shift at which a plan wins by its curve, past where it was simulated; `gaps` are the
-    analytical model's at each of STEPS an octave, from none on.
+    """Search for the first shift at which a plan wins by its curve, beyond the shifts at which it was simulated; `gaps`
+    are the analytical model's at STEPS per octave, from no change on.
 
-    None where it never wins, and where it already does (it was put behind by the simulation).
+    None if it never wins, or already wins at present (the simulation has put it behind).
     """
 
     def on_curve(gap: float, shift: float) -> float:

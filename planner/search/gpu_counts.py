@@ -15,7 +15,7 @@ from planner.search.result import GpuCountRow, SearchResult
 from simulator.config.estimate import SURE, Estimate
 from topology.errors import Infeasible, Unproved
 
-MOST_COUNTS = 12  # from the first on which a plan may fit, that are searched for one that surely does
+MOST_COUNTS = 12  # GPU counts, from the first on which a plan may fit, that are searched for one that surely fits
 
 
 def cost_per_million_tokens(estimate: Estimate, gpu_price_per_hour: float | None) -> float | None:
@@ -44,8 +44,8 @@ def best_gpu_count(
 ) -> SearchResult:
     """Search on each of `counts` and return the best result, with a row for each. Raises Infeasible if none has a plan.
 
-    Of equal counts the smaller wins. After `deadline`, a reading of `time.monotonic`, no other is tried once one has a
-    plan.
+    Of equal counts the smaller wins. After `deadline`, a reading of `time.monotonic`, no further count is tried once
+    one has a plan.
     """
     best: SearchResult | None = None
     failure: Infeasible | None = None
@@ -82,10 +82,10 @@ def fewest_gpus(
     gpu_price_per_hour: float | None = None,
     deadline: float | None = None,
 ) -> SearchResult:
-    """Return the result of the first of `counts` with a plan that surely fits, with a row for each that was tried.
+    """Return the result of the first of `counts` with a plan that surely fits, with a row for each tried count.
 
-    Where none of the first MOST_COUNTS has one, or none that was tried by the deadline, the first with a plan that may
-    fit is returned. Raises Infeasible if there is none either, Unproved if the time was over before.
+    If none of the first MOST_COUNTS, or none tried by the deadline, has one, the first with a plan that may fit is
+    returned. Raises Infeasible if there is none either, Unproved if time was over before.
     """
     may_fit: SearchResult | None = None
     failure: Infeasible | None = None
@@ -113,7 +113,7 @@ def fewest_gpus(
 
 
 def _require_time(deadline: float | None, gpus: int) -> None:
-    """Raise Unproved where a deadline has passed before a plan was found on fewer than `gpus`."""
+    """Raise Unproved if a deadline has passed before a plan was found on fewer GPUs than `gpus`."""
     if over(deadline):
         raise Unproved(
             "the time limit ended before a number of GPUs was found on which a plan fits",

@@ -1,6 +1,6 @@
-"""Explain an infeasible question: what is missing, which constraints are in conflict, and which relaxations help.
+"""Explain an infeasible question: what is missing, which constraints conflict, and which relaxations help.
 
-Everything is tested: a constraint is named because without it there is a plan, and a relaxation because a plan was
+Everything is tested: a constraint is named because there is a plan without it, and a relaxation because a plan was
 found with it. Memory decides, so questions are screened for memory only, over all legal plans.
 """
 
@@ -36,12 +36,12 @@ from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
 MAX_GPUS = 1 << 16
-# Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
+# Node counts tried one by one, for `--gpus min` and for advice; larger counts are tried by doubling.
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
-MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, of which the one that needs least is found
+MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, among which the one that needs least is searched
 CUT_SHORT = " (the time limit ended before more was tried)"
-LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
+LEAST_ADVICE_S = 1.0  # seconds for finding relaxations if the search has used up its time limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class ConstrainedQuestion:
         return Screening(self.question)
 
     def gap(self, deadline: float | None = None) -> float:
-        """Return the bytes that plans lack at least; not above 0 if one fits, infinite if none is legal.
+        """Return the smallest number of bytes that a plan lacks; at most 0 if one fits, infinite if none is legal.
 
-        With a deadline, of the plans that were looked at by then.
+        With a deadline, only plans examined by then count.
         """
         try:
             nodes = self.nodes()
         except UserError:
-            return float("inf")  # the cluster does not come in this form
+            return float("inf")  # the cluster does not exist in this form
         if not len(nodes):
             return float("inf")
         screening, least = self.screening, float("inf")
@@ -77,7 +77,7 @@ class ConstrainedQuestion:
         return least
 
     def best_plan(self, deadline: float | None = None, replays: Replays | None = None) -> Plan | None:
-        """Return the fastest plan that surely fits, else the fastest that may, of those looked at by the deadline."""
+        """Return the fastest plan that surely fits, else the fastest that may, of those examined by the deadline."""
         nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
             return None
@@ -85,7 +85,7 @@ class ConstrainedQuestion:
         return fastest_fitting(screened, replays or Replays(self.question), deadline)
 
     def best_rate(self, deadline: float | None = None) -> float:
-        """Return tokens a second and GPU of `best_plan`; 0 where there is none."""
+        """Return tokens per second and GPU of `best_plan`; 0 if there is none."""
         question, replays = self.question, Replays(self.question)
         best = self.best_plan(deadline, replays)
         if best is None:
@@ -98,8 +98,8 @@ class ConstrainedQuestion:
         return self.bounds.words("recompute") or self.question.framework.recomputes
 
     def nodes(self) -> Nodes:
-        """Return the nodes with micro batches of one sequence, as larger ones never need less memory; where none is
-        legal, those with any.
+        """Return the nodes with micro batches of one sequence, since larger ones never need less memory; if none is
+        legal, nodes with any micro batch.
         """
         if not self.bounds.spans("micro_batch_size"):
             nodes = enumerate_nodes(self.question, bounds=replace(self.bounds, max_micro_batch=1))
@@ -108,14 +108,14 @@ class ConstrainedQuestion:
         return enumerate_nodes(self.question, bounds=self.bounds)
 
     def ask(self, **changes: Any) -> ConstrainedQuestion:
-        """Return the same with fields of the question changed."""
+        """Return the same question with fields changed."""
         return replace(self, question=replace(self.question, **changes))
 
 
 def least_memory_plan(
     screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
 ) -> tuple[Plan, PlanMemory]:
-    """Return the plan that needs least memory, of those looked at by a deadline, and what its allocators hold."""
+    """Return the plan that needs least memory, of those examined by a deadline, and the bytes its allocators hold."""
     leanest = leanest_plans(screening, nodes, recomputes)
     best = PlanMemory(screening.scenario, leanest[0][1])
     for bound, plan in leanest[1:]:
@@ -128,7 +128,7 @@ def least_memory_plan(
 
 
 def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> list[tuple[float, Plan]]:
-    """Return the plans with the lowest bounds of what they allocate, lowest first."""
+    """Return the plans with the lowest bounds of allocated bytes, lowest first."""
     shared = screening.blocks(nodes.columns, recomputes)
     leanest: list[tuple[float, Plan]] = []
     for start in range(0, len(nodes), NODES_AT_ONCE):
@@ -142,8 +142,8 @@ def leanest_plans(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...
 
 
 def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadline: float | None = None) -> Infeasible:
-    """Return the error for a question without a legal plan: the rules that were broken, one example, and the `ways` in
-    which there is a plan, of which all were tried but where the `deadline` has passed.
+    """Return the error for a question without a legal plan: the broken rules, one example, and the `ways` in which
+    there is a plan. All of them were tried unless the `deadline` has passed.
     """
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
@@ -184,8 +184,8 @@ def no_fitting_plan(
 ) -> Infeasible:
     """Return the error for a question all of whose legal plans need too much memory.
 
-    It says how many GiB are missing on the worst rank of the plan with least memory, which constraints are in conflict,
-    and which relaxations lead to a plan: those that were found by the deadline, a reading of `time.monotonic`.
+    It states how many GiB are missing on the worst rank of the plan with least memory, which constraints conflict, and
+    which relaxations lead to a plan, as far as found by the deadline, a reading of `time.monotonic`.
     """
     constrained, screening = ConstrainedQuestion(question=question, bounds=bounds), Screening(question)
     plan, held = least_memory_plan(screening, nodes, constrained.recomputes)
@@ -212,7 +212,7 @@ def no_fitting_plan(
 
 
 def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible:
-    """Return the error of `no_fitting_plan` without what is in conflict and what would help: far quicker."""
+    """Return the error of `no_fitting_plan` without conflicts and relaxations, which is far quicker."""
     screening = Screening(question)
     _, held = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
     return Infeasible(f"{gib_text(held.reserved_bytes - held.left_bytes)} GiB missing on the worst rank")
@@ -222,7 +222,7 @@ def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | 
     """Return a minimal set of conflicting constraints: without any one of them there is a plan.
 
     Constraints are dropped one after the other unless that makes the question feasible; those that cannot be dropped
-    are in conflict, of those that were tried by the deadline. The GPUs and their memory always are.
+    conflict, as far as tried by the deadline. The GPUs and their memory always are.
     """
     conflicting = []
     for words, relaxed in _without_each_constraint(constrained):
@@ -266,8 +266,8 @@ def _most_sharding(framework: Framework) -> Framework:
 def relaxations(
     constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None = None
 ) -> list[str]:
-    """Return the flags with which a plan was found to fit by the deadline, highest throughput a GPU first, which each
-    names.
+    """Return the flags with which a fitting plan was found by the deadline, each with its throughput per GPU, highest
+    first.
     """
     found = []
     for text, relaxed in _relaxed(constrained, grow, deadline):
@@ -282,7 +282,7 @@ def relaxations(
 def _relaxed(
     constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None
 ) -> Iterator[tuple[str, ConstrainedQuestion]]:
-    """Yield (flags, the question with them) for all that may be relaxed; whether a plan fits then is not yet known."""
+    """Yield (flags, question with them) for everything that may be relaxed; whether a plan then fits is not known."""
     s, bounds = constrained.question, constrained.bounds
     for name in bounds.stated:
         lifted: dict[str, None] = {name: None}
@@ -332,8 +332,7 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
     return next(n for n in lengths if fits(replace(workload, seq_len=n)))
 
 
-# --- number of GPUs
-# ----------------------------------------------------------------------------------------------------
+# --- number of GPUs ---------------------------------------------------------------------------------------------------
 
 
 def min_gpus_for_state(screening: Screening) -> int:

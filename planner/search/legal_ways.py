@@ -1,4 +1,6 @@
-"""What makes a question that has no legal plan answerable: changes of one thing, each tried before it is listed."""
+"""Changes with which a question without a legal plan has one: each changes one thing and is tried before it is
+listed.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from topology.cluster import Cluster
 from topology.errors import UserError
 
 MOST_WAYS = 3  # that are listed
-NEAR_COUNTS = 8  # smaller and larger numbers of GPUs that are tried
+NEAR_COUNTS = 8  # smaller and larger GPU counts that are tried
 
 Grow = Callable[[int], Cluster] | None
 
 
 def legal_ways(question: Question, bounds: Bounds, grow: Grow, deadline: float | None = None) -> list[str]:
-    """Return flags with which a plan was found that is legal and fits, where need be on more GPUs."""
+    """Return flags with which a legal plan was found that fits, if necessary on more GPUs."""
     found: list[str] = []
     for flags, changed in _changes(question, grow):
         if len(found) == MOST_WAYS or over(deadline):
@@ -36,12 +38,12 @@ def legal_ways(question: Question, bounds: Bounds, grow: Grow, deadline: float |
                 more = nearest_fitting_gpus(asked, grow, deadline)
                 found += [f"{flags} --gpus {more[0]}"] if more else []
         except UserError:
-            continue  # that cannot be asked at all
+            continue  # a question that cannot be asked at all
     return found
 
 
 def _changes(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
-    """Yield (flags, the question with them), the likeliest cause first."""
+    """Yield (flags, question with these flags), the likeliest cause first."""
     workload, model, runtime = question.workload, question.model, question.runtime
     if 0 < model.max_positions < workload.seq_len:
         shorter = replace(workload, seq_len=model.max_positions)
@@ -67,7 +69,7 @@ def _changes(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
 
 
 def _on_other_counts(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
-    """Yield the question on other numbers of GPUs, nearest first."""
+    """Yield the question on other GPU counts, nearest first."""
     here, count = question.cluster.gpu_count, question.count
     near = {count + step for step in range(-NEAR_COUNTS, NEAR_COUNTS + 1)} | {1 << count.bit_length()}
     for other in sorted(near - {count}, key=lambda n: (abs(n - count), n)):
@@ -76,12 +78,12 @@ def _on_other_counts(question: Question, grow: Grow) -> Iterator[tuple[str, Ques
         try:
             cluster = grow(other) if grow else question.cluster
         except (UserError, ValueError):
-            continue  # the cluster does not come in this size
+            continue  # the cluster does not exist in this size
         yield f"--gpus {other}", replace(question, cluster=cluster, gpus=other)
 
 
 def _as_stated(runtime: Runtime, its_default: Runtime, other: Runtime) -> Runtime:
-    """Return another framework's runtime with what a person changed of this one's."""
+    """Return another framework's runtime with the user's changes to this one."""
     names = [one.name for one in fields(Runtime) if one.name not in {"name", "version"}]
     changed = {name: getattr(runtime, name) for name in names if getattr(runtime, name) != getattr(its_default, name)}
     return replace(other, **changed)

@@ -1,4 +1,4 @@
-"""Whether to use GPUs that are off the NVLink fabric: plan with them and without them, and return the better plan.
+"""GPUs that are off the NVLink fabric: plan with them and without them, and return the better plan.
 
 One GPU without NVLink slows every group it belongs to down to PCIe, so leaving it out often wins although fewer GPUs
 work (a GB300 tray with one such GPU: 51.6 against 684.9 GB/s, datacrunch-research/nccl-eBPF, 2026-08-14).

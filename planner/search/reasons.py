@@ -1,6 +1,4 @@
-"""Why a plan is listed after the first: that it may not fit, that both are a tie, or the terms in which it is
-slower.
-"""
+"""Why a plan is listed after the first: it may not fit, it ties, or the terms in which it is slower."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ from planner.search.finalists import Finalist, mechanisms
 from simulator.config.estimate import SURE, Estimate, chance
 from topology.units import GIB
 
-LEAST_TERM = 0.01  # of the better plan's step, below which a difference of terms is not named
-TERMS = 2  # that are named at most
-SAME_TIME = 0.005  # relative, below which two steps are said to take the same
+LEAST_TERM = 0.01  # share of the better plan's step below which a difference in a term is not named
+TERMS = 2  # terms that are named at most
+SAME_TIME = 0.005  # relative difference below which two steps are reported as equal
 
 
 def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
-    """Return one line on what speaks against `other`, listed after `best`."""
+    """Return one line on the reason against `other`, listed after `best`."""
     theirs, has = other.estimate.memory, other.estimate.memory.capacity_bytes
     if objective not in {"memory", "pareto"} and best.estimate.memory.fit_probability >= SURE > theirs.fit_probability:
         sure = f"{chance(theirs.fit_probability)} likely to fit" if theirs.fits else "is not predicted to fit"
@@ -28,7 +26,7 @@ def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
 
 
 def _tie_text(best: Finalist, other: Finalist) -> str:
-    """Return what a person would choose by where time does not decide."""
+    """Return a criterion for choosing between plans whose times do not differ."""
     change = other.estimate.step_s.value / best.estimate.step_s.value - 1
     more = [name for name in mechanisms(other.plan) if name not in mechanisms(best.plan)]
     less = [name for name in mechanisms(best.plan) if name not in mechanisms(other.plan)]

@@ -17,7 +17,7 @@ from simulator.legality.rule import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuCountRow:
-    """The best plan on one GPU count, or the problem why there is none.
+    """The best plan on one GPU count, or the reason why there is none.
 
     The cost is in the currency of the price given.
     """
@@ -47,15 +47,15 @@ class RankedPlan:
     fit_probability: float
     lost_because: str | None = None
     flips: tuple[FlipPoint, ...] = ()
-    rate_curves: tuple[RateCurve, ...] = ()  # that its flips by link rates were read off
+    rate_curves: tuple[RateCurve, ...] = ()  # from which its flips by link rates were read
     problems: tuple[Problem, ...] = ()
     cost_per_million_tokens: float | None = None  # in the currency of the given price
-    fixes: tuple[Fix, ...] = ()  # of the first plan, where it may not fit: what makes it, cheapest first
+    fixes: tuple[Fix, ...] = ()  # for the first plan, if it may not fit: changes that make it fit, cheapest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MayFit:
-    """A plan that is faster than the first and not sure to fit; `faster` is the part of the first's step it saves."""
+    """A plan that is faster than the first and may not fit; `faster` is the share of the first's step that it saves."""
 
     plan: Plan
     estimate: Estimate
@@ -68,12 +68,13 @@ class MayFit:
 class SearchStats:
     """An account of the search.
 
-    `fitting` plans were not shown to need too much memory, `costed` of them were costed in full, as no bound ruled them
-    out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that are as sure to
-    fit as the first; `gap` is how far the best of them may be above the optimum by the objective, relative, both by the
-    analytical model. Both are for stages as the runtime splits them, unless the time was over before others were tried.
-    For the `filled` fastest pipelines, layers, recomputation, overlap and placement were decided together, which can
-    only improve them; none of those can be better than what was found by more than `filled_gap`, relative.
+    `fitting` plans were not shown to need too much memory; `costed` of them were costed in full, because no bound ruled
+    them out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that are as
+    sure to fit as the first; `gap` is the largest relative distance of the best of them from the optimum of the
+    objective; both are by the analytical model. Both assume the runtime's split into stages, unless time was over
+    before others were tried. For the `filled` fastest pipelines, layers, recomputation, overlap and placement were
+    decided together, which can only improve them; none of those can be better than what was found by more than
+    `filled_gap`, relative.
     """
 
     candidates: int
@@ -92,7 +93,9 @@ class SearchStats:
 
     @property
     def proved(self) -> bool:
-        """Whether the gap is a bound: of a search that was cut it counts what other stages have gained elsewhere."""
+        """Whether the gap is a bound: for a search that was cut short it is based on the gains of other stages
+        elsewhere.
+        """
         return self.status == OPTIMAL
 
 
@@ -100,8 +103,8 @@ class SearchStats:
 class SearchResult:
     """The listed plans, best first, and an account of all others.
 
-    Where the first surely fits, `likely` has the plans that are faster and may fit, the fastest first: each more
-    likely to fit than those before it.
+    If the first surely fits, `likely` has the faster plans that may fit, fastest first, each more likely to fit than
+    those before it.
     """
 
     question: Question
@@ -109,22 +112,22 @@ class SearchResult:
     plans: tuple[RankedPlan, ...]
     rejected: dict[str, int]
     assumed: tuple[str, ...] = field(default=())
-    by_gpus: tuple[GpuCountRow, ...] = ()  # where several GPU counts were compared
+    by_gpus: tuple[GpuCountRow, ...] = ()  # if several GPU counts were compared
     likely: tuple[MayFit, ...] = ()
 
     @property
     def may_fit(self) -> MayFit | None:
-        """The fastest plan of all, where it is not sure to fit."""
+        """The fastest plan of all, if it may not fit."""
         return self.likely[0] if self.likely else None
 
     @property
     def cut_short(self) -> bool:
-        """Whether a time limit ended before all was said of the plans."""
+        """Whether a time limit ended the search before it was complete."""
         return NOT_SIMULATED in self.assumed or NOT_EXPLAINED in self.assumed
 
 
 OPTIMAL = "optimal within the model"
-PRELIMINARY = "preliminary"  # the status of what is shown before a search has ended
+PRELIMINARY = "preliminary"  # the status of results shown before a search has ended
 TIED = "a tie with the plan above, as far as the model can tell; the simplest comes first"
 
 

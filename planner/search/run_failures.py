@@ -1,4 +1,4 @@
-"""What failures and checkpoints make of a whole run: its days, hours and money, each with a range."""
+"""The effect of failures and checkpoints on a whole run: its days, hours and money, each with a range."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LEAST_GOODPUT = 0.01  # of a run's time, below which it is said not to end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """`total_s` of a run, of which `lost_s` is no step that counts; `assumed` says what was not stated."""
+    """`total_s` of a run, of which `lost_s` are not useful steps; `assumed` lists assumptions for values that were not
+    stated.
+    """
 
     total_s: Interval
     goodput: Interval
@@ -47,7 +49,7 @@ def failures_of(question: Question, goal: Goal, gpus: int, *, gpu_hours: float) 
         mtbf_s=between * HOUR_S / gpus,
         repair_s=(goal.repair_hours or 0.0) * HOUR_S,
         spares=goal.spare_nodes,
-        restart_s=restart + write_s,  # it is read at the rate at which it was written
+        restart_s=restart + write_s,  # it is read as fast as it was written
         save_s=min(blocked, write_s),
         least_interval_s=write_s if goal.async_checkpoint else 0.0,
     )

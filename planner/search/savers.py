@@ -1,4 +1,4 @@
-"""What could be added to a run that saves memory: savers, each by itself and all together, and paged states."""
+"""Memory savers that could be added to a run, each separately and all together, and paged states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulator.runtimes.library import spec_for
 
 
 def more_savers(runtime: Runtime) -> list[tuple[str, ...]]:
-    """Return what its software has and the run does not use; of two that replace the loss one at a time."""
+    """Return the savers that its software has and the run does not use; never both of two that replace the loss."""
     more = [word for word in spec_for(runtime).savers if word not in runtime.all_savers]
     if {CHUNKED_LOSS, LINEAR_LOSS} & {*runtime.all_savers}:
         more = [word for word in more if word not in {CHUNKED_LOSS, LINEAR_LOSS}]
@@ -20,7 +20,7 @@ def more_savers(runtime: Runtime) -> list[tuple[str, ...]]:
 
 
 def paged_instead(runtime: Runtime) -> Runtime | None:
-    """Return the runtime with the paged form of its optimizer, which updates alike; None where it has none."""
+    """Return the runtime with the paged form of its optimizer, which makes the same updates; None if there is none."""
     paged = f"paged{runtime.optimizer}"
     alike = OPTIMIZERS[paged].states == OPTIMIZERS[runtime.optimizer].states if paged in OPTIMIZERS else False
     return replace(runtime, optimizer=paged) if alike else None

@@ -1,10 +1,11 @@
-"""Search: bound every legal plan, cost those that could be best, simulate the finalists, and say why the others lost.
+"""Search: bound every legal plan, cost those that could be best, simulate the finalists, and explain why the others
+lost.
 
 Branch and bound over the analytical model (`plan_space.branch_and_bound`) finds the plans to list and proves that no
 other plan of the space (`plan_space.candidates`) beats them there. It is asked for plans that surely fit, and then for
-all that may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every plan that is
-listed is then simulated, and the list is ordered by what came out (`finalists`). Ties go to the simpler plan, in a
-fixed order, so that the same question has the same answer on any machine.
+all that may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every listed plan is
+then simulated, and the list is sorted by the results (`finalists`). Ties go to the simpler plan, in a fixed order, so
+that the same question has the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class SearchOptions:
 
     `objective` is time (seconds per step), memory (bytes reserved on the worst rank) or pareto (the plans that no other
     beats in both, fastest first). On one GPU count, throughput (tokens/s/GPU) and cost (per token) order plans as time
-    does; they differ where GPU counts are compared. The result lists `top` plans, one per set of parallel degrees
-    unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` nothing
-    is said of why plans lost and what would change the answer, and little of why none fits: `explained` adds it.
-    Without `flips` nothing is said of what would change the answer.
+    does; they differ if GPU counts are compared. The result lists `top` plans, one per set of parallel degrees unless
+    `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` the result does
+    not explain why plans lost or what would change the answer, and hardly why none fits; `explained` adds that. Without
+    `flips` it has no flip points.
     """
 
     objective: str = "time"
@@ -73,7 +74,7 @@ class SearchOptions:
     flips: bool = True
 
 
-SCREENING = 0.6  # of a time limit: memory is screened until then, as what fits has to be bounded and costed, too
+SCREENING = 0.6  # share of a time limit for screening memory, since plans that fit must be bounded and costed as well
 
 
 def suggest(
@@ -86,8 +87,8 @@ def suggest(
 ) -> SearchResult:
     """Return the best plans for one training step.
 
-    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives what is known
-    before: the plans of the analytical model, with the status PRELIMINARY, before their allocations are replayed; and
+    `grow(n)` returns the cluster with n GPUs, for advice on an infeasible question. `early` receives preliminary
+    results: the plans of the analytical model, with the status PRELIMINARY, before their allocations are replayed; and
     the simulated plans before their reasons are known. Raises Infeasible (exit 3) when no plan is legal or none fits.
     """
     options = options or SearchOptions()
@@ -155,7 +156,7 @@ def suggest(
 
 
 def _once(tell: Callable[[Explored], None]) -> Callable[[Explored], None]:
-    """Return what tells of the first plans that there are, and of none after them."""
+    """Return a function that reports the first plans found, and none afterwards."""
     shown: list[Explored] = []
 
     def first(explored: Explored) -> None:
@@ -175,8 +176,8 @@ def _no_plan(
     grow: Callable[[int], Cluster] | None,
     deadline: float | None,
 ) -> PlannerError:
-    """Return why there is no plan to list: none fits, or, of pipelines with other stages than the runtime's, not all
-    were tried.
+    """Return the error for no plan to list: none fits, or not all pipelines with other stages than the runtime's were
+    tried.
     """
     if over(deadline) and len(found.everything.near_pipelines):
         return Unproved(
@@ -192,16 +193,15 @@ def _no_plan(
 
 
 def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
-    """Return what a search without reasons has found, with them."""
+    """Return the result of a search without reasons, with reasons added."""
     listed = [Finalist(plan=one.plan, estimate=one.estimate, method=one.method, tie=one.tie) for one in result.plans]
     return replace(result, plans=_rank(result.question, listed, options, reasons=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """`plans` to list, and in `may_fit` the fastest plan of all and the fastest that is rather sure to fit where they
-    are none of them. `everything` was asked for
-    all plans that may fit, `asked` for those that are listed, as were the stages of `assigned`.
+    """`plans` to list; `may_fit` has the fastest plan of all and the fastest that probably fits, if they are not
+    listed. `everything` searched all plans that may fit, `asked` the listed ones, for which stages were `assigned`.
     """
 
     plans: list[Plan]
@@ -221,13 +221,13 @@ def _explore(
     progress: Callable[[str], None] | None,
     tell_first: Callable[[Explored], None] | None,
 ) -> _Found:
-    """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit.
+    """Return the plans to list: by time those that surely fit, then those that may fit; by memory any that fit.
 
     `tell_first` receives the first that are costed.
     """
     objective, recomputes = options.objective, options.bounds.words("recompute") or framework.recomputes
     cluster = screening.scenario.cluster
-    nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
+    nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes is the same
 
     lists = framework.lists_layers or framework.lists_recompute
     until = None if deadline is None else deadline - (1 - SCREENING) * (options.time_limit_s or 0.0)
@@ -249,7 +249,7 @@ def _explore(
             deadline=deadline,
             progress=progress,
             nearly=NEAR_FIT if stages and lists else 1.0,
-            nearest=None if framework.lists_recompute else MAX_TRIED,  # else their order is by another mode
+            nearest=None if framework.lists_recompute else MAX_TRIED,  # otherwise they were ordered by another mode
         )
 
         def listed(explored: Explored) -> list[int]:
@@ -295,7 +295,7 @@ def _surely_first(
     options: SearchOptions,
     cluster: Cluster,
 ) -> _Found:
-    """Return the plans to list by time: those that surely fit, filled up with such as may."""
+    """Return the plans to list by time: those that surely fit, filled up with those that may fit."""
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
     try:
@@ -328,8 +328,8 @@ def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
 
 
 def _likely(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[MayFit, ...]:
-    """Return the plans that may fit and are faster than the first, which surely does: the fastest, and those that are
-    slower and more likely to fit.
+    """Return the plans that may fit and are faster than the first, which surely fits: the fastest, and slower ones that
+    are more likely to fit.
     """
     first = listed[0].estimate
     if first.memory.fit_probability < SURE:
@@ -348,8 +348,8 @@ def _likely(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[
 def _rank(
     question: Question, finalists: Sequence[Finalist], options: SearchOptions, *, reasons: bool
 ) -> tuple[RankedPlan, ...]:
-    """Return the finalists as listed plans: why each lost, its problems and its cost; with `reasons`, which take more
-    questions, also when it would win and what would make the best one fit.
+    """Return the finalists as listed plans: why each lost, its problems and its cost; with `reasons`, which need
+    further searches, also when it would win and changes that would make the best one fit.
     """
     best, others = finalists[0], finalists[1:]
     flips = [RateFlips()] * len(others)
@@ -399,7 +399,7 @@ def _values(explored: Explored, options: SearchOptions) -> NDArray[np.float64]:
 
 
 def _rows(explored: Explored, options: SearchOptions) -> list[int]:
-    """Return the rows among which plans to list are, best first by the analytical model."""
+    """Return the rows that contain the plans to list, best first by the analytical model."""
     if options.objective == "pareto":
         return pareto_rows(explored.step_s, explored.reserved_bytes)
     values, top = _values(explored, options), options.top * PER_TIE_GROUP
@@ -416,17 +416,17 @@ def _search_stats(
 ) -> SearchStats:
     """Return the account of the search, with the gap to the optimum."""
     memory, explored, everything = objective == "memory", found.asked, found.everything
-    if not memory and found.assigned.left_s < explored.bound:  # pipelines with other stages that nobody has tried
+    if not memory and found.assigned.left_s < explored.bound:  # pipelines with other stages that were not tried
         explored = replace(explored, complete=False, bound=found.assigned.left_s)
     fit = finalists[0].estimate.memory.fit
     listed = min(one.estimate.step_s.value for one in finalists if one.estimate.memory.fit is fit)
     status = OPTIMAL if explored.complete else "best found within the time limit"
-    if not len(explored):  # only pipelines with other stages than the runtime's fit, of which not all were tried
+    if not len(explored):  # only pipelines with other stages than the runtime's fit, and not all of them were tried
         status = "best of the pipelines tried"
         explored = replace(explored, complete=False, bound=0.0 if memory else explored.floor_s)
     values = explored.reserved_bytes if memory else explored.step_s
     value = float(values.min(initial=np.inf)) if len(values) else listed
-    if not memory:  # a tie's simplest plan may be its slowest
+    if not memory:  # the simplest plan of a tie may be its slowest
         value = max(value, finalists[0].estimate.step_s.value)
     gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
     slowest = everything.step_s.max(initial=0.0)

@@ -1,4 +1,4 @@
-"""What a plan takes with other sequences and micro batches: how long a step is, and what fits."""
+"""A plan with other sequence lengths and micro batches: its step times, and which of them fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Size:
     """A plan with one length of sequences (tokens) and one micro batch (sequences), with as many micro batches as the
     plan has.
 
-    `tokens_per_s_per_gpu` and what follows are None where no such plan is legal; `problem` then says why.
+    `tokens_per_s_per_gpu` and the following fields are None if no such plan is legal; `problem` then gives the reason.
     """
 
     seq_len: int
@@ -33,8 +33,8 @@ class Size:
 def size_grid(
     question: Question, plan: Plan, estimate: Estimate, seq_lens: Sequence[int], micro_batches: Sequence[int]
 ) -> tuple[Size, ...]:
-    """Return the plan at every length and micro batch, by the analytical model times what `estimate` of the plan is to
-    it; memory is replayed for each.
+    """Return the plan at every length and micro batch, by the analytical model scaled by the ratio of `estimate` to it;
+    memory is replayed for each.
     """
     count = plan.micro_batches(question.workload.global_batch_size)
     scale = estimate.step_s.value / question.estimate([plan]).estimate(0).step_s.value

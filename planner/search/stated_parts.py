@@ -1,6 +1,4 @@
-"""Why no plan has the parts that a person fixed: the rules that the nearest such plan breaks, and what would be
-legal.
-"""
+"""Why no plan has the parts that the user fixed: the rules that the nearest such plan breaks, and legal values."""
 
 from __future__ import annotations
 
@@ -21,16 +19,16 @@ from simulator.legality.rule import Grade, Problem, divisors
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import Infeasible
 
-COMBINATIONS = 256  # of stated values that are tried as an example
+COMBINATIONS = 256  # combinations of stated values that are tried as an example
 SHOWN = 10  # legal values named
 
 
 def contradiction(
     question: Question, bounds: Bounds, found: Nodes, others: Callable[[], Sequence[str]]
 ) -> Infeasible | None:
-    """Return the error for stated parts that no legal plan has; None where no part was stated.
+    """Return the error for stated parts that no legal plan has; None if no part was stated.
 
-    Where no other value of one part helps, `others` gives changes of the question with which there is a plan.
+    If no other value of one part helps, `others` gives changes of the question with which there is a plan.
     """
     stated = bounds.stated
     if not stated:
@@ -55,7 +53,7 @@ def contradiction(
 
 
 def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
-    """Return the values of one part with which there is a plan, all other parts as stated; nothing if there is none."""
+    """Return the values of one part with which there is a plan, all other parts as stated; empty if there are none."""
     free = {name: question.framework.offloads if name == "offload" else None}
     nodes = enumerate_nodes(question, bounds=bounds.fixing(**free))
     if not len(nodes):
@@ -69,7 +67,9 @@ def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
 
 
 def _nearest(question: Question, stated: Mapping[str, Values]) -> tuple[Plan, list[Problem]]:
-    """Return the plan of the stated values, the rest at the plainest, that breaks the fewest rules, and those rules."""
+    """Return the plan of the stated values, with the simplest values otherwise, that breaks the fewest rules, and those
+    rules.
+    """
     options = [_values(question, name, value) for name, value in stated.items()]
     tried = []
     for values in islice(product(*options), COMBINATIONS):
@@ -79,7 +79,7 @@ def _nearest(question: Question, stated: Mapping[str, Values]) -> tuple[Plan, li
 
 
 def _values(question: Question, name: str, value: Any) -> list[Any]:
-    """Return the stated values of one part that are worth an example: those that divide the GPUs, else the smallest."""
+    """Return the stated values of one part to try as examples: those that divide the GPUs, else the smallest."""
     if PLAN_FIELDS[name].kind is not Kind.COUNT:
         return list(value)
     low = [first for first, _ in value]
@@ -88,7 +88,7 @@ def _values(question: Question, name: str, value: Any) -> list[Any]:
 
 
 def _plainest(question: Question, said: dict[str, Any]) -> Plan:
-    """Return the plan of one value a stated part, with data parallelism in the GPUs that are left."""
+    """Return the plan with one value for each stated part, with data parallelism over the remaining GPUs."""
     framework = question.framework
     values = dict(said)
     kind = SCHEDULES.get(values.get("schedule", ""))
@@ -110,6 +110,6 @@ def _plainest(question: Question, said: dict[str, Any]) -> Plan:
 
 
 def _schedule(offered: tuple[str, ...], stages: int) -> str | None:
-    """Return the default schedule for so many stages a rank, or else one that the framework has."""
+    """Return the default schedule for this number of stages per rank, else another one of the framework."""
     default = default_schedule(stages)
     return default if default in offered or not offered else offered[0]

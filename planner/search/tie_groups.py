@@ -1,4 +1,4 @@
-"""Which rows of a table and which plans stand for the others of their grid, or of their tie group."""
+"""Rows of a table, and plans, that represent the others of their grid or of their tie group."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from planner.search.finalists import TIE, mechanisms
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import MESH_AXES, Plan
 
-# Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of
-# them may be slower, relative, to stand for all.
+# Splits of data parallelism into replicas and shards that are costed for each listed plan, and how much slower,
+# relatively, the simplest of them may be to represent all.
 PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 
 
 def one_of_tie_group(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
-    """Return the plans of (step, plan), fastest first, without those that a tie with another plan of its tie group
-    makes superfluous.
+    """Return the plans of (step, plan), fastest first, without those that tie with another plan of their tie group.
 
     Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such
-    a tie the simplest is kept, in the place of the fastest.
+    a tie the simplest is kept, at the position of the fastest.
     """
     kept: list[tuple[float, Plan]] = []
     for step, plan in found:
@@ -50,7 +49,7 @@ def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_
     """Return up to `top` rows, best value first; one per grid unless `all_variants`.
 
     Equal values go to the plan with fewer pipeline stages, then context, tensor and expert ranks, then shards, then
-    smaller micro batches: the simpler plan. Remaining ties go by enumeration order.
+    smaller micro batches: the simpler plan. Remaining ties are in enumeration order.
     """
     keys = (
         table.reshard_after_forward,

@@ -1,8 +1,8 @@
 """A whole training run: its days, money and energy, and the number of GPUs for a deadline or a budget.
 
-More GPUs are sooner done and dearer, as each of them does less. So the cheapest number within a deadline is the
-smallest that is in time, and the soonest within a budget the largest that it pays for. Numbers are tried by doubling,
-and then between the last two; the batch stays what it is.
+More GPUs finish sooner and cost more, since each of them does less. So the cheapest number within a deadline is the
+smallest that meets it, and the fastest within a budget the largest that it pays for. Numbers are tried by doubling, and
+then between the last two; the batch is unchanged.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from topology.cluster import GpuKind
 from topology.errors import Infeasible, UserError
 
 HOUR_S, DAY_S = 3600.0, 86400.0
-MOST_GPUS = 1 << 17  # tried: more than anyone has joined
-BETWEEN = (1.25, 1.5, 1.75)  # times the smaller of the last two numbers
-USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is too dear, cheaper: more will not
+MOST_GPUS = 1 << 17  # largest number tried
+BETWEEN = (1.25, 1.5, 1.75)  # numbers tried between the last two, as multiples of the smaller
+USELESS = 2  # numbers in a row without a shorter run or, above the budget, a cheaper one, after which the search ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRun:
-    """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
+    """A run of `steps` steps on `gpus` GPUs; if there is no plan, `problem` gives the reason and the rest is empty.
 
     `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
-    every `checkpoint_interval_s` of steps; `lost_s` is no step that counts, `goodput` the share of those that do, and
-    `waiting` that in which more nodes are out than there are spares, whose hours are among `gpu_hours`.
-    Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
-    cooling are not in it. The cost is in the currency of the price given.
+    every `checkpoint_interval_s` of steps; `lost_s` is time without useful steps, `goodput` the share of useful ones,
+    and `waiting` that in which more nodes are out than there are spares, whose hours are among `gpu_hours`. Ranges hold
+    80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and cooling are
+    not in it. The cost is in the currency of the price given.
     """
 
     gpus: int
@@ -67,13 +67,13 @@ class WholeRun:
 
     @property
     def seconds(self) -> float:
-        """How long it is expected to take: for ever without a plan."""
+        """How long it is expected to take: infinite without a plan."""
         return math.inf if self.days is None else self.days.value * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAnswer:
-    """The plan for a whole run, what the run takes, and the same for every number of GPUs tried, in their order."""
+    """The plan for a whole run, the run itself, and the runs on all numbers of GPUs tried, in order."""
 
     result: SearchResult
     goal: Goal
@@ -100,7 +100,7 @@ def answer_run(
         result = answer(flags, framework, options, measured=measured, progress=progress)
         return RunAnswer(result=result, goal=goal, run=whole_run(result, goal))
     question, assumed = search_question(flags, framework, measured)
-    # The batch is that of the question on all numbers of GPUs, or they would not train the same model.
+    # The batch is the question's for all numbers of GPUs; otherwise they would not train the same model.
     fixed = replace(flags, global_batch=question.workload.global_batch_size)
 
     deadline = deadline_of(options.time_limit_s)
@@ -119,13 +119,13 @@ def answer_run(
 
 
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
-    """Return what a run by the best plan of `result` takes."""
+    """Return the run by the best plan of `result`."""
     best = result.plans[0]
     return _run_of(result.question, goal, best.plan, best.estimate.step_s)
 
 
 def runs_of_counts(result: SearchResult, goal: Goal) -> tuple[WholeRun, ...]:
-    """Return the run on each number of GPUs that a result compares, with the range of its first plan's step."""
+    """Return the runs on all numbers of GPUs that a result compares, with the range of its first plan's step."""
     first = result.plans[0].estimate.step_s
     rows = [(row.plan, row.step_s) for row in result.by_gpus]
     return tuple(
@@ -169,7 +169,7 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Asks for the best plan on one number of GPUs after the other."""
+    """Searches for the best plan on one number of GPUs after the other."""
 
     question: Question
     goal: Goal
@@ -178,7 +178,7 @@ class Counts:
     runs: dict[int, WholeRun] = field(default_factory=dict)
 
     def run(self, gpus: int) -> WholeRun:
-        """Return the run on so many GPUs."""
+        """Return the run on a number of GPUs."""
         if gpus not in self.runs:
             self.runs[gpus] = self._run(gpus)
         return self.runs[gpus]

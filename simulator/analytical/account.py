@@ -1,6 +1,8 @@
-"""The account of a step: every part of its time, by counting what `simulator.step.walk` issues.
+"""The account of a step: the seconds of each of its parts, added up over the operations that `simulator.step.walk`
+issues.
 
-Plans that differ in amounts only are counted together. Micro batches that repeat each other are counted once.
+Plans whose steps have the same operations with other sizes are counted together, as columns. Micro batches that repeat
+each other are counted once.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
-# Of several micro batches so many are walked; further ones repeat the second.
+# Micro batches of a step that are walked; further ones repeat the second.
 WALKED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A step of every plan, of which `parts_s` add up to the step."""
+    """The step of every plan: `parts_s` maps a part to seconds, shape (plans,); the parts add up to the step."""
 
     parts_s: dict[str, Floats]
-    clocks: Floats  # what kernels' times were multiplied with
+    clocks: Floats  # factor of kernel times, relative to a GPU that is never idle
 
     @property
     def total_s(self) -> Floats:
@@ -52,7 +54,9 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountInputs:
-    """What an account rests on: the plans of `context` and what their blocks cost."""
+    """What an account is computed from: the plans of `context`, the costs of their blocks, and the clocks of their
+    kernels.
+    """
 
     scenario: Scenario
     context: CostContext
@@ -62,7 +66,7 @@ class AccountInputs:
     clocks: Floats
 
     def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
-        """Return the inputs of some of the plans, of which `context` is."""
+        """Return the inputs of the plans `rows`, for which `context` was made."""
         return AccountInputs(
             scenario=self.scenario,
             context=context,
@@ -80,7 +84,7 @@ def account_inputs(
     blocks: Mapping[str, BlockCost],
     parameters: Parameters,
 ) -> AccountInputs:
-    """Return what an account of the plans of `context` rests on, kernels at the clocks of a GPU that is never idle."""
+    """Return the inputs for the plans of `context`, with kernels at the clocks of a GPU that is never idle."""
     return AccountInputs(
         scenario=scenario,
         context=context,
@@ -92,15 +96,16 @@ def account_inputs(
 
 
 def account_plans(inputs: AccountInputs) -> Account:
-    """Return the account of all plans, kernels at the clocks that the idle moments of each step leave them."""
+    """Return the account of all plans. Kernels run at the clocks that the power limit allows with the idle time of each
+    step.
+    """
     return _at_working_clocks(inputs, _grouped)
 
 
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account:
-    """Return the account of `plans`, which differ in the layers and recompute modes of their stages only.
+    """Return the account of `plans`, which differ only in the layers and recompute modes of their stages.
 
-    `inputs` are those of a single plan with the pipeline of all of them; modes are named as the runtime's description
-    does.
+    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description.
     """
     rows = np.zeros(len(plans), dtype=np.intp)
     inputs = inputs.take(rows, inputs.context.take(rows))
@@ -118,19 +123,19 @@ def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], A
 
 
 def shares_of(inputs: AccountInputs) -> Shares:
-    """Return what part of the time of kernels products and attention take, one value a plan."""
+    """Return the shares of kernel time that matrix products and attention take, each of shape (plans,)."""
     model = inputs.scenario.model
     sparse = sum(kind.sparse for kind in model.layer_kinds)
     layers = {"dense": model.layers - sparse, "moe": sparse, "embedding": 1, "head": 1}
     return kernel_shares(inputs.blocks, {name: count for name, count in layers.items() if count})
 
 
-# What communication is exposed along.
+# Axes along which communication can be exposed.
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
 def _grouped(inputs: AccountInputs) -> Account:
-    """Return the account of all plans, those together that differ in amounts only."""
+    """Return the account of all plans; plans whose steps have the same operations are walked together."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
     piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
@@ -151,7 +156,7 @@ def _grouped(inputs: AccountInputs) -> Account:
 
 
 def plan_of(table: PlanTable, row: int = 0) -> Plan:
-    """Return a plan with the pipeline of a row."""
+    """Return the plan of a row, or one with the pipeline of that row where the table has no plans."""
     if table.plans:
         return table.plans[row]
     schedule = str(table.schedule[row]) or None
@@ -159,7 +164,9 @@ def plan_of(table: PlanTable, row: int = 0) -> Plan:
 
 
 def _wrapping(table: PlanTable, spec: RuntimeSpec) -> tuple[Floats, NDArray[np.int64]]:
-    """Return of every plan every how many layers it wraps one, 0 for none or all, and which passes run at once."""
+    """Return, for each plan, the period n of recomputation that wraps every n-th layer (0: none or all layers), and a
+    number that is equal for plans that run the same passes at once.
+    """
     period = np.zeros(len(table))
     for word in words(table.recompute):
         every = wrapping_period(spec, word)
@@ -168,7 +175,7 @@ def _wrapping(table: PlanTable, spec: RuntimeSpec) -> tuple[Floats, NDArray[np.i
 
 
 def wrapped_alike(table: PlanTable, spec: RuntimeSpec) -> list[NDArray[np.intp]]:
-    """Return the plans of a table in groups of which units of a stage are the same, if the stage has as many."""
+    """Return row numbers in groups: within a group, stages of the same length have the same units."""
     return _groups(*_wrapping(table, spec))
 
 
@@ -178,18 +185,19 @@ def _groups(*keys: NDArray[Any]) -> list[NDArray[np.intp]]:
 
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
-    """Return the plans of a table in groups that differ in amounts only; without `traffic`, in that of data parallelism
-    too, but for whether parameters are freed after each pass.
+    """Return row numbers in groups of plans whose steps have the same operations. Without `traffic`, data-parallel
+    traffic may differ within a group, except for whether parameters are freed after each pass.
     """
     m = table.micro_batches
     period, overlap = _wrapping(table, context.spec)
     own = np.zeros(len(table))
-    stages: dict[object, int] = {}  # layers and modes that are stated stage by stage
+    stages: dict[object, int] = {}  # a number for each distinct statement of layers and modes by stage
     for row, plan in enumerate(table.plans):
         if any(stated := (plan.layers_per_stage, plan.recompute_per_stage)):
             own[row] = stages.setdefault(stated, len(stages) + 1)
     schedule = np.unique(table.schedule, return_inverse=True)[1].astype(np.float64)
-    # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
+    # Without a pipeline only the first few micro batches are walked; with one, those before the schedule repeats
+    # itself.
     counted = np.minimum(m, 2.0)
     piped = np.nonzero(table["pp"] > 1)[0]
     different, which = distinct(schedule[piped], table["pp"][piped], m[piped])
@@ -200,20 +208,20 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
 
 
 def unit_maker(inputs: AccountInputs) -> UnitMaker:
-    """Return the maker of the units of plans."""
+    """Return what makes the units of these plans' stages."""
     return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters)
 
 
 def account_unpipelined(inputs: AccountInputs) -> Account:
-    """Return the account of plans without a pipeline that differ in amounts only."""
+    """Return the account of plans without a pipeline whose steps have the same operations."""
     context = inputs.context
     m = context.table.micro_batches
     walk = StepWalk(context, stage_units(inputs))
     rank = RankTimeline(*_times(inputs))
     data = walk.begin(rank)
     rank.start()
-    # Of two micro batches the middle one of three is taken back.
-    # Run at the same time, the first two passes are a beginning of their own.
+    # Three micro batches are walked; for plans with two, `repeat` takes the middle one back. Where passes of two micro
+    # batches run at the same time, one more is walked, since the first pair differs from the next.
     walked_out = WALKED + int(context.table.paired[0])
     count = 1 if m[0] <= 1 else walked_out
     for number in range(count):
@@ -230,15 +238,16 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
             rank.repeat(since, m - walked_out)
     walk.end(rank, data, (0,))
     parts = rank.spent_s()
-    # The step ends with whatever is last: the host may still be at work.
+    # The step ends when the last stream or the host is done.
     end = np.maximum(np.max(list(rank.clocks.values()), axis=0), rank.host)
     parts["host"] = parts["host"] + (end - rank.compute)
     return Account(parts_s=parts, clocks=inputs.clocks)
 
 
 class PipelinePlans:
-    """Plans through a pipeline that differ in amounts only, or in micro batches that repeat; where plans are `assigned`
-    their stages, in those too. They go through one table, or, where micro batches repeat, through two.
+    """Plans through one pipeline whose steps have the same operations, or repeat the same micro batches. With
+    `assigned`, the layers and modes of their stages may differ. They are walked through one table, or through two where
+    micro batches repeat.
     """
 
     def __init__(self, inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> None:
@@ -276,7 +285,7 @@ class PipelinePlans:
         ]
 
     def account(self, clocks: Sequence[Clocks]) -> Account:
-        """Return the account of the plans, whose courses end at some clocks."""
+        """Return the account of the plans, given the clocks at the end of each course."""
         ends = [self._end(*each) for each in zip(self.courses, self._passes, clocks, strict=True)]
         end = ends[0]
         if len(ends) > 1:
@@ -285,7 +294,7 @@ class PipelinePlans:
         return Account(parts_s=end.parts_s(), clocks=self.inputs.clocks)
 
     def _end(self, course: Course, passes: Sequence[PassCounts], clocks: Clocks) -> PipelineEnd:
-        """Return the end of a step that is as long as a table."""
+        """Return the end of a step with as many micro batches as the table of `course`."""
         ends = finish(self._ranks, clocks)
         done = ends.done.max(axis=0)
         waiting = done - ends.compute
@@ -299,18 +308,18 @@ class PipelinePlans:
 
 
 def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
-    """Return the accounts of plans through pipelines, all walked at once."""
+    """Return the accounts of groups of plans, all walked at once."""
     clocks = iter(walk_tables([course for plans in several for course in plans.courses]))
     return [plans.account([next(clocks) for _ in plans.courses]) for plans in several]
 
 
 def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
-    """Return the units of every stage, equal ones as one."""
+    """Return the units of every stage, with equal neighbours folded into one that repeats."""
     return [folded(units) for units in unit_maker(inputs).stages(plan_of(inputs.context.table))]
 
 
 def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[list[Unit]]]:
-    """Return the units of every stage of each of the plans, the same list for stages with the same layers."""
+    """Return the units of every stage of each plan, shape [plan][stage]; stages with the same layers share one list."""
     maker, model = unit_maker(inputs), inputs.scenario.model
     known: dict[object, list[Unit]] = {}
     found = []
@@ -335,8 +344,8 @@ def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEnd:
-    """The end of a step through a pipeline. For each rank, shape (ranks, plans): the `parts` of its step, shape
-    (ranks, parts, plans), and `idle_s`, for how long it waits at least, whatever the step takes.
+    """The end of a step through a pipeline: `parts` of each rank's step, seconds of shape (ranks, parts, plans), and
+    `idle_s`, the least time for which a rank waits however long the step is, shape (ranks, plans).
     """
 
     parts: Floats
@@ -347,10 +356,10 @@ class PipelineEnd:
         return np.asarray(self.parts[0].sum(axis=0))
 
     def longer_by(self, rounds: Floats, before: PipelineEnd, held_up: Mapping[str, Floats]) -> PipelineEnd:
-        """Return the end of a step of so many `rounds` more; `before` is that of one round less.
+        """Return the end of a step with `rounds` more rounds of micro batches; `before` is the end with one round less.
 
-        A rank with more to do than others waits less with every round, until every round is as long as its own work.
-        For how long the rounds are `held_up` comes on top, as seconds of parts.
+        The rank with the most work waits less with every round, until a round takes as long as that work. `held_up` is
+        added: seconds by part for which slower hosts and streams delay the further rounds.
         """
         parts = self.parts + rounds * (self.parts - before.parts)
         done_s = self.done_s + rounds * (self.done_s - before.done_s)
@@ -364,14 +373,14 @@ class PipelineEnd:
         return PipelineEnd(parts=parts, idle_s=self.idle_s)
 
     def parts_s(self) -> dict[str, Floats]:
-        """Return the parts of the step as the rank has them that computes longest."""
+        """Return the parts of the step on the rank that computes longest."""
         computing = self.parts[:, PARTS.index("compute")] + self.parts[:, PARTS.index("recompute")]
         slowest, every = np.argmax(computing, axis=0), np.arange(computing.shape[1])
         return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
 
 
 class HopTimes:
-    """What messages of `nbytes` take between neighbouring ranks of pipelines, on one node or two."""
+    """Times of messages of `nbytes` between neighbouring ranks of a pipeline, on one node or on two."""
 
     def __init__(self, context: CostContext, nbytes: Floats, sms: float) -> None:
         self.context, groups = context, context.groups
@@ -379,7 +388,7 @@ class HopTimes:
         self._near, self._far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
 
     def of(self, rows: NDArray[np.intp], ranks: int) -> Hops:
-        """Return the messages of some of the plans, whose pipelines have so many ranks."""
+        """Return the messages of the plans `rows`, whose pipelines have `ranks` ranks."""
         gpus, a_node = self.context.table["gpus"][rows], float(self.context.groups.cluster.gpus_per_node)
         nodes = np.arange(ranks)[:, None] * (gpus / ranks) // a_node
         apart = np.stack([nodes != np.roll(nodes, -way, axis=0) for way in (1, -1)])

@@ -1,4 +1,4 @@
-"""How long passes of units and concurrent transfers take, for all plans of a table: what a `RankTimeline` looks up."""
+"""Times of passes of units and of concurrent transfers, for all plans of a table, as `RankTimeline` asks for them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TINY = 1e-12  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
-    """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device
-    and host, which may be later than that where the host waits on its way: `waits`, in any row. Where passes are like
-    it the host is ahead of the device by `ahead_s` at most, whose kernels fill a stream's queue.
+    """One pass of a unit. `device_s` is `kernels_s` plus `exposed_s` communication; `advance` also has the host's
+    times. `waits`: in some row the host waits for the device within the pass. `ahead_s` is how far the host can be
+    ahead of the device when the stream's queue is full of such passes.
     """
 
     kernels_s: Floats
@@ -48,7 +48,9 @@ class PassTimes:
         object.__setattr__(self, "waits", bool(np.isfinite(self.advance.waits_s).any()))
 
     def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
-        """Return the pass with so much of its communication alongside kernels, which take what is `lost` longer."""
+        """Return the pass with `seconds` of its communication along `axis` hidden behind kernels, which then take
+        `lost` longer.
+        """
         advance = self.advance
         parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
         device_s = advance.device_s - seconds + lost
@@ -68,7 +70,7 @@ class PassTimes:
 
 
 class BlockTimes:
-    """Passes of units, from the costs of their blocks. `clocks` multiplies the time of kernels."""
+    """Passes of units, from the costs of their blocks. Kernel times are multiplied by `clocks`."""
 
     def __init__(self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats) -> None:
         self.context, self.blocks, self.clocks = context, blocks, clocks
@@ -76,7 +78,9 @@ class BlockTimes:
         self._known: dict[tuple[object, ...], PassTimes] = {}
 
     def of(self, unit: Unit, which: Pass, *, paired: bool = False) -> PassTimes:
-        """Return the times of a pass of a unit; `paired`: with layers like it of another micro batch alongside it."""
+        """Return the times of a pass of a unit; `paired`: while a layer of the same kind runs for another micro
+        batch.
+        """
         paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
         key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
@@ -84,7 +88,9 @@ class BlockTimes:
         return self._known[key]
 
     def _paired(self, unit: Unit, which: Pass) -> PassTimes:
-        """Return a pass of a layer with experts whose exchanges of tokens run alongside another micro batch's layer."""
+        """Return a pass of a layer with experts whose token exchanges run while a layer of another micro batch
+        computes.
+        """
         block = self.blocks[unit.block]
         forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
         parts = self._parts(forward, block.forward), self._parts(backward, block.backward)
@@ -130,7 +136,7 @@ class BlockTimes:
         return self._backward(unit, block, block.backward if which is Pass.BACKWARD else block.inward(), backward_s)
 
     def _backward(self, unit: Unit, block: BlockCost, cost: PassCost, host_s: Floats) -> PassTimes:
-        """Return a backward pass of a `cost`, with what runs again before it under each plan's mode."""
+        """Return a backward pass of a `cost`, preceded by what each plan's recompute mode runs again."""
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
@@ -144,11 +150,13 @@ class BlockTimes:
         return result
 
     def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
-        """Return a pass with `host_s` of Python before it; costs are averages over layers, of which a `share` runs."""
+        """Return a pass with `host_s` of Python before it. `cost` is an average over all layers; a `share` of them runs
+        this pass, and the result is for one of those.
+        """
         lost = cost.lost_s / share
         kernels = self.clocks * cost.compute_s / share
         exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
-        saved = kernels - cost.compute_s / share  # what other clocks make of the kernels
+        saved = kernels - cost.compute_s / share  # seconds added to the kernels by their clocks
         advance = cost.advance(host_s=share * host_s).times(1.0 / share)
         device_s = advance.device_s + saved + lost
         return PassTimes(
@@ -171,7 +179,7 @@ def _rate(moved: Floats, seconds: Floats) -> Floats:
 
 
 def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
-    """Return recomputation and the backward pass behind it as one pass."""
+    """Return recomputation followed by the backward pass, as one pass."""
     kernels = again.kernels_s + then.kernels_s
     moved = again.bytes_per_s * again.kernels_s + then.bytes_per_s * then.kernels_s
     parts = {"recompute": again.parts["compute"]}
@@ -188,7 +196,7 @@ def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
 
 
 def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
-    """Return one pass in some rows and the other in the rest."""
+    """Return `one` in the rows `here` and `other` in the rest."""
 
     def either(a: Value, b: Value) -> Floats:
         return np.where(np.asarray(here), a, b)
@@ -206,9 +214,11 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """A collective alongside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second.
+    """A collective that runs while kernels do: its seconds alone, the SMs it holds, and the bytes of memory it moves
+    per second.
 
-    It asks for a part `asks` of a GPU's way out: of its port, or of its NIC where it goes `across` nodes.
+    It uses a share `asks` of the bandwidth out of a GPU: of its port, or of its NIC where the collective goes `across`
+    nodes.
     """
 
     seconds: Floats
@@ -219,10 +229,10 @@ class Background:
     asks: Floats
     runs: bool  # in any row
     everywhere: bool  # in every row
-    slowed: float = 1.0  # alongside kernels it takes so many times as long
+    slowed: float = 1.0  # factor of its time while kernels run
 
     def over(self, before: Background) -> Background:
-        """Return this collective where there is one, and the one before it elsewhere."""
+        """Return this collective in the rows where it runs, and `before` in the others."""
         here = self.seconds > 0
         return Background(
             seconds=np.where(here, self.seconds, before.seconds),
@@ -237,8 +247,8 @@ class Background:
         )
 
     def speeds_beside(self, other: Background) -> tuple[Floats, Floats]:
-        """Return at what parts of their speeds this collective and another run: each has half of a way out that does
-        not do for both, and what the other does not want of its half.
+        """Return the shares of their speeds that this collective and another keep while both run. Where they share a
+        port or NIC that is too narrow for both, each gets half of it, and what the other leaves of its half.
         """
         crowded = (self.across == other.across) & (self.asks + other.asks > 1.0)
         mine, theirs = (
@@ -250,7 +260,7 @@ class Background:
     def stretch(
         self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
     ) -> Stretch:
-        """Return what this collective and compute make of each other."""
+        """Return how much compute and this collective slow each other down while both run."""
         sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
         memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
         speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
@@ -264,8 +274,8 @@ class Background:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Compute takes so many `times` as long alongside a collective, of which that is the part `lost`; the collective
-    runs slower by a part `behind`.
+    """What compute and a concurrent collective do to each other: compute takes `times` as long, of which the share
+    `lost` is due to the collective, and the collective loses the share `behind` of its speed.
     """
 
     times: Floats
@@ -275,7 +285,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class TrafficTimes:
-    """Transfers around the blocks, and copies; looked up once for each distinct size."""
+    """Times of transfers around the blocks, and of copies; each distinct size is looked up once."""
 
     context: CostContext
     sms: float = field(init=False)
@@ -297,7 +307,9 @@ class TrafficTimes:
         self.update_bytes_per_s = update_rate(self.context.runtime, roofline)
 
     def copy_bytes_per_s(self, module_bytes: Value | None) -> Floats:
-        """Return the rate of copies, of those into and out of the flat buffer of a module of `module_bytes`."""
+        """Return the bytes/s of copies; with `module_bytes`, of copies into and out of the flat buffer of such a
+        module.
+        """
         rows, roofline = len(self.context.table), self.context.roofline
         if module_bytes is None:
             return self._hbm
@@ -307,7 +319,7 @@ class TrafficTimes:
         return self._rates[key]
 
     def cost(self, op: str, family: str, nbytes: Value) -> Background:
-        """Return what a collective along the groups of a family takes; nothing in groups of one."""
+        """Return the cost of a collective in the groups of a family; zero in groups of one rank."""
         groups: GroupTimes = self.context.groups
         axis = "pipeline" if family == "pp" else family
         key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)

@@ -1,4 +1,4 @@
-"""At which clocks tensor cores work in steps that do other things as well: a GPU's power limiter averages over them."""
+"""The clocks of tensor cores in a step that also does other things: the power limit of a GPU holds on average."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
 from simulator.step.host import step_host_s
 
-# What else a step does draws, of the power limit, which tensor cores reach by themselves. Source: fitted, with `rested`
-# of efficiency.toml, to 104 steps of our executor on one H100 and one H200, eager and compiled, their other kernels as
-# profiles have them (examples/validation/kernels.md): no bias, 2 % in the median. Attention is assumed. The driver read
-# more for updates that are all a GPU does, 520 to 590 of 700 W, and 130 to 160 W at rest with its clocks up
+# Power that other work of a step draws, as shares of the power limit, which matrix products alone reach: kernels that
+# move memory, attention, and idle time. Source: fitted, with `rested` of efficiency.toml, to 104 steps of our executor
+# on one H100 and one H200, eager and compiled, their other kernels as profiles have them
+# (examples/validation/kernels.md): no bias, 2 % in the median. Attention is assumed. For a GPU that does nothing but
+# optimizer updates the driver read more, 520 to 590 of 700 W, and 130 to 160 W for an idle GPU with its clocks up
 # (examples/profiles/h200x1.json).
 MOVING = 0.5
 ATTENDING = 0.8
 IDLE = 0.2
-# Over how long a GPU's power limiter averages. Source: mean clocks of three runs that load data for 50 to 150 ms of a
-# step leave kernels 1.55 to 1.6 GHz (fresh.jsonl: 4/21, 9/05, 9/06), as 5 to 30 ms of the pause would, where all of it
-# would leave them 1.9.
+# Seconds over which a GPU's power limiter averages. Source: in three runs that load data for 50 to 150 ms of a step,
+# kernels ran at 1.55 to 1.6 GHz on average (fresh.jsonl: 4/21, 9/05, 9/06). That is what a pause of 5 to 30 ms
+# explains; with the whole pause they would have run at 1.9 GHz.
 POWER_WINDOW_S = 0.02
 ROUNDS = 12
 # Parts of a step in which kernels run.
@@ -33,7 +34,9 @@ Shares = dict[WorkKind, Floats]
 
 
 def kernel_shares(blocks: Mapping[str, BlockCost], layers: Mapping[str, float]) -> Shares:
-    """Return what part of the time of a model's kernels products and attention take, `layers` blocks of each name."""
+    """Return the shares of a model's kernel time that matrix products and attention take; `layers` has the count of
+    each block.
+    """
     passes = [(count, cost) for name, count in layers.items() for cost in (blocks[name].forward, blocks[name].backward)]
     whole = sum(count * cost.compute_s for count, cost in passes)
     of_kind = {
@@ -44,7 +47,7 @@ def kernel_shares(blocks: Mapping[str, BlockCost], layers: Mapping[str, float]) 
 
 
 def fastest(context: CostContext) -> float:
-    """Return the least that `working_clocks` gives."""
+    """Return the smallest factor that `working_clocks` can return."""
     if context.calibration is not None:
         return min(1.0, context.calibration.burst)
     if context.roofline.simt or not np.any(context.table["gpus"] == 1):
@@ -53,19 +56,19 @@ def fastest(context: CostContext) -> float:
 
 
 def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
-    """Return what the kernels of a model take at the clocks that the power limit leaves their products, over what they
-    take where products are all that a GPU does.
+    """Return the factor of kernel times in each step, shape (plans,), relative to a GPU that does nothing but matrix
+    products.
 
-    What the others do not draw of it, products may: their rate goes with the `power_exponent`-th power of what they
-    draw, up to that of a GPU that has rested (efficiency.toml, or as it was measured). That is for one GPU: products
-    alongside collectives share both power and SMs with them, and take about as long as `sustained` says; of several
-    GPUs that were measured, only idle moments count.
+    Power that other work leaves unused raises the clocks of products: their rate goes with the `power_exponent`-th
+    power of the power they draw, up to the rate of a rested GPU (efficiency.toml, or as measured). This holds on one
+    GPU. Next to collectives, products share power and SMs with them and take about as long as `sustained` says; on
+    several GPUs that were measured, only idle time counts.
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
     rested, rows = fastest(context), len(context.table)
     if rested == 1.0 or (calibration is not None and not calibration.effects.sustained):
         return np.full(rows, rested)
-    # Of a long pause, in a pipeline or while data is loaded, only the end of it is credited to what follows.
+    # Of a long pause (in a pipeline, or to load data) only the last `POWER_WINDOW_S` raise the clocks of what follows.
     loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])
     pauses = np.minimum(breakdown["bubble"], POWER_WINDOW_S) + np.minimum(loading, POWER_WINDOW_S)
     idle = breakdown["host"] - loading + pauses

@@ -1,7 +1,7 @@
 """Step time and memory of many plans at once, without simulating.
 
-`simulator.analytical.account` counts the step, `simulator.analytical.memory` what the pools of the allocator hold; here
-they become estimates.
+`simulator.analytical.account` gives step times, `simulator.analytical.memory` what the allocator reserves; this module
+makes estimates of them.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class EstimateTable:
     tokens_per_step: float
     model_flops: float
     peak_flops: float
-    basis: tuple[str, ...]  # what each row's interval rests on without a calibration: see `intervals`
+    basis: tuple[str, ...]  # what the interval of each row rests on without a calibration: see `intervals`
     shares: Shares
     runtime: Runtime
-    clocks: Floats  # arithmetic's time over that of a GPU that is never idle
-    distance: float = 1.0  # how many times as wide ranges are as where steps were measured
+    clocks: Floats  # factor of arithmetic's time, relative to a GPU that is never idle
+    distance: float = 1.0  # factor of the width of ranges, relative to that of measured steps
     calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
@@ -119,12 +119,12 @@ def estimate_plans(
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
-    `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
-    `each_with` has the calibration of each plan's seconds, where they differ from the scenario's in costs of the host,
-    of kernels and of collectives; memory, contention and ranges are as the scenario's says.
+    `each_on` gives each plan a cluster of its own; these may differ from the scenario's in link rates only. `each_with`
+    gives each plan a calibration, for the costs of host, kernels and collectives; memory, contention and ranges come
+    from the scenario's.
 
-    Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
-    a plan's recompute word.
+    Raises BadPlan when a plan needs more GPUs than there are, when the runtime has no description, and when it does not
+    know a plan's recompute mode.
     """
     model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
     operators = calibrated_operators(scenario)
@@ -155,7 +155,7 @@ def estimate_plans(
     return EstimateTable(
         plans=tuple(plans),
         step_s=account.total_s,
-        breakdown_s={**breakdown_s, "allocator": np.zeros(len(table))},  # which the replay of allocations tells
+        breakdown_s={**breakdown_s, "allocator": np.zeros(len(table))},  # the replay of allocations gives this part
         exposed_by_axis_s={axis: account.parts_s[axis] for axis in AXES},
         peak_bytes=memory.peak_bytes.max(axis=1),
         reserved_bytes=reserved,
@@ -175,7 +175,9 @@ def estimate_plans(
 
 
 def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
-    """Return the bound of what ranks of every plan hold, as `estimate_plans` does, and no more of it."""
+    """Return the least memory of every rank under every plan, the same as in `estimate_plans` but without step
+    times.
+    """
     operators = calibrated_operators(scenario)
     table = _table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators)
@@ -198,7 +200,7 @@ def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperato
 
 
 def _breakdown(account: Account) -> dict[str, Floats]:
-    """Return the parts of every step, exposed communication of all axes together."""
+    """Return the seconds of each part of every step, with exposed communication summed over axes."""
     exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
     parts = {**account.parts_s, "exposed_communication": exposed_s}
     parts["optimizer"] = parts["optimizer"] + parts["orthogonal"]
@@ -206,7 +208,7 @@ def _breakdown(account: Account) -> dict[str, Floats]:
 
 
 def _within_measured(context: CostContext) -> NDArray[np.bool_]:
-    """Return which plans are no larger than the groups whose collectives were measured."""
+    """Return for each plan whether its groups are at most as large as those whose collectives were measured."""
     measured = context.groups.collectives.measured
     most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
     return np.asarray(context.table["gpus"] <= most)
@@ -216,7 +218,7 @@ BREAKDOWN = ("compute", "recompute", "copies", "contention", "exposed_communicat
 
 
 def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
-    """Raise BadPlan where a plan needs more GPUs than `cluster` has: what is not joined has no time to predict."""
+    """Raise BadPlan where a plan needs more GPUs than `cluster` has."""
     most = max(plans, key=lambda plan: plan.gpus, default=None)
     if most is not None and most.gpus > cluster.gpu_count:
         raise BadPlan(
@@ -227,7 +229,7 @@ def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
 
 
 def calibrated_operators(scenario: Scenario) -> ModelOperators:
-    """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
+    """Return the operators of a model under a runtime, with that runtime's measured host costs."""
     operators = operators_for(scenario.model, scenario.runtime)
     return replace(operators, spec=_calibrated_spec(operators.spec, scenario))
 
@@ -242,24 +244,24 @@ def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
 
 
 def known_costs(scenario: Scenario) -> RuntimeCosts:
-    """Return what layers or runs of the scenario's runtime showed of its costs."""
+    """Return the costs that runs of the scenario's runtime, or of single layers under it, showed."""
     known = scenario.gpu_calibration
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
 
 
 def _spread(spec: RuntimeSpec, scenario: Scenario) -> float:
-    """Return how far the loads of ranks with experts scatter where the workload does not say it in numbers."""
+    """Return the spread of loads over ranks with experts, where the workload does not give loads as numbers."""
     natural = scenario.workload.routing == "natural"
     return spec.unbalanced.get(scenario.model.family, spec.expert_spread) if natural else spec.expert_spread
 
 
 def autocast_width(runtime: Runtime) -> float:
-    """Return how many times as wide parameters are as the type in which products are computed."""
+    """Return the width of parameters over the width of the type in which matrix products compute."""
     return max(1.0, DTYPE_BYTES[runtime.param_dtype] / DTYPE_BYTES[runtime.activation_dtype])
 
 
 def collectives_of(scenario: Scenario, machine: Cluster) -> CollectiveModel:
-    """Return the collectives of a machine as runs of the scenario's runtime showed them."""
+    """Return the collectives of a machine with the scenario's measurements, as the scenario's runtime ran them."""
     known = known_costs(scenario)
     return replace(
         collectives_on(machine, scenario.calibration),
@@ -276,9 +278,10 @@ def cost_context(
     *,
     collectives: CollectiveModel | None = None,
 ) -> CostContext:
-    """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`.
+    """Return the context for the plans of `table`: all that costs of blocks and traffic depend on, besides the
+    operators.
 
-    `collectives` are those of the scenario, with what they have found, where several contexts share them.
+    Pass `collectives` of the scenario where several contexts share their cache.
     """
     model, cluster, calibration = scenario.model, scenario.cluster, scenario.calibration
     windowed = windowed_share(model, scenario.workload.seq_len)
@@ -320,7 +323,7 @@ def cost_context(
 
 
 def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequence[Calibration]) -> CostContext:
-    """Return the context with the costs of a calibration for each plan."""
+    """Return the context with each plan's costs from its own calibration."""
     scenarios = {id(one): replace(scenario, calibration=one) for one in each_with}
     described = operators_for(scenario.model, scenario.runtime).spec
     hosts = {key: _calibrated_spec(described, one).host for key, one in scenarios.items()}
@@ -362,7 +365,9 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
 def network_blocks(
     operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
 ) -> dict[str, BlockCost]:
-    """Return the costs of the network's blocks (`dense`, `moe`, `embedding`, `head`), layers under every mode given."""
+    """Return the costs of the model's blocks (`dense`, `moe`, `embedding`, `head`), with every recompute mode given for
+    layers.
+    """
     layers = context.in_layers
     blocks = {
         "dense": block_cost(operators.dense_layer, layers, recompute),
@@ -375,7 +380,7 @@ def network_blocks(
 
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
-    """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
+    """Return `plan` with the names that the runtime's description has for its recompute modes. Raises BadPlan."""
     stages = plan.stages
     if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
         raise BadPlan(f"recompute_per_stage has {len(plan.recompute_per_stage)} entries for {stages} stages")
@@ -390,12 +395,12 @@ def _interval(value: float, factors: tuple[float, float], source: Source) -> Int
     return Interval(value=value, low=value * factors[0], high=value * factors[1], source=source)
 
 
-# How much of a step's kernel time was measured, or comes from curves through measurements.
+# Shares of a step's kernel time that were measured, or interpolated between measurements.
 
 
 def kernel_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
-    """Return which (measured, fitted) shares the kernels have of the pipeline rank that computes longest; one value a
-    plan.
+    """Return (measured, fitted) shares of kernel time on the pipeline rank that computes longest, each of shape
+    (plans,).
     """
     computing, measured, fitted = (_of_ranks(layout, blocks, name) for name in ("compute_s", "measured_s", "fitted_s"))
     slowest = np.argmax(computing, axis=1)[:, None]
@@ -405,7 +410,7 @@ def kernel_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple
 
 
 def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: str) -> Floats:
-    """Return a quantity of all passes of one micro batch on each pipeline rank, shape (plans, ranks)."""
+    """Return a quantity summed over all passes of one micro batch on each pipeline rank, shape (plans, ranks)."""
 
     def of(cost: PassCost) -> Floats:
         return np.asarray(getattr(cost, quantity)).reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""What one block of the network costs on one rank: seconds forward and backward, bytes kept, host time."""
+"""Costs of one block of the model on one rank: seconds of its forward and backward pass, bytes saved, host time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Ste
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
-# Of the time of products of experts in one kernel, what goes with the clocks as products of one size do: on a GPU that
-# has rested they take 0.86 of what they take for a second on end (0.73 to 0.97, five networks on one H100, least where
-# experts have few rows; examples/validation/experts.md), where those take 0.69 (`rested` in efficiency.toml).
+# Share of the time of grouped products (those of experts in one kernel) that scales with clocks as other products do:
+# on a rested GPU grouped products take 0.86 of their sustained time (0.73 to 0.97, five networks on one H100, least
+# where experts have few rows; examples/validation/experts.md), other products 0.69 (`rested` in efficiency.toml).
 GROUPED_PRODUCTS = 0.45
-# The axis that a collective's time counts to, where that is another than its group.
+# The axis to which a collective's time is added, where it is not that of its group.
 ACCOUNTED = {"etp": "tp", "etp_ep": "ep"}
 
 
@@ -30,26 +30,27 @@ ACCOUNTED = {"etp": "tp", "etp_ep": "ep"}
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `lost_s` is what kernels lose to communication alongside them, `moved_bytes` what they read and write.
-    `behind_s` is when the device ends, counted from the host's start, where it waits for the host alone: minus infinity
-    where it does nothing. `launches` is how many kernels. `waits`: where the host waits for the device on its way.
+    `lost_s` is by how much concurrent communication delays kernels, `moved_bytes` what kernels read and write,
+    `launches` their number. `behind_s` is when the device ends, counted from the host's start, if the device waits for
+    nothing but the host; minus infinity where it does nothing. `waits` has the rows in which the host waits for the
+    device within the pass.
 
-    Of a layer with experts on several ranks: seconds of kernels between its two exchanges of tokens, and of other
-    communication there, of kernels the gradients of weights, and the first exchange; the SMs that exchanges hold, of
-    plans that run others alongside.
+    Layers with experts on several ranks exchange tokens twice. Between the two exchanges lie `experts_s` of kernels
+    (`experts_weight_s` of them for weight gradients) and `experts_exposed_s` of other communication; `first_exchange_s`
+    is the first exchange. `exchange_sms` is set for plans that hide exchanges behind another micro batch.
     """
 
     compute_s: Floats
-    weight_s: Floats  # weight gradients, which split backwards delay
+    weight_s: Floats  # weight gradients, which schedules with a split backward pass delay
     host_s: Floats
     lost_s: Floats
     behind_s: Floats
-    weight_host_s: Floats  # of host_s, what issues weight gradients
+    weight_host_s: Floats  # part of host_s: to issue weight gradients
     moved_bytes: Floats
     launches: Floats
-    measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
-    fitted_s: Floats | float = 0.0  # and what on a curve through others
-    products_s: Floats | float = 0.0  # of compute_s, matrix products whose time goes with the clocks
+    measured_s: Floats | float = 0.0  # part of compute_s whose very operator was measured
+    fitted_s: Floats | float = 0.0  # part of compute_s from a curve through measurements of other shapes
+    products_s: Floats | float = 0.0  # part of compute_s: matrix products whose time goes with the clocks
     attention_s: Floats | float = 0.0  # and attention
     communication_s: dict[str, Floats] = field(default_factory=dict)
     waits: Waits | None = None
@@ -68,7 +69,7 @@ class PassCost:
         return self.compute_s + self.exposed_s
 
     def advance(self, *, host_s: Floats | float = 0.0) -> ClockAdvance:
-        """Return how the pass moves the clocks of device and host, with `host_s` of Python before it."""
+        """Return how the pass moves the clocks of device and host, after `host_s` of Python."""
         plain = launching(self.device_s, self.behind_s + host_s, self.host_s + host_s)
         return plain if self.waits is None else self.waits.advance(plain, host_s=host_s)
 
@@ -76,12 +77,12 @@ class PassCost:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
 
     def without_exchanges(self, rows: Rows) -> PassCost:
-        """Return the pass with its exchanges of tokens hidden in some rows."""
+        """Return the pass with its exchanges of tokens hidden in `rows`."""
         hidden = {axis: np.where(rows & (axis == "ep"), 0.0, s) for axis, s in self.communication_s.items()}
         return replace(self, communication_s=hidden)
 
     def of_share(self, layers: float) -> PassCost:
-        """Return the average over layers of which a share runs this pass."""
+        """Return the average over all layers when a share `layers` of them runs this pass."""
         if layers == 1.0:
             return self
         values = {name: getattr(self, name) for name in AMOUNTS}
@@ -107,15 +108,15 @@ class PassCost:
         )
 
 
-# What a `PassCost` has one number of for every plan.
+# The fields of a `PassCost` that have one number per plan.
 AMOUNTS = tuple(f.name for f in fields(PassCost) if f.name not in {"communication_s", "waits"})
 
 
 @dataclass(slots=True, kw_only=True)
 class BlockMemory:
-    """Bytes that the forward pass of a block keeps of one micro batch: under each recompute mode, one that wraps a
-    share of the layers averaged over layers, and all that it would save without. `bounds`: of no mode, but no more than
-    under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
+    """Bytes that the forward pass of a block keeps of one micro batch: `saved_bytes` under each recompute mode (the
+    mean over layers where a mode wraps a share of them), `everything_bytes` without recomputation. `bounds`: the bytes
+    belong to no mode but are no more than under any (`simulator.bounds.screening.SharedBlocks.keeping_least`).
     """
 
     saved_bytes: dict[str, Floats]
@@ -123,7 +124,7 @@ class BlockMemory:
     bounds: bool = False
 
     def kept(self, which: NDArray[np.intp]) -> BlockMemory:
-        """Return the rows that `which` selects of what it keeps alone."""
+        """Return the memory of the rows `which`."""
         return BlockMemory(
             saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
             everything_bytes=self.everything_bytes[which],
@@ -133,8 +134,8 @@ class BlockMemory:
 
 @dataclass(slots=True, kw_only=True)
 class BlockCost(BlockMemory):
-    """Forward, backward without recomputation, for each recompute mode what runs again, and what is kept. `inward`
-    gives the backward pass without gradients of weights, which schedules that split it ask for.
+    """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again,
+    and its memory. `inward` returns the backward pass without weight gradients, for schedules that split it.
     """
 
     forward: PassCost
@@ -157,7 +158,7 @@ class BlockCost(BlockMemory):
 
 
 def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
-    """Return the cost of a block, and of running it again under each of the modes `recompute` (layers only)."""
+    """Return the cost of a block, and what running it again costs under each mode in `recompute` (layers only)."""
     modes = {name: context.spec.recompute[name] for name in recompute}
     passes = block_passes(operators, context, modes)
     everything = tensors_bytes(operators, context)
@@ -178,12 +179,12 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
 
 
 def of_weight(step: Step) -> bool:
-    """Whether a step computes the gradient of a weight, and stands alone."""
+    """Whether a step is a kernel that computes the gradient of a weight and nothing else."""
     return isinstance(step, Kernel) and step.weight
 
 
 def pass_cost(steps: Iterable[Step], context: CostContext) -> PassCost:
-    """Return the sum of a pass's steps under every plan."""
+    """Return the sum of the steps of a pass, for every plan."""
     fold = _Fold(context)
     for step in steps:
         match step:
@@ -201,7 +202,7 @@ def pass_cost(steps: Iterable[Step], context: CostContext) -> PassCost:
 
 
 class _Fold:
-    """Adds up the steps of one pass, all columns."""
+    """Adds up the steps of one pass for all plans."""
 
     def __init__(self, context: CostContext) -> None:
         rows = len(context.table)
@@ -217,7 +218,7 @@ class _Fold:
             launches=np.zeros(rows),
         )
         self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
-        self._exchanged: tuple[Floats, Floats, Floats] | None = None  # what there was at the first exchange of tokens
+        self._exchanged: tuple[Floats, Floats, Floats] | None = None  # amounts before the first exchange of tokens
 
     def done(self) -> PassCost:
         if (waits := self.cost.waits) is not None:
@@ -226,12 +227,12 @@ class _Fold:
         return self.cost
 
     def _since(self) -> tuple[Floats, Floats, Floats]:
-        """Return seconds of the device, of the device behind the host and of the host since it last waited."""
+        """Return seconds since the host last waited: of the device, of the device behind the host, and of the host."""
         device_s, host_s = self._waited
         return self.cost.device_s - device_s, self.cost.behind_s, self.cost.host_s - host_s
 
     def wait(self, step: Wait) -> None:
-        """Have the host wait for all that it has launched."""
+        """Let the host wait for everything that it has launched."""
         cost, runs = self.cost, step.rows
         cost.host_s = cost.host_s + np.where(runs, step.call_s, 0.0)
         since, waits = self._since(), cost.waits
@@ -249,7 +250,7 @@ class _Fold:
         cost.behind_s = np.where(runs, NEVER, cost.behind_s)
 
     def kernel(self, step: Kernel, *, issued: bool = True) -> None:
-        """Add a kernel, and what its launch costs the host where it is `issued` by itself."""
+        """Add a kernel; if it is `issued` by itself, also the host's time to launch it."""
         cost, work, seconds = self.cost, step.work, step.seconds
         cost.compute_s = cost.compute_s + seconds
         cost.measured_s = cost.measured_s + np.where(step.source == MEASURED, seconds, 0.0)
@@ -289,7 +290,7 @@ class _Fold:
         self._expose(step.transfer.over, step.exposed_s)
 
     def _exchange(self, step: Transfer) -> None:
-        """Note what lies between the two exchanges of tokens."""
+        """Note the kernels and communication between the two exchanges of tokens."""
         cost = self.cost
         if self.context.table.paired.any():
             cost.exchange_sms = self.context.groups.load(step.op, step.over, step.nbytes)[0]
@@ -303,7 +304,7 @@ class _Fold:
             )
 
     def _expose(self, axis: str, seconds: Floats) -> None:
-        """Add communication that nothing hides."""
+        """Add communication along `axis` that nothing hides."""
         cost = self.cost
         cost.expose(ACCOUNTED.get(axis, axis), seconds)
         after = seconds > 0

@@ -1,13 +1,14 @@
 """The least memory of every pipeline rank: a bound below what the allocator's replay finds.
 
-`simulator.memory` replays a plan's allocations one by one, which is what is shown of it. Searches first ask of many
-plans whether they can fit at all. Here is what is surely allocated together at a few moments of a step, when the
-optimizer has its state: a rank's first backward pass begins with the activations of all micro batches in flight;
-later ones begin with fewer of them, and with gradients; at the end there are gradients and what the update makes.
+`simulator.memory` replays a plan's allocations one by one; its result is what users see. A search must first rule out
+plans that cannot fit, many at a time. This module adds up what is certainly allocated together at a few moments of a
+step, once the optimizer has its state: a rank's first backward pass begins with the activations of all micro batches in
+flight; later ones begin with fewer activations and with gradients; at the end there are gradients and the temporaries
+of the update.
 
 The allocator *reserves* a pool for each CUDA stream, and a block freed on one stream is not reused on another. So it
-holds at least what each stream's tensors take at their most, those of gathers and of reductions besides those of the
-compute stream, even where they never coincide.
+reserves at least the sum of the largest amounts that each stream has allocated (compute, gathers, reductions), even
+where these do not coincide.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB
 
-# Bytes besides the allocator's and NCCL's: CUDA's context and loaded kernels. Source: a run that filled both of its two
-# H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8 GiB, alongside
-# 1.1 of communicators.
+# Bytes of CUDA's context and loaded kernels, which neither the allocator nor NCCL counts. Source: a run that filled
+# both of its two H200 and retried allocations (2026-11-23.1/14 of examples/validation/fresh.jsonl) held 137.8 of 139.8
+# GiB, alongside 1.1 of communicators.
 CONTEXT_BYTES = 0.9 * GIB
-# A bound may be what is allocated itself, but for gradients of a few vectors and how sizes are rounded.
+# A bound may equal what is allocated, except for the gradients of a few vectors and the rounding of sizes.
 ROUNDED = 1.0 - 1e-5
-STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # what stays from step to step
+STATE = ("parameters", "gradients", "gradient_buffers", "optimizer")  # kept from step to step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryColumns:
     """Bytes, shape (plans, pipeline ranks); ranks a plan does not have hold zero.
 
-    `categories` is what there is of each kind in a step, not all of it at one moment.
+    `categories` has the bytes of each kind in a step; they need not all be allocated at one moment.
     """
 
     categories: dict[str, Floats]
@@ -54,7 +55,7 @@ class MemoryColumns:
     host_bytes: Floats  # of offloaded state
 
     def scaled(self, costs: RuntimeCosts) -> MemoryColumns:
-        """Return what runs of a runtime took where its description says this."""
+        """Return these bytes corrected by what runs of the runtime used, compared with its description."""
         if costs.reserved == costs.activations == 1.0:
             return self
         state = self.state_bytes
@@ -106,13 +107,15 @@ def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
 
 
 def least_bytes(ranks: RankMemory) -> tuple[Floats, Floats]:
-    """Return what ranks allocate at least and what the allocator reserves at least, shape (plans, pipeline ranks)."""
+    """Return lower bounds of the allocated and of the reserved bytes of every rank, each of shape (plans, pipeline
+    ranks).
+    """
     peak, reserved = (np.where(ranks.layout.exists, nbytes * ROUNDED, 0.0) for nbytes in _peaks(ranks))
     return peak, reserved
 
 
 def _categories(ranks: RankMemory) -> dict[str, Floats]:
-    """Return what there is of each kind in a step."""
+    """Return the bytes of each kind of memory in a step."""
     return {
         **{str(kind): nbytes for kind, nbytes in ranks.state.items()},
         "activations": ranks.activations(ranks.in_flight, ranks.heads),
@@ -124,14 +127,14 @@ def _categories(ranks: RankMemory) -> dict[str, Floats]:
 
 
 def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
-    """Return the least that is allocated at the fullest moment, and the least that the allocator reserves."""
+    """Return lower bounds of the most bytes allocated at a moment, and of the bytes reserved."""
     state, zero, full = ranks.state, ranks.zero, ranks.full
     gradients = np.zeros_like(ranks.shared) if ranks.in_place else state["gradients"]
     standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
     standing = standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture)
 
-    # The first backward pass, and a later one with gradients: whole ones of the compute stream or, of fully sharded
-    # units, shards of the stream that reduces.
+    # The first backward pass, and a later one with gradients: whole gradients on the compute stream or, with fully
+    # sharded units, shards on the stream of reductions.
     alone = ranks.stages == 1
     first = ranks.activations(ranks.in_flight, ranks.heads) + ranks.kept_casts * _whole(ranks.in_flight, alone)
     first = first + ranks.stage_ends
@@ -147,13 +150,13 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
         turn = np.maximum(first, later + added) + compute + zero.buckets + zero.reducing
         allocated = np.maximum(allocated, turn + np.where(alone, gather, 0.0))
 
-    # At the end each unit's gradient is there, of fully sharded ones the last one's whole.
+    # At the end every unit has its gradient; with full sharding, the last unit's is still unsharded.
     last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
-    if ranks.parameters.trained is not None:  # nothing may be on its way then
+    if ranks.parameters.trained is not None:  # perhaps nothing is being reduced then
         last = np.zeros_like(last)
     width = ranks.context.dtype_bytes("gathered")
     reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
-    # A split backward pass has given up a unit's weights before their gradients come.
+    # With a split backward pass a unit's weights are freed before its weight gradients are computed.
     passing = ranks.passing(last) + np.where(full & ~ranks.splits & (not ranks.flat_units), last * width, 0.0)
     in_compute = np.where(full, 0.0, gradients)
     computing = np.maximum(computing, np.maximum(in_compute + passing, in_compute + zero.update))
@@ -164,17 +167,18 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
 
 
 def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
-    """Yield what is there for a moment as a micro batch goes back, besides what is in flight: on the compute stream and
-    on the stream of gathers.
+    """Yield (compute stream, stream of gathers): bytes allocated for a moment of a micro batch's backward pass, besides
+    the activations in flight.
     """
     last, reduces = ranks.layout.last, ranks.full & ~ranks.piped
     head, layer, prefetch = ranks.head, ranks.layer, ranks.spec.fsdp.prefetch
     end = np.where(last, head, layer)
-    # Copies of all weights that are used again, as the forward pass ends; a loss that turns round there is besides.
+    # At the end of the forward pass: copies of all weights that are used again. Where the backward pass of the loss
+    # begins there, its buffers come on top.
     copies = ranks.again * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
     yield copies, np.zeros_like(layer)
     before = np.minimum(ranks.alike, prefetch) * layer
-    # Of a second forward pass the head is still gathered, and a layer is what was copied last.
+    # In a second forward pass the head is still gathered, so a layer was copied last.
     copied = np.where((ranks.heads > 1) & (ranks.alike > 0), np.minimum(layer, head), head)
     compute, gather = ranks.gathered(head, waiting=before, buffer=copied)
     yield compute + ranks.turning + copies * turns_at_once(ranks.context.runtime), gather
@@ -184,7 +188,7 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
     sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
     yield compute + ranks.recomputed + sent - without_head, gather
-    if ranks.kept_gradients.any():  # as the first of the layers goes back
+    if ranks.kept_gradients.any():  # in the backward pass of the first layer
         compute, gather = ranks.gathered(layer, waiting=head)
         yield compute + ranks.recomputed + ranks.kept_gradients - without_head, gather
     compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
@@ -193,15 +197,15 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
 
 
 def _whole(held: Floats, alone: NDArray[np.bool_]) -> Floats:
-    """Return how often everything that a rank holds is there: of several stages there may be more of one than of
-    another.
+    """Return for how many micro batches a rank holds all its activations; with several stages, those in flight may
+    differ by stage.
     """
     return np.where(alone, held, held >= 1)
 
 
 def _summed_over_replicas(ranks: RankMemory) -> Floats:
-    """Return what replicas keep of their sums to the end of a stage's backward pass, besides the gradients of micro
-    batches before.
+    """Return the bytes that sums over replicas keep until a stage's backward pass ends, besides gradients of earlier
+    micro batches.
     """
     table, reduce_bytes = ranks.table, ranks.context.dtype_bytes("reduce")
     again = (table.micro_batches > 1)[:, None] & ~ranks.piped

@@ -1,9 +1,9 @@
-"""The account of a step through a pipeline: each kind of pass counted once, then put together as the schedule's table
-says.
+"""The account of a step through a pipeline: each kind of pass is counted once, and the passes are put together in the
+order of the schedule's table.
 
-What a pass takes from its rank's clocks is the same every time: so long on the device, so long where the host is
-behind, so long for parameters that are not there yet. A long step repeats itself, so its table is walked with fewer
-micro batches and twice, one round apart: what the round adds, further rounds add as well.
+Every pass of a kind moves its rank's clocks in the same way, by times that depend on whether the device, the host or
+parameters still to be gathered come last. A long step repeats itself, so its table is walked twice, with few micro
+batches and with one round more; every further round adds the difference.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
 from simulator.step.walk import StepWalk
 
-# (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
+# (compute, wire, host) clocks at the start of a pass, one row for each of the three walks: nothing in the device's way,
+# only the host in its way, only the wire.
 BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (LONG_AGO, 0.0, LONG_AGO)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCounts(PassClocks):
-    """What a kind of pass does to its rank, and the parts of its seconds on the device, one row a part."""
+    """How a kind of pass moves the clocks of its rank, and `parts`: its seconds on the device by part, shape (parts,
+    plans).
+    """
 
     parts: Floats
 
 
-Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its stage is
+Local = tuple[Kind, bool, bool, Gathered, bool]  # a PassKind without its stage
 
 
 class Counter:
-    """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
+    """Counts each kind of pass in the tables of some plans, once for all stages with the same units.
 
-    `walks` is one walk of all plans, or, of plans that hold other layers on their stages, a walk for each. Three walks
-    at once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way, and
-    with nothing but the wire (`BEGINS`).
+    `walks` has one walk for all plans, or one for each plan where the layers of their stages differ. Each pass is
+    walked from three states at once (`BEGINS`), which together show how it moves the clocks.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class Counter:
         shapes = {id(units): shape_of(units) for walk in walks for units in walk.stages}
         number_of = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
         by_stage = zip(*(walk.stages for walk in walks), strict=True)
-        # The units of every stage on each walk, as a number that is equal where they are.
+        # The number of each stage's list of units under each walk, shape (stages, walks): equal numbers for equal
+        # units.
         self._shapes = np.array([[number_of[shapes[id(units)]] for units in of_walks] for of_walks in by_stage])
         self._kinds: dict[int, set[Local]] = {}
         for kind in {kind for table in tables for kind in table.kinds}:
@@ -63,7 +66,7 @@ class Counter:
         self._known: dict[int, dict[Local, PassCounts]] = {}
 
     def ranks(self, schedule: Schedule) -> list[AlikeRanks]:
-        """Return the ranks of a schedule, those together whose stages have the same units."""
+        """Return the ranks of a schedule, grouped by equal units of their stages."""
         alike: dict[bytes, list[int]] = {}
         for rank in range(schedule.ranks):
             alike.setdefault(self._shapes[[*schedule.stages_of(rank)]].tobytes(), []).append(rank)
@@ -79,7 +82,7 @@ class Counter:
         return AlikeRanks(np.array(ranks), stages, endings[0][1].host[0], endings, contents.ravel())
 
     def passes(self, table: Table) -> list[PassCounts]:
-        """Return the counts of the kinds of passes of a table."""
+        """Return the counts of each kind of pass in a table, in the order of `table.kinds`."""
         of_stage = {stage: self._of_stage(stage) for stage in {kind.stage for kind in table.kinds}}
         return [of_stage[kind.stage][local_kind(kind)] for kind in table.kinds]
 
@@ -119,12 +122,13 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class AlikeRanks:
-    """Pipeline ranks with the same units on their `stages`: when their hosts begin, and who counts the end of their
-    step: a walk with its timeline for each of their possible `contents`, of which every plan has one.
+    """Pipeline ranks with the same units on their `stages`. `host_s` is when their hosts begin. `endings` has a walk,
+    with its timeline, for each distinct list of units, which count the end of the step; `contents` says which of them
+    each plan has.
     """
 
     ranks: Ints
-    stages: Sequence[int]  # of the first of them
+    stages: Sequence[int]  # of the first rank
     host_s: Floats
     endings: Sequence[tuple[StepWalk, RankTimeline, DataWriter]]
     contents: Ints
@@ -140,7 +144,7 @@ def _of_each(which: Ints, values: Sequence[Floats]) -> Floats:
 
 
 def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:
-    """Return for each column that of the `passes` which it has."""
+    """Return the counts whose column i is that of `passes[which[i]]`."""
     found: dict[str, Any] = {}
     for one in fields(PassCounts):
         values = [getattr(each, one.name) for each in passes]
@@ -149,17 +153,19 @@ def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:
 
 
 def shape_of(units: Sequence[Unit]) -> object:
-    """Return what is equal of stages whose units are."""
+    """Return a key that is equal for stages with equal units."""
     return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 
 def local_kind(kind: PassKind) -> Local:
-    """Return a kind of pass wherever its stage is."""
+    """Return the kind of a pass without its stage."""
     return kind.action, kind.first, kind.last, kind.gathered, kind.paired
 
 
 def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:
-    """Return (kind, micro batch) of passes that show each kind of a stage once at least, in an order that can be."""
+    """Return (kind, micro batch) of passes that include every kind of a stage at least once, in an order that a stage
+    can run.
+    """
     runs, forwards = _backwards(kinds), _sorted(kinds, Kind.FORWARD)
     count = max(len(forwards), len(runs))
     forward = [(forwards[min(number, len(forwards) - 1)], number) for number in range(count)]
@@ -167,26 +173,26 @@ def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:
 
 
 def _sorted(kinds: set[Local], action: Kind) -> list[Local]:
-    """Return the kinds of an action, first ones first and last ones last."""
+    """Return the kinds of `action`, first passes first and last passes last."""
     return sorted((kind for kind in kinds if kind[0] is action), key=lambda kind: (not kind[1], *kind[2:]))
 
 
 def _backwards(kinds: set[Local]) -> list[list[Local]]:
-    """Return the kinds of a stage's backward passes, micro batch by micro batch: whole, or in both halves."""
+    """Return the kinds of a stage's backward passes, one list for each micro batch: a whole pass, or its two halves."""
     inputs, weights = (_sorted(kinds, action) for action in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
     count = max(len(inputs), len(weights))
-    # Where there are fewer kinds of second halves than of first ones, their first comes again.
+    # Where there are fewer kinds of second halves than of first halves, the first kind of second half is repeated.
     halves = [[inputs[min(n, len(inputs) - 1)], weights[max(0, n - count + len(weights))]] for n in range(count)]
     runs = halves + [[kind] for kind in _sorted(kinds, Kind.BACKWARD)]
     return sorted(runs, key=lambda run: (not run[-1][1], run[-1][2]))
 
 
 def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) -> PassCounts:
-    """Return what a pass took, from the walks of it.
+    """Return how a pass moves the clocks, from its three walks.
 
-    A pass of more kernels than a stream's queue holds lets its host be ahead of the device by those alone, however long
-    the device has waited for its message: the host launches the others once it runs, and is done with them when what
-    is left fills the queue.
+    When a pass has more kernels than a stream's queue holds, the host can be ahead of the device by a full queue only,
+    however long the device waited for its message. It launches the remaining kernels while the device runs, and is done
+    when those not yet run just fill the queue.
     """
     free, hosted, wired = timeline.compute
     beyond = 1.0 - np.minimum(1.0, QUEUED_LAUNCHES / np.maximum(timeline.launched, 1.0))
@@ -218,8 +224,9 @@ def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How the ranks of a pipeline end a step, shape (ranks, plans): when, when all of it is done, and the parts of what
-    comes after their last passes, shape (ranks, parts, plans).
+    """How the ranks of a pipeline end a step: when each is ready to meet the others, when its compute ends, when
+    everything is done, shape (ranks, plans), and the `parts` of what follows its last pass, shape (ranks, parts,
+    plans).
     """
 
     met: Floats
@@ -229,13 +236,13 @@ class Ends:
 
 
 def finish(ranks: Sequence[AlikeRanks], clocks: Clocks) -> Ends:
-    """Return how the ranks end the step. They meet where the norm of gradients is summed."""
+    """Return how the ranks end the step. They meet to sum the norm of the gradients."""
     alone = _ends_of(ranks, clocks.compute, clocks.sent, clocks.host)
     return _ends_of(ranks, clocks.compute, clocks.sent, clocks.host, alone.met.max(axis=0))
 
 
 def passes_of_ranks(table: Table, passes: Sequence[PassCounts]) -> tuple[Floats, list[PassCounts]]:
-    """Return how often each rank runs each of the different passes, shape (ranks, passes), and those passes."""
+    """Return how often each rank runs each distinct pass, shape (ranks, passes), and those passes."""
     number_of: dict[int, int] = {}
     numbers = [number_of.setdefault(id(did), len(number_of)) for did in passes]
     times = np.zeros((table.schedule.ranks, len(number_of)))

@@ -1,4 +1,4 @@
-"""What there is in the memory of every pipeline rank, kind by kind: the parts of `simulator.analytical.memory`."""
+"""The memory of every pipeline rank by kind, from which `simulator.analytical.memory` adds up its bound."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients 
 
 
 class RankMemory:
-    """Bytes of each kind on every pipeline rank of every plan, all of shape (plans, ranks); parameters as numbers of
-    them, before they are sharded.
-    """
+    """Bytes of each kind of memory, of shape (plans, ranks); parameters are counted in elements, before sharding."""
 
     def __init__(
         self,
@@ -63,18 +61,19 @@ class RankMemory:
         self.piped = (self.table["pp"] > 1)[:, None]
         self.stages = np.maximum(self.table["virtual_stages"], 1.0)[:, None]
         dense, moe = layout.layers
-        # Of a rank's layers the kind of the last, whose backward pass comes first. The ends are units of their own.
+        # Parameters of the last layer of a rank, whose backward pass comes first. Embedding and head are units of their
+        # own.
         of_moe = (parameters.moe_layer + parameters.experts)[:, None]
         self.layer = np.where(moe > 0, of_moe, (dense > 0) * parameters.dense_layer[:, None])
         self.alike = np.where(moe > 0, moe if model.dense_layers_lead else np.minimum(moe, 1), dense)
         self.embedding, self.head = layout.first * parameters.embedding[:, None], layout.last * parameters.head[:, None]
         self.zero = zero_buffers(context, self.trained, self.sharded("optimizer"))
-        if OPTIMIZER_IN_BACKWARD in context.runtime.savers:  # nothing is made of all parameters at once
+        if OPTIMIZER_IN_BACKWARD in context.runtime.savers:  # no temporaries of all parameters at once
             self.zero = replace(self.zero, update=0.0 * self.zero.update)
         self.state = {kind: self.sharded(kind) * held_bytes(context, kind)[:, None] for kind in state_bytes(context)}
         # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward
-        # pass, and backward keeps those of layers that are not run again; embeddings are looked up as they are.
-        # Compiled blocks cast by themselves, and autocast remembers nothing of theirs.
+        # pass, and backward keeps those of layers that are not run again; embeddings are looked up without a cast.
+        # Compiled blocks contain their casts, so autocast keeps no copies for them.
         compute = context.dtype_bytes("compute")
         cast = self.table.conditions["autocast"] & (context.dtype_bytes("param") > compute)
         self.cast_bytes = np.where(cast, compute, 0.0)[:, None]
@@ -88,7 +87,7 @@ class RankMemory:
         return found
 
     def sharded(self, kind: State) -> Floats:
-        """Return how many parameters have their `kind` of state on the rank."""
+        """Return for how many parameters the rank holds state of a kind."""
         shared, experts = self.parameters.of(kind).of_stage(self.layout)
         return shared / self.table.state_shard[kind][:, None] + experts / self.table.expert_shard[kind][:, None]
 
@@ -96,8 +95,8 @@ class RankMemory:
 
     @cached_property
     def buffers(self) -> Floats:
-        """What reducing gradients holds all the time besides the gradients themselves."""
-        # A data-parallel reduction through buckets may hold them besides the gradients.
+        """Buffers that reducing gradients holds throughout the step, besides the gradients themselves."""
+        # Where data-parallel buckets are copies, they add the size of all gradients.
         copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
         buckets = np.where(copied[:, None], self.trained * state_bytes(self.context)["gradients"], 0.0)
         buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
@@ -105,27 +104,29 @@ class RankMemory:
 
     @cached_property
     def added_gradients(self) -> Floats:
-        """Gradients that micro batches of a pipeline add up until the last one: whole, where shards stay of them."""
+        """Gradients summed over the micro batches of a pipeline until the last one: unsharded, where only shards stay
+        afterwards.
+        """
         scattered = (self.table.state_shard["gradients"] > 1)[:, None] * state_bytes(self.context)["gradients"]
         width = np.where(self.full, self.context.dtype_bytes("reduce"), scattered)
         return np.where(self.piped & (not self.in_place), self.trained * width, 0.0)
 
     @property
     def in_place(self) -> bool:
-        """Whether products add gradients up in buffers that are there from the beginning."""
+        """Whether matrix products add gradients into buffers that exist throughout the step."""
         return self.spec.state.gradient_dtype == "reduce"
 
     @cached_property
     def sent_bytes(self) -> float:
-        """Of each gradient, what reducing a unit puts together of it besides it."""
+        """Bytes for each gradient of a unit in the buffer that its reduction assembles."""
         if self.spec.zero is not None:
             return 0.0
         unsharded = self.spec.state.unsharded_gradient_dtype
         return self.context.dtype_bytes(unsharded if self.spec.fsdp.flat_parameters else "reduce")
 
     def passing(self, unit: Floats) -> Floats:
-        """Return a fully sharded unit's gradients while they are reduced; nothing where a network has frozen parts, of
-        which a unit may have no gradients.
+        """Return the bytes of a fully sharded unit's gradients during their reduction; zero for models with frozen
+        parts, where a unit may have no gradients.
         """
         if self.parameters.trained is not None:
             return np.zeros_like(self.whole)
@@ -136,24 +137,24 @@ class RankMemory:
 
     @cached_property
     def again(self) -> Floats:
-        """Parameters of layers that recomputation runs again."""
+        """Parameters of layers that are recomputed."""
         again = np.zeros_like(self.shared)
         for mode, layers in self.layout.by_mode.items():
             if mode != "none":
                 again = again + self.spec.recompute[mode].layers * self._parameters(layers)
-        if self.blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
+        if self.blocks["dense"].bounds:  # under any mode, all copies exist at the end of the forward pass
             again = again + self._parameters(self.layout.by_mode.get("none"))
         return again
 
     @cached_property
     def kept_casts(self) -> Floats:
-        """Narrow copies of weights that a micro batch in flight keeps."""
+        """16-bit copies of weights that each micro batch in flight keeps."""
         looked_up = np.where(self.model.tied_embeddings, 0.0, self.embedding)
         return (self.whole - self.again - looked_up) * self.cast_bytes
 
     @property
     def flat_units(self) -> bool:
-        """Whether a unit's parameters are views of what is gathered, not copies."""
+        """Whether a unit's parameters are views of the gathered buffer rather than copies."""
         return self.spec.fsdp.flat_parameters or self.spec.zero is not None
 
     def gathered(
@@ -164,15 +165,16 @@ class RankMemory:
         buffer: Floats | float = 0.0,
         before: Floats | float = 0.0,
     ) -> tuple[Floats, Floats]:
-        """Return what is gathered while `unit` computes, on the compute stream and on that of gathers: copies, besides
-        the last `buffer` that they were copied out of; or views, besides those that are `waiting` for the device. Units
-        that went back `before` have given up what they kept if it is the last micro batch that goes back.
+        """Return the gathered bytes while `unit` computes, on the compute stream and on the stream of gathers. Where
+        parameters are copies, the latter still holds the `buffer` they were copied from; where they are views, also
+        units gathered ahead and `waiting` for the device. In the backward pass of the last micro batch, units whose
+        backward pass came `before` are already freed.
         """
         kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
-        root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # of which FSDP1 gives nothing up before
+        root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # FSDP1 frees the root unit only at the end
         window = np.where(kept, whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
             return nothing, window
@@ -180,8 +182,8 @@ class RankMemory:
 
     @cached_property
     def stage_ends(self) -> Floats:
-        """What stays gathered, besides the unit that computes, as the first micro batch goes back: a stage does not
-        give up its last unit, which it needs again first.
+        """Parameters that stay gathered at the start of a backward pass, besides those of the unit that computes: a
+        stage keeps its last unit, which its backward pass needs first.
         """
         table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
         smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
@@ -193,15 +195,15 @@ class RankMemory:
 
     @cached_property
     def _buffered(self) -> NDArray[np.bool_]:
-        """Where units are gathered through a buffer, which is kept until the next one has been copied out of its
-        own.
+        """Rows whose units are gathered into a buffer that is kept until the next unit has been copied out of
+        its own.
         """
         ranks = (self.context.groups.extent("fsdp")[0] > 1)[:, None]
         return self.full & ranks & (not self.flat_units)
 
     @cached_property
     def gathers(self) -> Floats:
-        """The most that the stream of gathers holds at once."""
+        """The most bytes that the stream of gathers holds at once."""
         width, prefetch = self.context.dtype_bytes("gathered"), self.spec.fsdp.prefetch
         end = np.maximum(self.embedding, self.head)
         both = np.where(self.alike > 0, np.maximum(end, np.where(self.alike > 1, self.layer, 0.0)) + self.layer, end)
@@ -217,23 +219,23 @@ class RankMemory:
 
     @cached_property
     def symmetric(self) -> Floats:
-        """Buffers of overlapped tensor parallelism."""
+        """Bytes of the buffers of overlapped tensor parallelism."""
         return symmetric_bytes(self.context, *self.layout.layers)
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Micro batches in flight when one of them goes back."""
+        """Micro batches in flight when the first of them begins its backward pass."""
         return in_flight(self.table, self.layout.rank)
 
     @cached_property
     def beside_gradients(self) -> Floats:
-        """The same once there are gradients of all parameters."""
+        """Micro batches in flight once there are gradients of all parameters."""
         return beside_gradients(self.table, self.layout.rank)
 
     @cached_property
     def heads(self) -> Floats:
-        """Of how many micro batches the head's results are there when the first goes back, or its weights have their
-        first gradient.
+        """For how many micro batches the head's results exist when the first backward pass begins, or when its weights
+        get their first gradient.
         """
         micro_batches = self.table.micro_batches[:, None]
         deferred = np.where(self._lags, np.minimum(self.layout.rank + 1.0, micro_batches), 1.0)
@@ -241,7 +243,7 @@ class RankMemory:
 
     @cached_property
     def heads_beside_gradients(self) -> Floats:
-        """The same once there are gradients of all parameters."""
+        """The same as `heads`, once there are gradients of all parameters."""
         fewer = np.where(self._lags & (self.stages > 1), np.minimum(self.heads, 1.0), self.heads - 1)
         return np.where(self.heads > 1, fewer, self.heads)
 
@@ -251,7 +253,7 @@ class RankMemory:
 
     @property
     def splits(self) -> NDArray[np.bool_]:
-        """Where gradients of inputs and of weights are computed apart."""
+        """Rows whose schedules compute gradients of inputs and of weights separately."""
         return where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
 
     @cached_property
@@ -260,18 +262,18 @@ class RankMemory:
 
     @cached_property
     def head_saved(self) -> Floats:
-        """What the head's forward pass saves."""
+        """Bytes that the head's forward pass saves."""
         return self.layout.last * self.blocks["head"].saved_bytes["none"][:, None]
 
     @cached_property
     def turning(self) -> Floats:
-        """What the loss takes when it turns round, besides what its forward pass saved."""
+        """Bytes that the backward pass of the loss takes at its start, besides what its forward pass saved."""
         head = head_peak_bytes(self.context) - self.blocks["head"].saved_bytes["none"]
         return np.where(self.layout.last, np.maximum(head, 0.0)[:, None], 0.0)
 
     @cached_property
     def _saved(self) -> tuple[Floats, Floats]:
-        """What forward passes of a micro batch save in all, and at most in a layer."""
+        """Bytes that the forward passes of a micro batch save in all, and the most that one layer saves."""
         layout, blocks = self.layout, self.blocks
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         most = np.zeros_like(saved)
@@ -279,15 +281,16 @@ class RankMemory:
             for name, layers in zip(("dense", "moe"), counts, strict=True):
                 if name in blocks:
                     of_layer = blocks[name].saved_bytes[mode][:, None]
-                    # More passes may be in flight on one of a rank's stages than on another: all count as the smallest.
+                    # More passes may be in flight on one stage of a rank than on another: all stages count as the
+                    # smallest.
                     of_stage = np.where(self.stages > 1, np.floor(layers / self.stages), layers)
                     saved = saved + self.stages * (of_stage * of_layer - self._wrapped_more(name, mode, of_stage))
                     most = np.maximum(most, (layers > 0) * of_layer)
         return saved, most
 
     def _saved_by_all(self, *, as_wrapped: bool) -> tuple[Floats, Floats]:
-        """Return what forward passes of a micro batch through all of a rank's stages save at least, and through one of
-        them at most; `as_wrapped`, if every layer saved as little as one that its mode wraps.
+        """Return the least that the forward passes of a micro batch through all stages of a rank save, and the most
+        through one stage. With `as_wrapped`, every layer saves as little as one that its mode wraps.
         """
         layout, blocks = self.layout, self.blocks
         ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
@@ -312,14 +315,16 @@ class RankMemory:
         return [self._saved_by_all(as_wrapped=as_wrapped) for as_wrapped in (False, True)]
 
     def _wrapped_less(self, name: str, mode: str) -> Floats | float:
-        """Return by how much less a layer saves that a mode wraps, of which it wraps every so many."""
+        """Return how many bytes less a wrapped layer saves, for a mode that wraps every n-th layer."""
         share = self.spec.recompute[mode].layers
         if share == 1.0:
             return 0.0
         return (self.blocks[name].everything_bytes - self.blocks[name].saved_bytes[mode])[:, None] / share
 
     def _wrapped_more(self, name: str, mode: str, layers: Floats) -> Floats | float:
-        """Return by how much less so many layers may save than on average, where a mode wraps every so many."""
+        """Return by how much the saved bytes of `layers` consecutive layers can be below average, for a mode that wraps
+        every n-th layer.
+        """
         share = self.spec.recompute[mode].layers
         return (np.ceil(layers * share) - layers * share) * self._wrapped_less(name, mode)
 
@@ -329,7 +334,7 @@ class RankMemory:
 
     @cached_property
     def recomputed(self) -> Floats:
-        """What a layer that runs again takes, besides what it kept."""
+        """Bytes that recomputing a layer takes, besides what it saved."""
         found = np.zeros_like(self.shared)
         for mode, (dense, moe) in self.layout.by_mode.items():
             for name, held in (("dense", dense * (self.layout.moe <= 0)), ("moe", moe)):
@@ -340,7 +345,7 @@ class RankMemory:
 
     @cached_property
     def kept_gradients(self) -> Floats:
-        """Gradients of the inputs of frozen layers that are there until the backward pass ends, but the first's."""
+        """Gradients of the inputs of frozen layers that stay until the backward pass ends; the first layer has none."""
         again = sum(
             (np.add(*counts) for mode, counts in self.layout.by_mode.items() if self.spec.recompute[mode].recomputes),
             np.zeros_like(self.shared),
@@ -350,19 +355,20 @@ class RankMemory:
         return np.where(keeps, np.maximum(again - 1, 0.0) * stream, 0.0)
 
     def activations(self, held: Floats, heads: Floats) -> Floats:
-        """Return what forward passes saved, and stages received, of `held` micro batches in flight, of which the head's
-        results are there of `heads`.
+        """Return the bytes that forward passes saved and that stages received for `held` micro batches in flight,
+        `heads` of which have the head's results.
         """
         saved, of_layer = self._saved
-        if goes_away(self.context.runtime):  # all but those of a layer
+        if goes_away(self.context.runtime):  # everything but one layer's is offloaded
             return self.head_saved * heads + np.minimum(saved, of_layer)
-        # Where nearly all micro batches are in flight on all stages: all of them without the passes that are not.
+        # Where nearly all micro batches are in flight on all stages: the bytes of all, less those of the passes not in
+        # flight.
         micro_batches = self.table.micro_batches[:, None]
         missing = self.stages * np.maximum(micro_batches - held, 0.0)
         of_many = np.zeros_like(saved)
         for by_all, by_one in self._by_all:
             of_many = np.where(self.stages > 1, np.maximum(of_many, by_all * micro_batches - by_one * missing), 0.0)
-        # Of passes alongside each other a layer of the one is there before the other's goes.
+        # Where two passes run at once, a layer of one is allocated before that of the other is freed.
         ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
         cached = self.layout.last * head_cached_bytes(self.context)[:, None]
         return (
@@ -375,11 +381,13 @@ class RankMemory:
 
     @cached_property
     def away(self) -> Floats:
-        """What layers of micro batches in flight keep in host memory."""
+        """Bytes that the layers of micro batches in flight keep in host memory."""
         return sum(self.layout.layers) * away_bytes(self.context)[:, None] * self.in_flight
 
     def _parameters(self, layers: tuple[Floats, Floats] | None) -> Floats | float:
-        """Return the parameters of so many dense layers and layers with experts; both of shape (plans, ranks)."""
+        """Return the parameters of `layers`, the counts of dense layers and of layers with experts; counts and result
+        have shape (plans, ranks).
+        """
         if layers is None:
             return 0.0
         of, (dense, moe) = self.parameters, layers
@@ -389,7 +397,9 @@ class RankMemory:
 def _placeholders(
     operators: ModelOperators, context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]
 ) -> Floats:
-    """Return those bytes by pipeline rank, as it holds `dense` and `moe` layers; the head's come and go."""
+    """Return placeholder bytes by pipeline rank, for its `dense` and `moe` layers; those of the head are freed
+    at once.
+    """
     total = np.zeros(dense.shape)
     both = operators.dense_layer + operators.moe_layer
     for held, kind in (

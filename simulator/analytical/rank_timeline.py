@@ -1,8 +1,8 @@
-"""A pipeline rank that counts: when its streams are done, and what for.
+"""A pipeline rank that counts seconds: when its streams end, and what they spent time on.
 
-The analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks
-that only move on; waiting moves a clock to another's time. What runs at the same time slows each other down as a
-whole: a kernel gives SMs and memory bandwidth to collectives alongside it for as long as they last.
+It is the analytical model's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are
+clocks that only move forward; waiting moves a clock to another's time. Concurrent work is slowed as a whole: for as
+long as collectives last, kernels give up SMs and memory bandwidth to them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from simulator.step.rank import Pass, Value
 from simulator.step.traffic import REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 
-# Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic. Products of an update are
-# `orthogonal`, all else of it `optimizer`.
+# Parts of a step, in seconds of the compute stream. `dp` is waiting for data-parallel traffic; `orthogonal` is matrix
+# products of an update, `optimizer` the rest of it.
 PARTS = (
     *("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer"),
     "orthogonal",
 )
 
 
-# Streams whose collectives may run at once: of shards, and of replicas of them.
+# Streams whose collectives may run at once: sharding, and sums over replicas of the shards.
 CONCURRENT = {STREAM: REPLICAS, REPLICAS: STREAM}
 
 
@@ -36,7 +36,8 @@ Mark = tuple[Floats, Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str
 
 
 class RankTimeline:
-    """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
+    """Counts the seconds of one pipeline rank for all plans of a table, or of `several` ranks that begin their passes
+    at different times.
 
     Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
     """
@@ -48,46 +49,44 @@ class RankTimeline:
         self.host: Floats = self._zero
         self.clocks: dict[str, Floats] = {COMPUTE: self._zero}
         self.parts: dict[str, Floats] = dict.fromkeys(PARTS, self._zero)
-        self._ran: Ran = {}  # which passes, and how often
+        self._ran: Ran = {}  # by id: a pass and how often it ran
         self._beside: dict[str, Background] = {}
-        # Since when, and until when, a stream has had collectives one behind the other.
+        # By stream: the start and end of its current collectives, back to back.
         self._busy: dict[str, tuple[Floats, Floats]] = {}
-        # The same of what it had before a pause, and the last of them, where compute has not come so far.
+        # By stream: start, end and cost of its collectives before the last pause, where compute has not passed them
+        # yet.
         self._earlier: dict[str, tuple[Floats, Floats, Background]] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
-        self.sent_s = self._nothing_sent()  # what streams of collectives have had to send since a pass began
+        self.sent_s = self._nothing_sent()  # seconds of collectives issued on these streams in this pass
         self._recorded = 0
         self._ahead_s: Floats = self._zero
         self.launched: Value = 0.0  # kernels so far
-        self._started: Floats = self._zero  # when the device could run the first of them
-        self._held_up: Floats = self._zero  # how long the host has waited for room in the queue
-        self._last: tuple[Floats, PassTimes] | None = None  # when the last pass began
-        self._begun, self._sends = (
-            self.mark(),
-            False,
-        )  # where a unit began that stands for several, and whether it sends anything
+        self._started: Floats = self._zero  # when the device could first run one of them
+        self._held_up: Floats = self._zero  # for how long the host has waited for room in the queue
+        self._last: tuple[Floats, PassTimes] | None = None  # the start of the last pass, and its times
+        self._begun, self._sends = self.mark(), False  # where a repeated unit began, and whether it sends anything
         self._stretches: dict[tuple[int, int], tuple[Stretch, Background, PassTimes]] = {}
         self.paired = False  # passes run alongside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: dict[str, Floats] = self.parts
-        self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
-        self.met: Floats = self._zero  # when this one was
+        self.meeting: Floats | None = None  # when all other ranks of the pipeline are ready to meet
+        self.met: Floats = self._zero  # when this rank is
 
     def start(self) -> None:
-        """The device begins when the host has got so far."""
+        """Start the device at the host's time."""
         self._wait(COMPUTE, self.host, "host")
         self._started = self.compute
 
     @property
     def done(self) -> Floats:
-        """When all of it is done."""
+        """When all streams and the host are done."""
         return np.asarray(np.max([*self.clocks.values(), self.host], axis=0))
 
     def _nothing_sent(self) -> dict[str, Floats]:
         return dict.fromkeys((STREAM, REPLICAS), self._zero)
 
     def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
-        """Set all clocks: a pass to come is counted from there."""
+        """Set all clocks for the start of a pass; its times are counted from there."""
         for stream in (*self.clocks, *WIRES):
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
@@ -102,17 +101,17 @@ class RankTimeline:
         return self.clocks[COMPUTE]
 
     def mark(self) -> Mark:
-        """Return where the rank is."""
+        """Return the present clocks and counts, from which `repeat` continues."""
         at = dict(self.clocks), dict(self.parts), dict(self._ran), dict(self.sent_s), self.launched
         return self.host, self._held_up, *at
 
     def repeat(self, since: Mark, times: Value) -> None:
-        """Let what has happened since a mark happen so many `times` more."""
+        """Add `times` repetitions of everything that happened since a mark."""
         host, held_up, clocks, parts, ran, sent_s, launched = since
         self.launched = self.launched + times * (self.launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
-        # While it waits for the queue, the host goes on as the device does, however far it was ahead of that before.
+        # A host that waits for room in the queue moves on at the device's speed, however far ahead it was before.
         waited, on = self._held_up - held_up, self.host - host
         on = np.where(waited > 0, np.maximum(on - waited, self.compute - clocks.get(COMPUTE, self._zero)), on)
         self.host = self.host + times * on
@@ -132,15 +131,14 @@ class RankTimeline:
                 self._ran[key] = what, count + times * (count - before)
 
     def spent_s(self) -> dict[str, Floats]:
-        """Return the parts of all that has happened so far."""
+        """Return the seconds of each part so far."""
         parts = dict(self.parts)
         for times, count in self._ran.values():
             for part, seconds in times.parts.items():
                 parts[part] = parts[part] + count * seconds
         return parts
 
-    # --- what a rank is asked to run
-    # ------------------------------------------------------------------------------------
+    # --- what a rank is asked to run ----------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
         if unit.repeats > 1:
@@ -155,7 +153,9 @@ class RankTimeline:
             self._fill_queue()
 
     def _repeat_beside(self, since: Mark, times: float) -> None:
-        """Repeat what sends nothing itself: what runs alongside it ends, and delays it by that at most."""
+        """Repeat a unit that sends nothing itself. Traffic that runs alongside it ends at some point, and delays only
+        the repetitions until then.
+        """
         lost = self.parts["contention"] - since[3]["contention"]
         left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
         lasting = np.clip(left / np.maximum(self.compute - since[2][COMPUTE], TINY), 0.0, times)
@@ -170,14 +170,14 @@ class RankTimeline:
         self.paired = True
 
     def next_of_pair(self) -> None:
-        """Both passes are counted one after the other."""
+        """Both passes of a pair are counted one after the other."""
 
     def end_pair(self) -> None:
         self.paired = False
 
     def _fill_queue(self) -> None:
-        """Have the host wait where the compute stream's queue is full: of kernels like those of the last pass, or,
-        where the stream itself has waited meanwhile, of kernels as they came so far.
+        """Let the host wait while the compute stream's queue is full. The queue holds kernels like those of the last
+        pass or, where the stream itself has waited, kernels at their mean rate so far.
         """
         if not self.runs_ahead:
             pace_s = (self.compute - self._started) / np.maximum(self.launched, 1.0)
@@ -316,7 +316,7 @@ class RankTimeline:
         self.clocks[stream] = later
 
     def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
-        """Let the last pass, which is counted already, take longer during a collective that begins before it ends."""
+        """Lengthen the last pass, already counted, by a collective that begins before the pass ends."""
         if self._last is None or not (start < self.compute).any():
             return
         begun, times = self._last
@@ -326,7 +326,9 @@ class RankTimeline:
         self.clocks[COMPUTE] = self.compute + lost
 
     def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
-        """Return how much longer a collective takes with the one under way on `stream`, which it delays as well."""
+        """Return by how much the collective under way on `stream` delays a new one; the one under way is delayed as
+        well.
+        """
         left = np.maximum(self._clock(stream) - start, 0.0)
         mine, theirs = cost.speeds_beside(other)
         together = np.minimum(seconds / mine, left / theirs)
@@ -334,7 +336,7 @@ class RankTimeline:
         return together * (1.0 - mine)
 
     def _delay(self, stream: str, since: Floats, late: Floats) -> None:
-        """Let what is under way on a stream, and what waits for it, be later."""
+        """Delay what is under way on a stream, and events of it after `since`."""
         self.clocks[stream] = self._clock(stream) + late
         if stream in self._busy:
             self._busy[stream] = self._busy[stream][0], self._busy[stream][1] + late
@@ -344,9 +346,9 @@ class RankTimeline:
         }
 
     def _stretch(self, cost: Background, times: PassTimes) -> Stretch:
-        """Return what a collective and a pass make of each other, found once for each two."""
+        """Return how much a collective and a pass slow each other down; computed once for each pair."""
         key = id(cost), id(times)
-        if key not in self._stretches:  # with both, so that nothing else gets their numbers
+        if key not in self._stretches:  # keep both alive, so that their ids stay unique
             stretch = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
             self._stretches[key] = stretch, cost, times
         return self._stretches[key][0]
@@ -354,13 +356,13 @@ class RankTimeline:
     def _beside_traffic(
         self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch]
     ) -> Floats | None:
-        """Return how much longer compute of `total_s` takes alongside the traffic under way at `start`, which it delays
-        as well; None where there is none. In between the device is idle for `idle_s`, when traffic has the GPU to
+        """Return by how much traffic under way at `start` lengthens compute of `total_s`, and delay that traffic as
+        well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which traffic has the GPU to
         itself.
         """
         longer = None
         for stream, alongside, since, until in self._under_way(start):
-            # It may have to wait for another stream itself.
+            # The stream may itself wait for another one first.
             alone = self._zero if since is None else np.maximum(since - start, 0.0)
             stretch = stretch_of(alongside)
             left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total_s - alone, 0.0)
@@ -375,9 +377,7 @@ class RankTimeline:
         return longer
 
     def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
-        """Return the collectives that are not over at `start`: of which stream, and since when and until when it has
-        them.
-        """
+        """Return the collectives that are not over at `start`: (stream, cost, start or None, end)."""
         found: list[tuple[str, Background, Floats | None, Floats]] = []
         for stream, (since, until, cost) in [*self._earlier.items()]:
             if (until > start).any():

@@ -1,4 +1,4 @@
-"""What a plan is for: the model, the machine, the workload and the runtime, with what was measured of them.
+"""What a plan is costed for: model, cluster, workload and runtime, with their measurements.
 
 The analytical model, the search's screening, the lowering and the simulation all take a `Scenario` and plans. The
 planner's `Question` adds a framework's rules to it.
@@ -17,7 +17,7 @@ from topology.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that a cost depends on besides the plan. Without a `calibration` figures rest on datasheets."""
+    """Everything that a cost depends on besides the plan. Without a `calibration`, costs come from datasheets."""
 
     model: Model
     cluster: Cluster
@@ -27,12 +27,12 @@ class Scenario:
 
     @property
     def gpu_calibration(self) -> Calibration | None:
-        """The calibration where it says more than what collectives take."""
+        """The calibration, if it has more than collectives."""
         known = self.calibration
         return known if known is not None and known.gpu_measured else None
 
     @property
     def host_calibration(self) -> Calibration | None:
-        """The calibration where it says what the host takes, as one of the CPU alone does as well."""
+        """The calibration, if it has host costs; one measured on a CPU alone has them too."""
         known = self.calibration
         return known if known is not None and (known.gpu_measured or known.runtimes) else None

@@ -1,8 +1,8 @@
-"""Plans walked through the tables of their schedules: where every rank's clocks are after its last pass.
+"""Walk plans through the tables of their schedules, which gives every rank's clocks after its last pass.
 
-All plans of all tables are walked together, wave by wave (`simulator.pipeline.waves`): what a wave costs hardly depends
-on how many passes are in it. Everything is a flat array, of passes, of one end of messages, or of states: a state is
-one rank of one plan.
+All plans of all tables are walked together, wave by wave (`simulator.pipeline.waves`), since a wave takes about as long
+to compute however many passes it has. Data are flat arrays of passes, of the sending or receiving ends of messages, or
+of states; a state is one rank of one plan.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from simulator.pipeline.schedule_walk import Table
 from simulator.pipeline.waves import Ends, Ints
 from topology.time_limit import check_time
 
-LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# In which it is found how long kernels take during messages, to a hundredth of what they lose.
+LONG_AGO = -1e6  # seconds: earlier than any clock, so it delays nothing
+# Iterations that find how long kernels take during messages, to a hundredth of the time they lose.
 ROUNDS = 4
-MOST_PASSES = 1 << 18  # walked at once: limits memory
+MOST_PASSES = 1 << 18  # passes walked at once: limits memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassClocks:
-    """What a kind of pass does to the clocks of its rank: seconds on the device, of which kernels run so long; until
-    its end from the host's start, where the host is behind; by how much it begins later, or earlier, than the wire is
-    free for the parameters that it gathers; after its end for what it has sent. One value a plan.
+    """How a kind of pass moves the clocks of its rank, in seconds of shape (plans,). `device_s` is its time on the
+    device, `kernels_s` the kernels in it. `host_s` is the host's time. With `lead_s` it begins that much after the wire
+    is free, for the parameters that it gathers (negative: before). `drain_s` after its end the wire is done with what
+    it sent.
     """
 
     device_s: Floats
     kernels_s: Floats
     host_s: Floats
-    waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
-    slack_s: Floats  # by how much the device ends later where the host is behind
+    waits_s: Floats  # from the device's start until the host goes on, where the host waits for the device
+    slack_s: Floats  # by how much the device ends later where the host comes last
     lead_s: Floats
     drain_s: Floats
-    sent_s: Floats  # what the stream of shards carries for it
+    sent_s: Floats  # seconds of its collectives on the stream of shards
     summed_drain_s: Floats
-    summed_s: Floats  # and that of sums over their replicas
+    summed_s: Floats  # and on the stream of sums over replicas
     waits_for_traffic: bool
 
 
@@ -50,8 +51,8 @@ SECONDS = tuple(each.name for each in fields(PassClocks) if each.name != "waits_
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """What a message takes from each rank to the next one and to the one before, shape (2, ranks, plans); while it
-    waits for its receiver it holds a share of the sender's SMs.
+    """Seconds of a message from each rank to the next one and to the one before, shape (2, ranks, plans). While a
+    message waits for its receiver it holds a share `held` of the sender's SMs.
     """
 
     seconds: Floats
@@ -59,15 +60,15 @@ class Hops:
     host_s: Floats
 
     def take(self, some: slice) -> Hops:
-        """Return the hops of some of the plans."""
+        """Return the hops of the plans `some`."""
         return Hops(self.seconds[..., some], self.held[..., some], self.host_s[some])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Plans that go through one table. `passes` are those of the table's kinds; ranks begin at `begins_s`.
+    """Plans that go through one table. `passes` has one entry for each kind of the table; ranks begin at `begins_s`.
 
-    With `synchronizes` a host waits for its device after each pass.
+    With `synchronizes` the host waits for its device after each pass.
     """
 
     table: Table
@@ -79,22 +80,22 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Where the ranks of a course are after their last passes, and what they have waited for, shape (ranks, plans)."""
+    """Clocks of the ranks of a course after their last passes, and the seconds they waited, shape (ranks, plans)."""
 
     host: Floats
     compute: Floats
     wire: Floats
     summed: Floats  # when the stream of sums over replicas is done
-    filling: Floats  # how long a rank has waited before its first pass
+    filling: Floats  # how long a rank waited before its first pass
     waits: Mapping[str, Floats]
-    room: Mapping[str, Floats]  # how much later host and wire could be without holding up passes of the second half
+    room: Mapping[str, Floats]  # how much later host and wire could be without delaying passes of the second half
 
     def held_up(self, rounds: Floats, before: Clocks, round_s: Floats) -> dict[str, Floats]:
-        """Return for how long hosts and wires that are ahead of their devices, but slower, hold up so many further
-        rounds of micro batches, as seconds of parts; `before` are the clocks of one round less, of which each is taken
-        to last `round_s`.
+        """Return the seconds, by part, for which slow hosts and wires delay `rounds` further rounds of micro batches.
+        `before` has the clocks of one round less; `round_s` is how long a round takes on the device.
 
-        They have less room with every round, until there is none.
+        A host or wire that is ahead of its device but slower loses some of its lead with every round, until none is
+        left.
         """
         host, wire = (
             np.maximum(rounds * (now - earlier - round_s) - self.room[part], 0.0)
@@ -108,7 +109,7 @@ class Clocks:
         return np.maximum(self.wire, self.summed)
 
     def joined(self, other: Clocks) -> Clocks:
-        """Return the clocks of these plans and of others of the same course."""
+        """Return the clocks of this course's plans followed by those of `other`."""
         names = [each.name for each in fields(Clocks) if each.name not in ("waits", "room")]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)], axis=1) for name in names}
         waits, room = (
@@ -119,10 +120,10 @@ class Clocks:
 
 
 def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
-    """Return where all ranks of every course are in the end.
+    """Return the clocks of all ranks of every course after its last pass.
 
-    Messages on their way slow down the kernels of their sender. How long each is on its way is found by a first walk
-    without that.
+    Messages in transit slow down the kernels of their sender. A first walk without this effect finds how long each
+    message is in transit.
     """
     found: list[Clocks | None] = [None] * len(courses)
     for batch in _batches(courses):
@@ -135,7 +136,7 @@ def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
 
 
 def _batches(courses: Sequence[Course]) -> Iterator[list[tuple[int, Course]]]:
-    """Yield courses with their numbers, as many as are walked at once; of long ones some of the plans."""
+    """Yield batches of (number, course) that are walked at once; a long course is split by plans."""
     batch: list[tuple[int, Course]] = []
     left = MOST_PASSES
     for number, course in enumerate(courses):
@@ -164,7 +165,7 @@ def _some_plans(course: Course, some: slice) -> Course:
 
 @dataclass(frozen=True, slots=True)
 class WalkedPasses:
-    """Passes of a plan that was walked: their places among all passes, ranks and kinds, and when they began."""
+    """Passes of one walked plan: their places among all passes, their ranks and kinds, and when they began."""
 
     places: Ints
     rank: Ints
@@ -174,8 +175,8 @@ class WalkedPasses:
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """One end of messages in the order of the passes there: those of a wave are from its entry of `starts` to the next,
-    each at a place `at` among the passes of that wave.
+    """The sending or receiving ends of messages, in the order of their passes. Those of wave w are entries `starts[w]`
+    to `starts[w + 1]`, each at position `at` among the passes of that wave.
     """
 
     starts: list[int]
@@ -191,7 +192,9 @@ class _Messages:
 
 
 class TableWalk:
-    """The clocks of some courses; passes are in the order of their waves, those of one table together."""
+    """The clocks of some courses. Passes are in the order of their waves; within a wave, those of one table are
+    together.
+    """
 
     def __init__(self, courses: Sequence[Course]) -> None:
         self.courses = courses
@@ -247,12 +250,12 @@ class TableWalk:
         self.compute = self.host = self.wire = self.summed = self.begins_s
 
     def _offsets(self, counts: Sequence[int] | Ints) -> tuple[int, Ints]:
-        """Return how many things all courses have for each of their plans, and where those of each begin."""
+        """Return the total of `counts` times plans over all courses, and where the entries of each course begin."""
         ends = np.cumsum(np.asarray(counts) * self.plans)
         return int(ends[-1]), np.concatenate([[0], ends[:-1]])
 
     def _ends(self, ends: Sequence[Ends], number: int) -> _Messages:
-        """Return the messages that are the first, or the second, of their passes."""
+        """Return the messages that are the first (`number` 0) or second of their passes."""
         some = [each.take(each.number == number) for each in ends]
         course = np.repeat(np.arange(len(some)), [len(each.turn) for each in some])
         turn, message, slot, source, target = (
@@ -357,14 +360,14 @@ class TableWalk:
         return took
 
     def passes_of(self, number: int) -> WalkedPasses:
-        """Return the passes of a course that was walked with one plan, in the order of their waves."""
+        """Return the passes of a course walked with one plan, in the order of their waves."""
         first = self._first_turn[number]
         places = np.sort(self._place[first : first + len(self._waves[number].wave)])
         ranks = self.state[places] - self.states_of[number]
         return WalkedPasses(places, ranks, self.kind[places], self.began[places])
 
     def clocks(self) -> list[Clocks]:
-        """Return where the ranks of every course are."""
+        """Return the clocks of every course."""
         bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
         first = np.zeros(len(self.state), dtype=np.bool_)
         first[np.unique(self.state, return_index=True)[1]] = True
@@ -391,7 +394,7 @@ class TableWalk:
         return found
 
     def _least_room(self) -> dict[str, Floats]:
-        """Return for each state the least room that its host and wire have in the second half of its passes."""
+        """Return for each state the least lead of its host and of its wire in the second half of its passes."""
         order = np.argsort(self.state, kind="stable")
         starts = np.searchsorted(self.state[order], np.arange(self.states + 1))
         passes = np.diff(starts)
@@ -403,8 +406,8 @@ class TableWalk:
 
 
 def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
-    """Return the seconds of the passes of a course that differ, shape (SECONDS, passes, plans), which of them each of
-    its passes is, and whether that waits for traffic.
+    """Return the seconds of the distinct passes of a course, shape (SECONDS, passes, plans); the index of each turn's
+    pass among them; and whether that turn waits for traffic.
     """
     number_of: dict[int, int] = {}
     numbers = [number_of.setdefault(id(did), len(number_of)) for did in course.passes]
@@ -427,13 +430,13 @@ def _spread(first: Ints, plans: Ints) -> Ints:
 
 
 def _starts(wave: Ints, waves: int) -> list[int]:
-    """Return where each of so many waves begins in sorted numbers of waves, and where the last one ends."""
+    """Return where each of `waves` waves begins in the sorted array `wave`, and where the last one ends."""
     starts: list[int] = np.searchsorted(wave, np.arange(waves + 1)).tolist()
     return starts
 
 
 def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
-    """Return whether any pass of each wave has a flag."""
+    """Return for each wave whether any of its passes has a flag."""
     flagged: list[bool] = np.logical_or.reduceat(flags, starts[:-1]).tolist()
     return flagged
 

@@ -1,4 +1,5 @@
-"""What a search asks of thousands of plans: what no step can beat, and the few that are worth their whole cost.
+"""Lower bounds of step time and memory for thousands of plans, and the screening that selects the few to be costed in
+full.
 
 May import what `analytical` may, and `analytical`.
 """

@@ -1,8 +1,7 @@
-"""Which passes and messages the length of a schedule hangs on: the path through a table that took longest.
+"""The critical path through a schedule's table: the passes and messages that decide its length.
 
-What is on any path through a table has to happen one after the other, so what it takes is a bound of the step of every
-plan that goes through that table. The path that takes longest for one plan takes nearly as long as any for plans like
-it.
+Passes and messages on a path happen one after the other, so the sum of their times is a lower bound of the step for
+every plan with that table. The longest path of one plan is nearly the longest for similar plans.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from simulator.pipeline.waves import Ints
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How often a path has each kind of pass of its table, and each hop, shape (2, ranks), as in `Hops`."""
+    """How often a path contains each kind of pass of its table, and each hop; the latter has shape (2, ranks), as in
+    `Hops`.
+    """
 
     passes: Floats
     hops: Floats
 
 
 def longest_paths(walk: TableWalk, last: Sequence[int]) -> list[Path]:
-    """Return what the beginning of each course's `last` pass, a place among all passes, waited for, and that pass.
+    """Return, for each course, the critical path that ends with its `last` pass (an index into all passes).
 
-    Every course has been walked with one plan, whose hosts do nothing.
+    Every course must have been walked with one plan whose hosts take no time.
     """
     before, hops = _waited_for(walk)
     visited, now = [], np.array(last)
@@ -47,7 +48,7 @@ def longest_paths(walk: TableWalk, last: Sequence[int]) -> list[Path]:
 
 
 def _waited_for(walk: TableWalk) -> tuple[Ints, list[Ints]]:
-    """Return the pass that each pass had to wait for, -1 where it is the first, and the messages' hops in between."""
+    """Return the pass that each pass waited for (-1 for the first), and the hops of the messages in between."""
     count = len(walk.state)
     before = np.full(count, -1, dtype=np.intp)
     order = np.argsort(walk.state, kind="stable")

@@ -1,5 +1,5 @@
-"""What data-parallel traffic adds to every step of a plan, whatever it hides behind: copies, the ends, what never
-overlaps.
+"""The least time that data-parallel traffic adds to a step, however well it is hidden: copies, and the collectives at
+the ends of passes that nothing overlaps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Rows = NDArray[np.bool_]
 class LeastTraffic:
     """Least seconds of data-parallel traffic in a step, shape (plans, ranks); `simulator.step.traffic` describes it.
 
-    `forward` and `backward` happen during those passes, `last_s` after all ranks have met. `waits_for_traffic`, one
-    value a plan: without a pipeline, the next pass starts only when the traffic of this one has ended.
+    `forward` and `backward` happen during those passes, `last_s` after all ranks have met. `waits_for_traffic`, shape
+    (plans,), is true where, without a pipeline, a pass starts only after the traffic of the one before.
     """
 
     def __init__(self, context: CostContext, layout: StageLayout, parameters: Parameters, lookup_s: Floats) -> None:
@@ -55,10 +55,11 @@ class LeastTraffic:
         self.waits_for_traffic = full.copy()
         nothing = PassTraffic(*(np.zeros(dense.shape) for _ in range(3)))
         self.forward, self.backward = nothing, nothing
-        # What the first forward pass of a rank gathers behind its first units, and all copies of one micro batch there.
+        # Gathers of a rank's first forward pass, except those of its first units, and all copies of one micro batch in
+        # it.
         self.first_gathers_s, self.first_copies_s = nothing.stream_s, nothing.stream_s
-        self.last_copies_s = nothing.stream_s  # of its last backward pass
-        self.unit_gather_s = rows  # the least of a layer
+        self.last_copies_s = nothing.stream_s  # of the last backward pass
+        self.unit_gather_s = rows  # the least over the kinds of layer
         if full.any():
             self.forward, self.backward = self._sharded(lookup_s)
         if not full.all():
@@ -67,7 +68,7 @@ class LeastTraffic:
 
     @cached_property
     def units_s(self) -> dict[str, UnitTraffic]:
-        """Seconds of each unit by its block."""
+        """Seconds of one unit, by the block it holds."""
         return {name: self._unit(name) for name in self._blocks}
 
     def _sharded_unit(self, block: str) -> _Sharded:
@@ -99,7 +100,8 @@ class LeastTraffic:
         """Units are gathered, copied, and their gradients scattered, one by one."""
         table, m = self.table, self._m
         keeps, off = table.keeps_gathered, where(table.schedule, lambda kind: kind.splits_backward)
-        # Before each pass, unless a unit is still there from the one before, as a stage's last unit is.
+        # A unit is gathered before each pass, unless it is still gathered from the pass before, like a stage's last
+        # unit.
         forward, backward = np.where(keeps, 1.0, m), np.where(keeps | off, 0.0, m)
         reductions = np.where(self._piped, 1.0, m)
         embedding, *layers, head = map(self._sharded_unit, ("embedding", *self._layers, "head"))
@@ -115,13 +117,13 @@ class LeastTraffic:
             stages = np.maximum(table["virtual_stages"], 1.0)[:, None]
             return np.asarray(self._last * getattr(head, quantity)[:, None] + (stages - self._last) * layer)
 
-        # Delayed weight gradients keep a whole stage gathered, so that the next pass need not gather it.
+        # With delayed weight gradients a whole stage stays gathered, so the next pass need not gather it.
         stay = np.where(off & ~keeps, m - 1.0, 0.0)[:, None]
         out, gathered = total("out_s"), total("gather_s")
         copied_out = np.maximum(forward[:, None] * out - stay * widest("out_s"), 0.0)
         out_again = backward[:, None] * np.maximum(out - widest("out_s"), 0.0)
         gathered_again = backward[:, None] * np.maximum(gathered - widest("gather_s"), 0.0)
-        # The first layer is gathered behind the embedding, which has nothing but its lookup to hide that.
+        # The gather of the first layer can hide only behind the lookup of the embedding.
         second = np.min([unit.gather_s for unit in layers], axis=0) - embedding.out_s - lookup_s
         lead = embedding.gather_s + np.maximum(second, 0.0)
         lead = np.where(self._piped, 1.0, forward) * lead
@@ -129,7 +131,8 @@ class LeastTraffic:
         drain = self._end(embedding.drain_s, np.min([unit.drain_s for unit in layers], axis=0))
         reduced = np.maximum(gathered_again + once * total("scatter_s"), once * total("replicate_s"))
         full = table.fully_sharded[:, None]
-        # The first unit of a stage is gathered ahead of a pass, and the second while that waits for it.
+        # The first unit of a stage is gathered before the pass begins, and the second while the pass waits for the
+        # first.
         ahead = 2.0 * np.maximum(
             widest("gather_s"), np.max([unit.gather_s for unit in units], axis=0)[:, None] * stages_of(table)
         )
@@ -143,17 +146,20 @@ class LeastTraffic:
         )
 
     def _added(self) -> Floats:
-        """Return what adding up gradients of micro batches takes where parameters are fully sharded."""
+        """Return the seconds of adding up micro batches' gradients where parameters are fully sharded."""
         if self.spec.state.gradient_dtype == "reduce":
             return np.zeros(self.shared.shape)
         seconds = self._m * (self._compute + 2 * self._reduce) / self.context.roofline.memory_bytes_per_s
         return np.where(self._piped[:, None], (self.shared + self.experts) * seconds[:, None], 0.0)
 
     def _whole(self, rows: Rows) -> PassTraffic:
-        """Gradients are whole: reduced behind the backward pass that makes them, or after the last one."""
+        """Return the backward traffic of unsharded gradients: reduced behind the backward pass that computes them, or
+        after the last.
+        """
         spec, table = self.spec, self.table
         sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
-        # A sharded optimizer's traffic may go out behind backward, and come in behind the first forward pass.
+        # A sharded optimizer's gradients may be reduced during the backward pass, and its parameters gathered during
+        # the first forward pass.
         fetched = sharded & ~scattered & spec.ddp.sharded_overlap
         behind = fetched | (~sharded & spec.ddp.overlap)
         every = self._m if spec.ddp.every_micro_batch else np.ones(len(table))
@@ -185,13 +191,13 @@ class LeastTraffic:
         )
 
     def _end(self, embedding_s: Floats, layer_s: Floats) -> Floats:
-        """Return what the unit takes whose gradients a rank makes last."""
+        """Return the time of the unit whose gradients a rank computes last."""
         looped = (self.table["virtual_stages"] > 1)[:, None]
         first, other = embedding_s[:, None], layer_s[:, None]
         return np.where(self._first > 0, np.where(looped, np.minimum(first, other), first), other)
 
     def _reduced(self, shared: Floats, experts: Floats, sharded: Rows) -> Floats:
-        """Return what reducing the gradients of one unit takes: in buckets, or scattered."""
+        """Return the seconds to reduce the gradients of one unit, in buckets or as a reduce-scatter."""
         size, reduce = self.spec.ddp.bucket_bytes, self._reduce
         buckets = np.maximum(np.ceil((shared + experts) * reduce / size), 1.0) if size else 1.0
         summed = buckets * self.send_s("all_reduce", "dp", shared / buckets, experts / buckets, reduce)
@@ -200,12 +206,12 @@ class LeastTraffic:
         return np.where(sharded, self.send_s("reduce_scatter", "dp", shared, experts, reduce), summed)
 
     def _of_all(self, op: str, width: float) -> Floats:
-        """Return what a collective of all that a rank holds takes, shape (plans, ranks)."""
+        """Return the seconds of a collective over all parameters that a rank holds, shape (plans, ranks)."""
         ranks = range(self.shared.shape[1])
         return np.stack([self.send_s(op, "dp", self.shared[:, r], self.experts[:, r], width) for r in ranks], axis=1)
 
     def send_s(self, op: str, family: str, shared: Floats, experts: Floats, width: float) -> Floats:
-        """Return what a collective of some parameters takes, routed experts by themselves."""
+        """Return the seconds of a collective over `shared` and `experts` parameters, sent separately."""
         groups = self.context.groups
         total = np.where(shared > 0, groups.time_s(op, family, shared * width), 0.0)
         if experts.any():
@@ -232,14 +238,14 @@ class LeastTraffic:
 
 
 def stages_of(table: PlanTable) -> Floats:
-    """Return how many stages a rank has, as a column."""
+    """Return the number of stages of a rank, shape (plans, 1)."""
     return np.maximum(table["virtual_stages"], 1.0)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTraffic:
-    """Seconds of one unit, one value a plan: copies out of its gather and into its reduction, both of these, sums over
-    replicas, and gradients added to those of micro batches before.
+    """Seconds of one unit, shape (plans,): copies out of its gather (`out_s`), the gather, copies into its reduction
+    (`in_s`), gradients added to those of earlier micro batches, the reduction, and the sum over replicas.
     """
 
     out_s: Floats
@@ -250,15 +256,15 @@ class UnitTraffic:
     replicate_s: Floats
 
     def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
-        """Return the seconds of some of the plans."""
+        """Return the seconds of the plans `rows`."""
         every = len(self.gather_s)
         return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
 
 
 @dataclass(frozen=True, slots=True)
 class PassTraffic:
-    """What comes with the passes of a step in one direction: `copies_s` on the compute stream, `stream_s` one after the
-    other on that of collectives, and of those `exposed_s`, which have nothing to hide behind.
+    """Data-parallel traffic of a step's forward or backward passes: `copies_s` on the compute stream; `stream_s` of
+    collectives, one after the other on their stream; `exposed_s` of these that cannot be hidden.
     """
 
     copies_s: Floats
@@ -276,8 +282,8 @@ class PassTraffic:
 
 
 class _Sharded:
-    """Seconds of one fully sharded unit: a gather and the copies out of it, a reduction and the copies into it. What is
-    gathered is `used`, what is reduced `trained`, both routed experts apart.
+    """Seconds of one fully sharded unit: its gather and the copies out of it, its reduction and the copies into it.
+    `used` parameters are gathered, the gradients of `trained` ones reduced; each is a pair (shared, routed experts).
     """
 
     def __init__(self, traffic: LeastTraffic, used: tuple[Floats, Floats], trained: tuple[Floats, Floats]) -> None:
@@ -301,5 +307,5 @@ class _Sharded:
 
     @property
     def drain_s(self) -> Floats:
-        """A reduction and what follows it."""
+        """Seconds of a reduction and of the sum over replicas that follows."""
         return self.scatter_s + self.replicate_s

@@ -1,9 +1,10 @@
-"""What no step of a plan can beat, as columns: a bound to search with, cheap because it follows no clock.
+"""A lower bound of the step time of many plans, as columns; cheap, because it follows no clocks.
 
-A rank's device runs its passes and copies and receives its messages one after the other; its host issues all of it; the
-first micro batch passes other ranks before it gets there, and the last one after it has left. Nothing else that a step
-may wait for is counted, so the account of a step (`simulator.analytical.account`), which walks through all of it, is
-never below. Block costs are summed over the blocks that a rank holds.
+It counts that a rank's device runs its passes and copies and receives its messages one after the other; that its host
+issues all of them; and that the first micro batch passes other ranks before it reaches this one, and the last one
+passes them afterwards. Nothing else that a step may wait for is counted, so the account of a step
+(`simulator.analytical.account`), which walks through everything, is never below. Block costs are summed over the blocks
+that a rank holds.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ LAYER_PASSES = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPasses:
-    """Seconds of one micro batch on each rank, shape (plans, ranks); of `backward`, `weight` is what schedules
-    delay.
+    """Seconds of one micro batch on each rank, shape (plans, ranks). `weight` is the part of `backward` that schedules
+    can delay.
     """
 
     forward: Floats
@@ -49,11 +50,11 @@ class RankPasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBounds:
-    """What each pipeline rank alone says of the step at least, in seconds, shape (plans, ranks).
+    """Lower bounds of the step from each pipeline rank alone, in seconds, shape (plans, ranks).
 
-    A rank that begins `since` after the first of the pipeline is done no earlier than `own_s` later, and what it has
-    computed then ends its last backward pass: `max(since - deferred_s, drain_s)` more. `passing_s` is by how much the
-    next rank begins later than it. However early it begins, it takes `alone_s`.
+    A rank that begins `since` seconds after the first rank needs `own_s` for its own work, and after that at least
+    `max(since - deferred_s, drain_s)`: the last backward pass must still return to the first rank, or its own
+    reductions end. The next rank begins `passing_s` later. Whenever a rank begins, the step takes at least `alone_s`.
     """
 
     own_s: Floats
@@ -64,7 +65,9 @@ class RankBounds:
 
 
 class LowerBound:
-    """The bound of plans of `context`, whose ranks hold the layers of `layout` and send each other `message_bytes`."""
+    """The bound for the plans of `context`, whose ranks hold the layers of `layout` and exchange messages of
+    `message_bytes`.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class LowerBound:
         parameters: Parameters,
         message_bytes: Floats,
     ) -> None:
-        if context.table.paired.any():  # all of an exchange may run alongside compute
+        if context.table.paired.any():  # an exchange may be hidden entirely behind compute
             blocks = {name: _without_exchanges(block, context.table.paired) for name, block in blocks.items()}
         self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
         self.table, self.spec = context.table, context.spec
@@ -83,7 +86,7 @@ class LowerBound:
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
     def step_s(self) -> Floats:
-        """Return seconds that the step takes at least, one value a plan."""
+        """Return the bound, seconds of shape (plans,)."""
         traffic = self._traffic()
         # Ranks meet before they update.
         computed = self._most(self._computing_s(traffic)) + self._most(traffic.last_s)
@@ -91,14 +94,16 @@ class LowerBound:
         return np.asarray(self.fixed_s() + np.maximum(computed, issued))
 
     def fixed_s(self) -> Floats:
-        """Return seconds of a step that no rank's layers change: the host's own and the norm of gradients."""
+        """Return the seconds of a step that do not depend on the layers of any rank: the host's own work and the norm
+        of gradients.
+        """
         groups = self.context.groups
         norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(self.table)))
         return np.asarray(step_host_s(self.spec.host, self.context) + norm)
 
     def of_ranks(self, first_stage: Floats) -> RankBounds:
-        """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` are the layers on
-        the first stage of each rank.
+        """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` is the number of
+        layers on the first stage of each rank.
         """
         traffic = self._traffic()
         device, hop = self.device(), self._hop_s()[:, None]
@@ -107,7 +112,7 @@ class LowerBound:
         layer = np.add(*self._layer_passes_s(off[:, 0]))[:, None]
         passing = np.where(self._stages[:, None] > 1, first_stage * layer, first + last)
         own = self._own_s(device, hop, traffic) + traffic.last_s
-        # A message is the receiver's: on the way there the rank's own is counted already.
+        # A message counts to the rank that receives it; the rank's own messages are already in `own_s`.
         inner = self.layout.rank > 0
         deferred = np.where(
             off, np.minimum(self.table.micro_batches[:, None], self._late_passes()) * device.weight, 0.0
@@ -124,11 +129,12 @@ class LowerBound:
         return LeastTraffic(self.context, self.layout, self.parameters, self.blocks["embedding"].forward.device_s)
 
     def _computing_s(self, traffic: LeastTraffic) -> Floats:
-        """Return when the device of each rank has computed, gathered and reduced what it must."""
+        """Return when the device of each rank has computed, gathered and reduced everything, at the earliest."""
         table, m = self.table, self.table.micro_batches[:, None]
         device, hop = self.device(), self._hop_s()[:, None]
         forward_s, backward_s = device.forward, device.backward
-        # In a pipeline a host that waits for the device may be late while that waits for messages.
+        # In a pipeline, the time that a host spends waiting for its device may be hidden while the device waits for
+        # messages.
         waits = (host_synchronizes(self.spec.host, table) & (table["pp"] == 1))[:, None]
         if waits.any():
             host = self.host()
@@ -148,22 +154,25 @@ class LowerBound:
         return np.where(piped, through, alone)
 
     def _own_s(self, device: RankPasses, hop: Floats, traffic: LeastTraffic) -> Floats:
-        """Return what the device of each rank of a pipeline does: passes, copies, messages, and its first gathers."""
+        """Return the seconds of each pipeline rank's device: passes, copies, messages, and the first gathers that
+        nothing hides.
+        """
         m, forward, backward = self.table.micro_batches[:, None], traffic.forward, traffic.backward
         own = m * device.both + forward.copies_s + forward.exposed_s + backward.copies_s
         first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
         return np.asarray(own + m * self._messages() * hop + first)
 
     def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
-        """Return what the first forward and the last backward pass of each rank take."""
+        """Return the seconds of the first forward and of the last backward pass of each rank."""
         off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
         first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
         return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
     def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
-        """Return when the collectives of parameters that are freed after each pass have ended, one after the other.
+        """Return when the collectives of parameters that are freed after each pass have ended, which run one after the
+        other.
 
-        Each is issued no later than when the unit before the one that needs it begins.
+        Each is issued at the latest when the unit before the one that needs it begins.
         """
         table, m = self.table, self.table.micro_batches[:, None]
         passes = m * self._stages[:, None]
@@ -171,13 +180,13 @@ class LowerBound:
             (passes * np.maximum(self._layer_s(which) - traffic.unit_gather_s, 0.0)[:, None] for which in LAYER_PASSES),
             np.zeros(device.forward.shape),
         )
-        # Where shards are summed over replicas, the account has collectives of a pass wait for those of others at its
-        # end only.
+        # Where shards are summed over replicas, the account lets the collectives of a pass wait for those of other
+        # passes only at its end.
         lets_go = (table.fully_sharded & ~table.keeps_gathered & ~has_replicas(table))[:, None]
         return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
 
     def _layer_s(self, which: str) -> Floats:
-        """Return what a layer's pass takes at most, with what is run again."""
+        """Return the most seconds that a layer's pass takes, recomputation included."""
         most = np.zeros(len(self.table))
         for name, block in self.blocks.items():
             if name in LAYERS:
@@ -188,7 +197,7 @@ class LowerBound:
         return most
 
     def _issuing_s(self) -> Floats:
-        """Return when each host has issued everything."""
+        """Return when the host of each rank has issued everything."""
         rest_s = rest_host_s(self.spec.host, self.table)[:, None]
         return np.asarray(self.table.micro_batches[:, None] * self.host().both + rest_s)
 
@@ -198,7 +207,7 @@ class LowerBound:
     # --- one micro batch on a rank ------------------------------------------------------------------------------
 
     def device(self) -> RankPasses:
-        """Return what kernels, at the fastest clocks, and the communication between them take."""
+        """Return the seconds of kernels, at the fastest clocks, and of the communication between them."""
         slower = 1.0 - self._clocks
 
         def seconds(cost: str) -> Floats:
@@ -209,7 +218,7 @@ class LowerBound:
         return RankPasses(forward=seconds("forward"), backward=seconds("backward") + seconds("again"), weight=weight)
 
     def host(self) -> RankPasses:
-        """Return what the host takes to issue them."""
+        """Return the host's seconds to issue the passes."""
         host = self.spec.host
         forward_s, backward_s = (each[:, None] for each in layer_host_s(self.spec, self.table))
         again_s = again_host_s(host, self.table)[:, None]
@@ -224,8 +233,8 @@ class LowerBound:
         )
 
     def _sum(self, cost: str, quantity: str) -> Floats:
-        """Return a quantity of a pass (forward, backward; again: what recomputation repeats) of all blocks of a
-        rank.
+        """Return a quantity of a pass (`forward`, `backward`, or `again` for recomputation), summed over all blocks of
+        a rank.
         """
         layout, total = self.layout, np.zeros(self.layout.exists.shape)
         if cost == "again":
@@ -245,7 +254,7 @@ class LowerBound:
         }
         total = np.zeros(self.layout.exists.shape)
         share = self.spec.recompute[mode].layers
-        if share < 1 and each:  # whichever layers it wraps
+        if share < 1 and each:  # the least, since it may wrap any of the layers
             return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]) / share)
         layers = dict(zip(LAYERS, self.layout.by_mode[mode], strict=True))
         for name, seconds in each.items():
@@ -253,8 +262,8 @@ class LowerBound:
         return total
 
     def _wrapped(self, mode: str) -> Floats:
-        """Return how many layers of each rank a mode runs again at least: of those in a row on a stage every so
-        many.
+        """Return the least number of layers that a mode recomputes on each rank: every n-th of the consecutive layers
+        of a stage.
         """
         spec, layers = self.spec.recompute[mode], np.add(*self.layout.by_mode[mode])
         if not spec.recomputes:
@@ -265,23 +274,26 @@ class LowerBound:
     # --- the pipeline -------------------------------------------------------------------------------------------
 
     def _hop_s(self) -> Floats:
-        """Return what a message between neighbouring ranks takes, on one node or two."""
+        """Return the seconds of a message between neighbouring ranks, the lesser of one node and two."""
         near, far = (self.context.groups.time_s("send_recv", axis, self._message_bytes) for axis in ("pp", "pp_across"))
         return np.minimum(near, far)
 
     def _messages(self) -> Floats:
-        """Return how many messages a rank receives for one micro batch: into each of its stages, forward and back."""
+        """Return how many messages a rank receives for one micro batch: one into each of its stages, forward and
+        backward.
+        """
         layout = self.layout
         between = 2.0 * self._stages[:, None] - layout.first - layout.last
-        # The rank at the turn of a V has both stages alongside it.
+        # The rank at the turn of a V holds both stages of the turn, so no message passes between them.
         turn = where(self.table.schedule, lambda kind: kind.v_shaped)[:, None] & (
             layout.rank + layout.rank_count == self.table["pp"][:, None]
         )
         return np.asarray(np.maximum(between - np.where(turn, 2.0, 0.0), 0.0))
 
     def _through(self, device: RankPasses, hop: Floats, m: Floats, own: Floats, traffic: LeastTraffic) -> Floats:
-        """Return when each rank has done its `own` work behind what the first micro batch takes on its way there, and
-        before its `drain` or what the last one takes on its way back; or when one micro batch has passed all of them.
+        """Return when the step of each rank ends at the earliest: the first micro batch arrives, the rank does its
+        `own` work, then come its `drain` or the last micro batch's way back. Or, if that is later, when one micro batch
+        has passed all ranks.
         """
         layout, drain = self.layout, traffic.backward.exposed_s
         off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
@@ -289,25 +301,25 @@ class LowerBound:
         layer_forward, layer_back = (each[:, None] for each in self._layer_passes_s(off[:, 0]))
         first, last = self._first_and_last_s(device, traffic)
         alike = layout.rank_count * layout.exists
-        # Ranks of a kind follow each other; the last of them is the furthest on the way.
-        # A message is the receiver's: of those there, the last is the rank's own.
+        # Ranks of a kind are consecutive; the last of them begins latest. A message counts to its receiver: the last of
+        # the messages before a rank is in its own work.
         before, hops = self._layers_before(), np.maximum(np.cumsum(alike, axis=1) - 1, 0) * hop
         there, home = (
             np.where(looped, before * layer + hops, np.cumsum(alike * (once + hop), axis=1) - (once + hop))
             for layer, once in ((layer_forward, first), (layer_back, last))
         )
         there = np.maximum(there - hop, 0.0)
-        # Delayed weight gradients may be what a rank does while the last micro batch ends its backward pass.
+        # A rank may compute delayed weight gradients while the last micro batch's backward pass passes the other ranks.
         deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
         passing = device.both - np.where(off, device.weight, 0.0)
-        # One micro batch passes all ranks, behind all others on the stage that takes longest.
+        # One micro batch passes all ranks, after all others have passed the stage that takes longest.
         longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
         once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
         return np.asarray(np.maximum(there + own + np.maximum(home - deferred, drain), once))
 
     def _late_passes(self) -> Floats:
-        """Return how many micro batches' weight gradients a rank may owe at most when its last input gradient
-        begins.
+        """Return the most micro batches whose weight gradients a rank can still have to compute when its last input
+        gradient begins.
         """
         layout, stages = self.layout, self._stages[:, None]
         lags = where(self.table.schedule, lambda kind: kind.lags)[:, None]
@@ -316,8 +328,8 @@ class LowerBound:
         return np.where(lags, (layout.rank + layout.rank_count) * np.where(stages > 1, widest, 1.0), np.inf)
 
     def _layers_before(self) -> Floats:
-        """Return how many layers the first micro batch passes until it gets to the last rank of each kind: those of the
-        first stages of the ranks before it.
+        """Return how many layers the first micro batch passes before the last rank of each kind: the first stages of
+        all ranks before it.
         """
         pp, total = self.table["pp"], (self.layout.rank_count * np.add(*self.layout.layers)).sum(axis=1)
         rows, which = distinct(pp, self._stages)
@@ -331,7 +343,7 @@ class LowerBound:
         return before
 
     def _layer_passes_s(self, off: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """Return what a layer takes forward and back at least."""
+        """Return the least seconds of a layer's forward and backward pass."""
         layers = [block for name, block in self.blocks.items() if name in LAYERS]
         forward = np.minimum.reduce([block.forward.device_s for block in layers])
         back = np.minimum.reduce(

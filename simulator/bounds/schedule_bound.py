@@ -1,6 +1,6 @@
-"""What no step through a pipeline can beat, counted from its schedule's table: passes, messages and waits for them.
+"""A lower bound of a step through a pipeline, from its schedule's table: passes, messages and the waits for them.
 
-A pass takes no less than its kernels, the copies of parameters that are not there, and the gathers that each unit waits
+A pass takes at least the time of its kernels, the copies of parameters just gathered, and the gathers that units wait
 for. Hosts, traffic of other streams alongside compute, and gathers ahead of a pass are left out, so the account of a
 step (`simulator.analytical.account`), which has all of them, is never below. A table is walked once for all plans that
 share it.
@@ -43,13 +43,13 @@ RUNS = {
 }
 
 
-WALKED = 3  # plans of each table, one after the other: the path that takes longest for each bounds all of them
+WALKED = 3  # plans of each table that are walked in turn; the critical path of each bounds all plans
 
 
 def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floats:
-    """Return seconds that the step of every plan takes at least; 0 of plans without a pipeline.
+    """Return a lower bound of every plan's step in seconds; 0 for plans without a pipeline.
 
-    Bounds above a limit need not be any closer.
+    Bounds above `limit_s` are not made tighter.
     """
     least = np.zeros(len(inputs.context.table))
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
@@ -73,7 +73,7 @@ def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floa
 
 
 def _walk_one_of_each(groups: Sequence[_Group]) -> None:
-    """Walk the plan of each group that may be the fastest, and bound all others by the path that took it longest."""
+    """Walk the plan of each group that may be the fastest, and bound all other plans by its critical path."""
     chosen = [group.fastest() for group in groups]
     walk = TableWalk([group.course(row) for group, row in zip(groups, chosen, strict=True)])
     walk.run(None)
@@ -88,8 +88,9 @@ def _walk_one_of_each(groups: Sequence[_Group]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a walk ends: at which pass, and after what: `done_s` is when. `rank` computes last, or `sent` are the passes,
-    that one first, whose reductions end last, on the stream of replicas or on the other.
+    """The end of a walk: its last pass at `place`, and the time `done_s`. Either the compute of `rank` ends last, or
+    the reductions of the passes `sent` do, beginning with the first of them, on the stream of replicas or on that of
+    shards.
     """
 
     place: int
@@ -101,8 +102,8 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _LeastPass:
-    """Seconds of a kind of pass: on the device, until its first reduction, and of its reductions on the stream of
-    shards and on that of replicas.
+    """Seconds of a kind of pass: on the device, until its first reduction can start, and of its reductions on the
+    stream of shards and on that of replicas.
     """
 
     device_s: Floats
@@ -111,13 +112,13 @@ class _LeastPass:
     replicas_s: Floats
 
     def take(self, rows: NDArray[np.intp]) -> _LeastPass:
-        """Return the pass of some of the plans."""
+        """Return the seconds of the plans `rows`."""
         return _LeastPass(*(getattr(self, one.name)[rows] for one in fields(_LeastPass)))
 
 
 class _LeastPasses:
-    """What plans through pipelines have in common that wrap alike: each kind of pass, counted once for all of them,
-    whichever table they go through, messages, and what comes before and after their passes.
+    """What pipeline plans whose modes wrap the same layers have in common: each kind of pass, counted once for all
+    tables; messages; and what comes before and after the passes.
     """
 
     def __init__(self, inputs: AccountInputs) -> None:
@@ -137,7 +138,9 @@ class _LeastPasses:
         self._busy: dict[object, tuple[UnitTraffic, Floats, Floats]] = {}
 
     def units(self, plan: Plan) -> list[tuple[object, list[Unit]]]:
-        """Return the units of every stage of a plan, equal ones as one, and what is equal of stages with such units."""
+        """Return (shape, units) of every stage of a plan: equal units folded into one, and a key that is equal for
+        stages with equal units.
+        """
         key = plan.pp, plan.virtual_stages, plan.layers_per_stage, plan.recompute_per_stage
         if key not in self._units:
             stages = [folded(units) for units in self.maker.stages(plan)]
@@ -145,7 +148,7 @@ class _LeastPasses:
         return self._units[key]
 
     def pass_of(self, kind: PassKind, shape: object, units: Sequence[Unit]) -> _LeastPass:
-        """Return a pass of a stage of `units`, which have a `shape`."""
+        """Return a pass of a stage of `units`; `shape` is their key."""
         key = shape, kind.action, kind.first, kind.last, kind.gathered, kind.paired
         if key not in self._known:
             self._known[key] = self._new_pass(kind, units if kind.action is Kind.FORWARD else units[::-1])
@@ -201,13 +204,13 @@ class _LeastPasses:
         forward = kind.action is Kind.FORWARD
         gathers = (kind.first and forward) if kind.gathered is Gathered.AS_LEFT else kind.gathered is not Gathered.ALL
         some = [gathers and kind.action is not Kind.WEIGHT_GRAD] * len(units)
-        if kind.gathered is Gathered.LAST:  # which a forward pass runs last, and a backward pass first
+        if kind.gathered is Gathered.LAST:  # last in a forward pass, first in a backward pass
             some[-1 if forward else 0] = False
         return some
 
 
 class _Group:
-    """Plans that go through one table: `rows` of those whose passes are `all`."""
+    """Plans that go through one table: the `rows` of those that `every` counts."""
 
     def __init__(self, every: _LeastPasses, rows: NDArray[np.intp]) -> None:
         check_time()
@@ -240,19 +243,19 @@ class _Group:
         self.walked = np.zeros(len(rows), dtype=np.bool_)
 
     def may_be_below(self, limit_s: float) -> bool:
-        """Return whether a plan that was not walked yet may take no more than a limit."""
+        """Return whether some plan not yet walked may take at most `limit_s`."""
         return bool((self.step_s()[~self.walked] <= limit_s).any())
 
     def fastest(self) -> int:
-        """Return the plan with the least bound of those not walked yet; at first that whose passes take least."""
+        """Return the plan not yet walked with the least bound; before the first walk, that with the shortest passes."""
         return int(
             np.argmin(np.where(self.walked, np.inf, self._done if self.walked.any() else self._device.sum(axis=0)))
         )
 
     def course(self, row: int) -> Course:
-        """Return the passes of a plan as they are walked: hosts do nothing.
+        """Return the course of one plan, with hosts that take no time.
 
-        Of plans with replicas, the account has what one pass sends off wait for that of others only at its end.
+        With replicas, the account lets the collectives of a pass wait for those of other passes only at its end.
         """
         nothing, long_ago = np.zeros(1), np.full(1, LONG_AGO)
         known = []
@@ -280,7 +283,7 @@ class _Group:
         return Course(table=self.table, passes=[known[n] for n in self._number], hops=hops, begins_s=nothing)
 
     def ends(self, row: int, clocks: Clocks, passes: WalkedPasses) -> _End:
-        """Return how the walk of a plan ends, whose ranks ran `passes`."""
+        """Return how the walk of a plan ends; its ranks ran `passes`."""
         computed = clocks.compute[:, 0] + self._exposed_s[row]
         rank, sender = int(computed.argmax()), int(clocks.sent[:, 0].argmax())
         if computed[rank] >= clocks.sent[sender, 0]:
@@ -300,7 +303,7 @@ class _Group:
         return _End(int(places[number]), float(clocks.sent[sender, 0]), sent=following, replicas=replicas)
 
     def bound_by(self, row: int, end: _End, path: Path) -> None:
-        """Bound all plans by what is on the path to the end of the walk of one of them."""
+        """Bound all plans by the path to the end of the walk of plan `row`."""
         times = np.bincount(self._number, path.passes, len(self._device))
         if end.sent:
             times[self._number[end.sent[0]]] -= 1.0
@@ -316,15 +319,15 @@ class _Group:
         self.walked[row] = True
 
     def step_s(self) -> Floats:
-        """Return what the step takes at least."""
-        # A V's last micro batches turn round in another order: one more may take less than it takes a rank.
+        """Return the bound of the step, seconds of shape (plans,)."""
+        # In a V the last micro batches turn in another order, so one more may add less than a rank's time for it.
         more = np.maximum(self._micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
         further = more * self._round_s(self.passes) if more.any() else 0.0
         host_s, last_s, norm_s = self._besides_s
         return np.asarray(host_s + self._done + further + last_s + norm_s)
 
     def _round_s(self, passes: Sequence[_LeastPass]) -> Floats:
-        """Return what one more micro batch takes at least, on whichever rank."""
+        """Return the least seconds that one more micro batch adds, the minimum over ranks."""
         least: dict[tuple[int, Kind], Floats] = {}
         for kind, one in zip(self.table.kinds, passes, strict=True):
             before = least.get((kind.stage, kind.action))

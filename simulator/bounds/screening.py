@@ -1,4 +1,4 @@
-"""The analytical model for searches: many plans as columns, in three rounds of rising price, the dear ones for few.
+"""The analytical model for searches: many plans as columns, in rounds of rising cost, each for fewer plans.
 
     screening = Screening(scenario)
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
@@ -8,8 +8,8 @@
     some.at_least_s()                                    # a lower bound of the step
     some.step_s()                                        # its account, but for flushes of a full allocator: flush_s
 
-The numbers are those of `estimate_plans`, by the same functions; bounds have one column for each kind of pipeline rank
-instead of one for each rank.
+The numbers are those of `estimate_plans`, by the same functions; bounds have one column for each kind of pipeline rank,
+not one for each rank.
 """
 
 from __future__ import annotations
@@ -53,19 +53,21 @@ from simulator.step.held import Parameters
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
 
-# A bound may be the step itself, added up in another order: it is lowered by so much.
+# A bound may equal the step, summed in another order: it is lowered by the rounding error.
 ROUNDED = 1.0 - 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBlocks:
-    """Block costs of the distinct (degrees, micro batch, overlap) among plans, and which of them each plan has."""
+    """Costs of the blocks of each distinct (degrees, micro batch, overlap) among plans; `which` is the index of each
+    plan's.
+    """
 
     costs: dict[str, BlockCost]
     which: NDArray[np.intp]
 
     def keeping_least(self, modes: Mapping[str, RecomputeSpec]) -> SharedBlocks:
-        """Return blocks that keep, without recomputing anything, no more than under any mode: a bound, not a mode."""
+        """Return blocks that save no more than under any recompute mode and recompute nothing: a bound, not a mode."""
 
         def of_wrapped(cost: BlockCost) -> Iterator[Floats]:  # a mode may wrap a share of the layers
             for name, saved in cost.saved_bytes.items():
@@ -78,20 +80,20 @@ class SharedBlocks:
         return SharedBlocks(costs=least, which=self.which)
 
     def take(self, rows: NDArray[np.intp]) -> dict[str, BlockCost]:
-        """Return the blocks of some of the plans."""
+        """Return the blocks of the plans `rows`."""
         mine = self.which[rows]
         return {name: cost.take(mine) for name, cost in self.costs.items()}
 
     def kept(self, rows: NDArray[np.intp]) -> dict[str, BlockMemory]:
-        """Return what the blocks of some of the plans keep alone."""
+        """Return the memory of the blocks of the plans `rows`."""
         mine = self.which[rows]
         return {name: cost.kept(mine) for name, cost in self.costs.items()}
 
 
-@dataclass(frozen=True)  # no slots: what every round of a search needs is found once
+@dataclass(frozen=True)  # no slots, for cached properties: a search computes them once
 class Screening:
-    """One scenario, asked for many plans. With `sure` they are to fit with so high a probability, for all that
-    predictions of memory are off; at 0, they may need `share` of what there is.
+    """One scenario, for many plans. With `sure`, plans must fit with at least this probability, given the errors of
+    predicted memory; with `sure` 0, they may need `share` of the capacity.
     """
 
     scenario: Scenario
@@ -100,19 +102,19 @@ class Screening:
 
     @property
     def capacity_bytes(self) -> float:
-        """What a rank can use of its GPU."""
+        """Bytes of a GPU that a rank can use."""
         return self.scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
 
     @property
     def limit_bytes(self) -> float:
-        """What a plan may be predicted to need."""
+        """The most bytes that a plan's predicted memory may have."""
         if self.sure:
             return sure_bytes(self.capacity_bytes, replayed_memory_factors()[1], self.sure)
         return self.capacity_bytes * self.share
 
     def least_bytes(self, memory: MemoryColumns) -> Floats:
-        """Return what compares with the limit, of every rank: what the allocator holds or, where it may give back what
-        is free and ask again, what is allocated.
+        """Return the bytes of every rank that are compared with the limit: reserved bytes or, where the allocator may
+        free its cache and retry, allocated bytes.
         """
         return memory.reserved_bytes if self.sure else memory.peak_bytes
 
@@ -129,7 +131,9 @@ class Screening:
         return calibrated_operators(self.scenario)
 
     def table(self, columns: PlanColumns) -> PlanTable:
-        """Return the columns as the analytical model reads them. Raises BadPlan for words the runtime does not know."""
+        """Return the columns as the analytical model reads them. Raises BadPlan for words that the runtime does not
+        know.
+        """
         recompute = columns.recompute
         for word in words(recompute):
             canonical = canonical_recompute(word, self.scenario.runtime)
@@ -145,7 +149,7 @@ class Screening:
         )
 
     def blocks(self, plans: PlanColumns | PlanTable, recompute: Sequence[str]) -> SharedBlocks:
-        """Return the costs of the blocks of every plan, layers under all modes of `recompute`."""
+        """Return the costs of the blocks of every plan, with every mode in `recompute` for layers."""
         table = plans if isinstance(plans, PlanTable) else self.table(plans)
         conditions = np.stack([*table.conditions.values()]).T @ (1 << np.arange(len(table.conditions)))
         overlap = np.searchsorted(np.array(words(table.tp_overlap), dtype=np.str_), table.tp_overlap)
@@ -153,13 +157,13 @@ class Screening:
         rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
         context = self._context(table.take(rows))
         modes = [canonical_recompute(word, self.scenario.runtime) for word in recompute]
-        # A collective that cannot run here takes for ever, and for ever less for ever is no number.
+        # A collective that cannot run here takes infinitely long, and inf - inf is nan.
         with np.errstate(invalid="ignore"):
             costs = network_blocks(self.operators, context, modes, moe=self.scenario.model.moe is not None)
         return SharedBlocks(costs=costs, which=which)
 
     def plans(self, plans: PlanColumns | PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
-        """Return `plans`, which have the blocks of `rows` of `shared`, ready to be costed."""
+        """Return `plans`, ready to be costed; their blocks are `rows` of `shared`."""
         table = plans if isinstance(plans, PlanTable) else self.table(plans)
         return ScreenedPlans(self, table, shared, rows)
 
@@ -172,7 +176,7 @@ class Screening:
 
 
 class ScreenedPlans:
-    """Plans of one screening; every figure is one entry a plan."""
+    """Plans of one screening; every figure has shape (plans,)."""
 
     def __init__(self, screening: Screening, table: PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> None:
         check_time()
@@ -223,38 +227,38 @@ class ScreenedPlans:
 
     @cached_property
     def known(self) -> RuntimeCosts:
-        """What runs showed of the runtime."""
+        """Costs of the runtime as runs showed them."""
         return known_costs(self.screening.scenario)
 
     def at_least_s(self) -> Floats:
-        """Return a lower bound of the step. Infinite where something cannot run."""
+        """Return a lower bound of the step in seconds; infinite where something cannot run."""
         with np.errstate(invalid="ignore"):
             bound = self.lower_bound(self.layout).step_s()
         return np.nan_to_num(bound * ROUNDED, nan=np.inf)
 
     def lower_bound(self, layout: StageLayout) -> LowerBound:
-        """Return the bound of these plans if their ranks hold the layers of `layout`."""
+        """Return the bound of these plans for ranks that hold the layers of `layout`."""
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
         return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
 
     def at_least_by_schedule_s(self, limit_s: float = np.inf) -> Floats:
-        """Return a lower bound of the step that its schedule's table is walked for; dearer, and 0 without a
-        pipeline. Above a limit it need not be close.
+        """Return a closer, costlier lower bound in seconds, from a walk of the schedule's table; 0 without a pipeline.
+        Bounds above `limit_s` are not made tighter.
         """
         with np.errstate(invalid="ignore"):
             return np.nan_to_num(scheduled_at_least_s(self.inputs, limit_s) * ROUNDED, nan=np.inf)
 
     @property
     def inputs(self) -> AccountInputs:
-        """What an account of these plans rests on."""
+        """What an account of these plans is computed from."""
         return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)
 
     @cached_property
     def account(self) -> Account:
-        """The account of every step, some milliseconds for each kind of plan."""
+        """The account of every step; takes some milliseconds for each kind of plan."""
         with np.errstate(invalid="ignore"):
             return account_plans(self.inputs)
 
     def step_s(self) -> Floats:
-        """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
+        """Return the seconds of the step without flushes of the allocator; infinite where something cannot run."""
         return np.nan_to_num(self.account.total_s, nan=np.inf)

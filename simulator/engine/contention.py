@@ -1,14 +1,15 @@
-"""What happens while things overlap: in-flight work shares SMs, memory bandwidth and links, and is re-timed.
+"""Contention: work in flight shares SMs, memory bandwidth and links, and its remaining time changes with every start
+and end.
 
-The model, in three sentences. Communication kernels are resident: they hold their SMs from arrival (while they wait
-for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity
-asks for bytes per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity,
-rates are max-min fair (`simulator.engine.contention`), and an activity advances at the speed of its tightest resource.
-Speeds are constant between two events; whenever something starts or ends, the work left of those affected is re-timed.
+Communication kernels are resident: they hold their SMs from arrival to end, also while they wait for partners, and
+compute kernels of that GPU share the SMs that are left, max-min fair. Every activity asks for bytes per second of HBM
+on each of its ranks and of the links it crosses; where the sum exceeds a capacity, rates are max-min fair
+(`simulator.engine.contention`), and an activity advances at the speed of its tightest resource. Speeds are constant
+between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for
-a product and the tensor-parallel shards alongside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
-stand for them.
+a product that runs next to tensor-parallel transfers, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes`
+include them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """Work in flight: `seconds` of it when alone. `gpu` is the one whose SMs it shares (None: it holds them, or none).
+    """Work in flight that takes `seconds` alone. `gpu` is the GPU whose SMs it shares (None: it holds its SMs, or uses
+    none).
 
-    `rate` is what fairness counts for it: its demand of its busiest link, or of HBM where it crosses none.
+    `rate` is the quantity that fairness compares: its demand on its busiest link, or on HBM if it crosses no link.
     """
 
     seconds: float
@@ -39,14 +41,14 @@ class Activity:
     left_s: float = 0.0
     speed: float = 1.0
     since_s: float = 0.0
-    timer: int = 0  # which of the timers set for it is valid
+    timer: int = 0  # number of its valid timer; earlier ones are ignored
 
 
 @dataclass(slots=True)
 class _Resource:
     capacity: float
     watch: Callable[[float], None] | None = None
-    load: float = 0.0  # if every user ran at full speed
+    load: float = 0.0  # total demand if every user ran at full speed
     users: dict[Activity, float] = field(default_factory=dict)
 
     @property
@@ -66,7 +68,7 @@ class _Sms:
 
 
 class Contention:
-    """All resources of a machine, and what is in flight on them. Work that meets nobody costs two events."""
+    """All resources of a machine, and what is in flight on them. Work that shares nothing costs two events."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -118,9 +120,10 @@ class Contention:
         return activity.gpu is not None and self._sms[activity.gpu].full
 
     def _affected(self, first: list[Activity] | dict[Activity, None]) -> list[Activity]:
-        """Return `first` and whoever shares a full resource with them, directly or through others.
+        """Return `first` and all activities that share a full resource with them, directly or through others.
 
-        A resource that could carry all its users at full speed binds nobody, so influence stops there.
+        A resource that can carry all its users at full speed limits none of them, so the set does not spread through
+        it.
         """
         found = dict.fromkeys(first)
         frontier = list(found)
@@ -141,7 +144,7 @@ class Contention:
     # --- sharing and timers -------------------------------------------------------------------------------------
 
     def _share(self, activities: list[Activity]) -> None:
-        """Give each of `activities` its fair speed from now on."""
+        """Give each of `activities` its fair speed from this moment."""
         caps = dict.fromkeys(activities, 1.0)
         for gpu in dict.fromkeys(a.gpu for a in activities if a.gpu is not None):
             pool = self._sms[gpu]
@@ -194,7 +197,7 @@ class Contention:
                 resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))
 
 
-# Max-min fair shares: who gets how much when several flows want more than a resource has.
+# Max-min fair shares of resources that several flows want more of than there is.
 #
 # An allocation is max-min fair when nobody's rate can grow without taking from someone who has no more (Bertsekas and
 # Gallager, Data Networks, 2nd ed. 1992, section 6.5.2). It is what per-flow fair queueing and, roughly, congestion
@@ -203,7 +206,7 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Something that would run at `rate` alone, and then use `amount` of each resource in `uses`.
+    """A flow that would run at `rate` alone and would then use `amount` of each resource in `uses`.
 
     Fairness is counted in `rate`. `cap` is the fraction of `rate` it can reach for reasons outside the resources.
     """
@@ -223,15 +226,15 @@ def max_min_speeds(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) ->
     rising = {i: flow for i, flow in enumerate(flows) if flow.rate > 0.0 and flow.cap > 0.0}
     left = {r: capacity[r] for flow in rising.values() for r, _ in flow.uses}
     while rising:
-        # What a resource loses per unit that the common level rises.
+        # What a resource loses for each unit by which the common level rises.
         slope = dict.fromkeys(left, 0.0)
         for flow in rising.values():
             for r, amount in flow.uses:
                 slope[r] += amount / flow.rate
         full_at = {r: left[r] / slope[r] for r in left if slope[r] > 0.0}
         level = min([flow.rate * flow.cap for flow in rising.values()] + list(full_at.values()))
-        # Flows on any resource that fills at this level stop, and so do flows that reach their cap. The tolerance
-        # makes ties stop together instead of in a second round with a rounding error for a remainder.
+        # Flows on any resource that fills at this level stop, and so do flows that reach their cap. The tolerance makes
+        # ties stop in the same round; otherwise rounding errors would cost a second one.
         edge = level * (1 + 1e-12)
         stopped = [
             i
@@ -247,7 +250,7 @@ def max_min_speeds(flows: Sequence[Flow], capacity: Mapping[Hashable, float]) ->
 
 
 def water_fill(wants: Sequence[float], supply: float) -> list[float]:
-    """Return max-min fair parts of one `supply`: everyone gets what they want or the common level, whatever is less."""
+    """Return max-min fair shares of one `supply`: each gets its demand or the common level, whichever is less."""
     parts = [0.0] * len(wants)
     waiting = sorted(range(len(wants)), key=lambda i: (wants[i], i))
     for position, i in enumerate(waiting):

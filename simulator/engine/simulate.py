@@ -1,8 +1,8 @@
 """The machine that runs a Program, on SimPy.
 
 Each rank's host thread is a process that issues instructions in order and pays for each; each of its streams is a
-process that carries them out in order. A step is launch-bound when streams run dry, with no rule that says so. Events
-order streams; a collective starts when the last of its ranks has come to it; what overlaps slows each other down
+process that carries them out in order. Launch-bound steps follow from this: streams run empty when the host is slow.
+Events order streams; a collective starts when the last of its ranks has arrived; concurrent work slows down
 (`simulator.engine.contention`). Symmetric ranks are simulated once (`simulator.program.fold`).
 
 Deterministic: SimPy breaks ties in time by order of scheduling, and nothing here depends on hashes or addresses.
@@ -47,7 +47,7 @@ Steps = Generator[simpy.Event, None, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The outcome. Traces, and when events happened, are of one rank per class, `folding.classes[i].representative`."""
+    """The result. Traces and event times are of one rank per class, `folding.classes[i].representative`."""
 
     step_s: float
     trace: tr.Trace
@@ -66,15 +66,15 @@ def simulate(
     """Run `program`, in which `simulator.program.check.check` finds nothing, once on the machine that `costs`
     describes.
 
-    `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
-    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` gets the simulated time some
-    dozens of times a second; what it raises ends the run. Raises PlannerError when the program does not come to an end.
+    `folded=False` simulates every rank separately, with the same times. `spans=False` leaves the trace empty, where
+    only times and peaks matter. `watch` is called with the simulated time some dozens of times a second; an exception
+    that it raises ends the run. Raises PlannerError when the program does not end.
     """
     return _Machine(program, costs, folded=folded, spans=spans).run(watch)
 
 
-ROUNDING = 1e-12  # relative: sums of the same times in another order are as far apart, and that is no waiting
-WATCHED = 1024  # steps of the clock between two looks from outside
+ROUNDING = 1e-12  # relative; sums of the same times in another order differ by this much, which is no waiting time
+WATCHED = 1024  # steps of the clock between two calls of `watch` or of the time limit
 _FREE = Cost(seconds=0.0)
 _CATEGORIES: dict[type, str] = {Launch: tr.COMPUTE, Copy: tr.COPY, HostWork: tr.HOST}
 _ALONE = Meeting((), (), ())
@@ -82,13 +82,13 @@ _ALONE = Meeting((), (), ())
 
 @dataclass(slots=True)
 class _Op:
-    """An instruction with all that is known of it beforehand: kernels have a cost, transfers also a meeting."""
+    """An instruction with what is known before the run: kernels have a cost, transfers also a meeting."""
 
     instruction: Instruction
     host_s: float
     cost: Cost = _FREE
     meeting: Meeting = _ALONE
-    key: Hashable = None  # which meeting on that channel
+    key: Hashable = None  # index of the meeting on that channel
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ class _Machine:
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
         self.link_use: dict[int, list[tuple[float, float]]] = {}
-        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that nothing waits for
+        self.end_s = 0.0  # when the last process ended; the clock may continue to timers that nothing waits for
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
     def run(self, watch: Callable[[float], None] | None) -> Run:
@@ -151,7 +151,7 @@ class _Machine:
         )
 
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
-        """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
+        """Arrive at a transfer; return the event of its end. The last rank to arrive starts it."""
         rendezvous = self.meetings.get(op.key)
         if rendezvous is None:
             rendezvous = self.meetings[op.key] = _Rendezvous(self.env.event())
@@ -165,7 +165,9 @@ class _Machine:
         return rendezvous.done
 
     def _transfer(self, rendezvous: _Rendezvous) -> None:
-        """Start what all have arrived for. The sender's end knows the links of a message; group members all know."""
+        """Start a transfer at which all have arrived. Only the sender's end of a message knows its links; all members
+        of a group do.
+        """
         main = next(op for _, op, _ in rendezvous.arrived if not isinstance(op.instruction, Recv))
         cost = main.cost
         uses: list[tuple[Hashable, float]] = []
@@ -235,7 +237,7 @@ class _Rank:
         self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
 
     def _look_up(self) -> list[_Op]:
-        """Ask the cost model once for every distinct kernel and transfer of this rank."""
+        """Ask the cost model once for each distinct kernel and transfer of this rank."""
         costs = self.machine.costs
         known: dict[Hashable, Cost] = {}
         ops = []
@@ -303,7 +305,7 @@ class _Rank:
             yield queue.wait()
 
     def _begin(self, op: _Op) -> simpy.Event | None:
-        """Begin an instruction; return the event of its end, None where it has ended already."""
+        """Begin an instruction; return the event of its end, None if it has already ended."""
         match op.instruction:
             case Launch() | Copy():
                 return self._kernel(op)
@@ -318,7 +320,7 @@ class _Rank:
         return None
 
     def _drawn(self, op: _Op, begin_s: float) -> None:
-        """Keep the span of an instruction that has ended, if it has one of its own; transfers draw theirs together."""
+        """Record the span of an instruction that has ended; spans of transfers are recorded together."""
         category = _CATEGORIES.get(type(op.instruction))
         if category is not None:
             self.span(op, begin_s, self.env.now, category)
@@ -344,7 +346,7 @@ class _Rank:
 
 
 class _Events:
-    """The events of one rank, and when they happened. Only those that somebody waits for cost anything."""
+    """The events of one rank and the times when they happened. An event that nothing waits for costs nothing."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
@@ -364,7 +366,9 @@ class _Events:
 
 
 class _Queue:
-    """What a host has issued to a stream and the stream has not begun; `launches` of it are kernels."""
+    """The instructions that a host has issued to a stream and the stream has not begun; `launches` of them are
+    kernels.
+    """
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
@@ -383,7 +387,7 @@ class _Queue:
     def take(self) -> _Op:
         op = self.items.popleft()
         if isinstance(op.instruction, Launch):
-            # What is left of a sum of whole numbers is nothing.
+            # A remainder of a sum of whole numbers is zero.
             self.launches = self.launches - op.cost.launches if self.items else 0.0
             if self._full is not None:
                 self._full.succeed()
@@ -391,7 +395,7 @@ class _Queue:
         return op
 
     def begun(self) -> simpy.Event:
-        """Return the event of the next kernel that begins."""
+        """Return the event of the next kernel's start."""
         self._full = self.env.event()
         return self._full
 

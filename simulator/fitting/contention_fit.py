@@ -1,5 +1,6 @@
-"""By how much a collective and a concurrent kernel slow each other down, from pairs measured alone and together. A
-kernel loses SMs and memory bandwidth. The factor differs between large products, small ones and copies, and little
+"""By how much a collective and a concurrent kernel slow each other down, from pairs measured alone and together.
+
+A kernel loses SMs and memory bandwidth. The factor differs between large products, small ones and copies, and little
 between collectives. A collective loses bandwidth and waits: NCCL's kernel gets SMs only when blocks of the running
 product end, which takes a share of that product's time for every message size. So
 

@@ -1,6 +1,7 @@
-"""What one rank asks of torch's caching allocator in a step, tensor by tensor, and what that allocator then holds.
+"""Replay of the memory that one rank allocates in a step, tensor by tensor, through a model of torch's caching
+allocator.
 
-`tensors` is what a pass of a block allocates and frees, in the order of its operators; `rank` is the step of one
-pipeline rank as its host runs it; `replay` puts them together for a plan, with the allocator of
-`simulator.memory.allocator`; `estimate` puts what was found into a plan's estimate.
+`tensors` has the allocations of a block's passes in the order of its operators; `rank` runs the step of one pipeline
+rank as its host does; `replay` joins them for a plan, with the allocator of `simulator.memory.allocator`; `estimate`
+puts the result into a plan's estimate.
 """

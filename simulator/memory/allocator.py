@@ -1,11 +1,11 @@
-"""torch's caching allocator of GPU memory, by its rules: blocks of 512 bytes, pools a stream, segments, retries.
+"""A model of torch's caching allocator of GPU memory: blocks of 512 bytes, pools by stream, segments, retries.
 
 Source: c10/cuda/CUDACachingAllocator.cpp and c10/cuda/CUDAAllocatorConfig.h of torch 2.11 (its constants and its order
-of attempts), docs.pytorch.org/docs/stable/notes/cuda.html#memory-management. Sizes are rounded to `BLOCK`. Up to
-`SMALL` they come from the stream's small pool, else from its large one. A request takes the smallest free block of its
-pool that holds it, and splits off what it does not need. If none does, memory is asked of the driver; if the driver has
-none, every cached block that is not in use is given back, of all streams, and it is asked once more: a retry. If that
-fails, too, memory is out.
+of attempts), docs.pytorch.org/docs/stable/notes/cuda.html#memory-management. Sizes are rounded to `BLOCK`. Sizes up to
+`SMALL` come from the stream's small pool, others from its large one. A request takes the smallest free block of its
+pool that is large enough, and splits off the rest. Without such a block the driver is asked for memory. If the driver
+has none, all cached blocks of all streams that are not in use are returned to it, and it is asked again: a retry. If
+that fails too, the rank is out of memory.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class OutOfMemory(Exception):
 
 
 class Pool:
-    """The small or the large blocks of one stream, in fixed segments that are returned only when they are whole."""
+    """The small or the large blocks of one stream, in fixed segments that are returned only as a whole."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self.reserved_bytes = 0
-        self.least_rest = BLOCK if small else SMALL + 1  # that is worth a block of its own
+        self.least_rest = BLOCK if small else SMALL + 1  # smallest remainder that becomes a block of its own
         self.free: list[tuple[int, int]] = []  # (bytes, address)
         self.starts: dict[int, int] = {}  # bytes of free blocks by their address
-        self.ends: dict[int, int] = {}  # addresses of free blocks by where they end
-        self.unmapped: dict[int, int] = {}  # bytes of addresses that a block may grow into
+        self.ends: dict[int, int] = {}  # addresses of free blocks by their end
+        self.unmapped: dict[int, int] = {}  # bytes of unmapped addresses into which a block can grow
         self._segments: dict[int, int] = {}
         self._next = 0
 
     def needed(self, size: int) -> int:
-        """Return the bytes that the driver is asked for where nothing free holds `size`."""
+        """Return the bytes to request from the driver when no free block holds `size`."""
         if self.small:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < LARGE else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
 
     def grow(self, size: int) -> None:
-        """Add a segment in which `size` bytes are free."""
+        """Add a segment with `size` free bytes."""
         whole = self.needed(size)
         self._add(self._next, whole)
         self._segments[self._next] = whole
-        self._next += whole + BLOCK  # blocks of two segments are no neighbours
+        self._next += whole + BLOCK  # blocks of different segments are not adjacent
         self.reserved_bytes += whole
 
     def release(self) -> None:
-        """Return to the driver what is not in use: segments that are free as a whole."""
+        """Return unused memory to the driver: segments that are entirely free."""
         for size, address in list(self.free):
             if self._segments.get(address) == size:
                 self._remove(address)
@@ -70,7 +70,7 @@ class Pool:
                 self.reserved_bytes -= size
 
     def least_room(self, place: int) -> int:
-        """Return the fit that grows least: a block that unmapped addresses follow counts as long as it may become."""
+        """Return the smallest fit: a block followed by unmapped addresses counts with the size it can grow to."""
         while place + 1 < len(self.free) and self._room(place + 1) < self._room(place):
             place += 1
         return place
@@ -84,7 +84,7 @@ class Pool:
         insort(self.free, (size, address))
 
     def _remove(self, address: int) -> int:
-        """Take a block off the free ones; return its bytes."""
+        """Remove a block from the free ones; return its bytes."""
         size = self.starts.pop(address)
         del self.ends[address + size], self.free[bisect_left(self.free, (size, address))]
         return size
@@ -96,9 +96,9 @@ TensorEvent = tuple[int, int]  # the slot of a tensor that is allocated, and byt
 
 
 class ExpandablePool(Pool):
-    """Likewise with `expandable_segments:True`: one segment that grows by pages, and whose free pages can be returned.
+    """The same with `expandable_segments:True`: one segment that grows by pages and whose free pages can be returned.
 
-    Addresses that are not mapped follow the last page, and stand where pages were returned.
+    Unmapped addresses follow the last page and are where pages were returned.
     """
 
     def __init__(self, *, small: bool) -> None:
@@ -136,7 +136,7 @@ class ExpandablePool(Pool):
                 self._unmap(low, high)
 
     def _start(self, size: int) -> int:
-        """Return where a run of free addresses begins that holds `size`: the lowest with unmapped ones."""
+        """Return the start of a run of free addresses for `size` bytes: the lowest run that includes unmapped ones."""
         for hole in sorted(self.unmapped):
             start = at = self.ends.get(hole, hole)
             while at - start < size and (more := self.starts.get(at) or self.unmapped.get(at)):
@@ -149,7 +149,7 @@ class ExpandablePool(Pool):
         return min(-(-wanted // self._page) * self._page, self.unmapped[hole])
 
     def _map(self, hole: int, wanted: int) -> int:
-        """Map the first pages of a hole, enough for `wanted` bytes if it has them; return their bytes."""
+        """Map the first pages of a hole, at most enough for `wanted` bytes; return the bytes mapped."""
         size = self._pages(hole, wanted)
         left = self.unmapped.pop(hole) - size
         if left:
@@ -160,7 +160,7 @@ class ExpandablePool(Pool):
         return size
 
     def _unmap(self, low: int, high: int) -> None:
-        """Unmap pages that are not among the free ones."""
+        """Unmap those of the pages that are free."""
         self.unmapped[low] = high - low
         if high == self._end:
             self.unmapped[low] += self.unmapped.pop(high)
@@ -187,8 +187,8 @@ class CachingAllocator:
         return sum(pool.reserved_bytes for _, pool in self._pools)
 
     def allocate(self, nbytes: int, stream: str) -> Block:
-        """Return a block for `nbytes` that `stream` will write: of the smallest free one of its pool that holds them,
-        without what is left of it, if that is worth a block. Raises OutOfMemory.
+        """Return a block of `nbytes` for `stream`, from the smallest free block of its pool that is large enough; the
+        rest stays free if it is large enough for a block. Raises OutOfMemory.
         """
         size = whole_blocks(nbytes)
         pools = self._small if size <= SMALL else self._large
@@ -219,7 +219,7 @@ class CachingAllocator:
         return pool, address, size
 
     def free(self, block: Block) -> None:
-        """Take a block back, at once or when the other streams that use it have got there, and join it with free
+        """Free a block, at once or when other streams that use it have reached that point, and merge it with free
         neighbours.
         """
         pool, address, size = block
@@ -249,11 +249,13 @@ class CachingAllocator:
                 self.free(slots.pop(slot))
 
     def record_stream(self, block: Block, stream: str) -> None:
-        """Note that a stream other than the block's own uses it: freed, it waits for `reached` of that stream."""
+        """Record that a stream other than the block's own uses it: once freed, it waits for `reached` of that
+        stream.
+        """
         self._used_on.setdefault(block, set()).add(stream)
 
     def reached(self, stream: str) -> None:
-        """Have a stream get to the end of all that was issued to it."""
+        """Let a stream reach the end of everything issued to it."""
         waiting, self._waiting = self._waiting, []
         for block in waiting:
             self._used_on[block].discard(stream)
@@ -265,7 +267,7 @@ class CachingAllocator:
                 self.free(block)
 
     def streams(self) -> Iterator[tuple[str, int]]:
-        """Yield every stream and the bytes that its pools hold."""
+        """Yield every stream with the reserved bytes of its pools."""
         for stream in dict.fromkeys(stream for stream, _ in self._pools):
             yield stream, sum(pool.reserved_bytes for owner, pool in self._pools if owner == stream)
 
@@ -278,7 +280,7 @@ class CachingAllocator:
         if self.capacity_bytes is None or self.reserved_bytes + pool.needed(size) <= self.capacity_bytes:
             return
         for stream in {stream for block in self._waiting for stream in self._used_on[block]}:
-            self.reached(stream)  # the allocator waits for the device before it gives anything back
+            self.reached(stream)  # the allocator waits for the device before it returns memory
         for _, other in self._pools:
             other.release()
         self.retries += 1

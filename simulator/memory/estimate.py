@@ -1,5 +1,5 @@
-"""An estimate with the memory that the allocator holds in place of its bound, and with what a full GPU costs: retries
-of allocations, and states of a paged optimizer that come and go.
+"""Replace the memory bound of an estimate by the replayed memory, and add the time that a full GPU costs: retries of
+allocations, and paged optimizer states that move between GPU and host.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from simulator.memory.replay import ReservedMemory
 
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate, held: PlanMemory | None = None) -> Estimate:
-    """Return the estimate of a plan with its memory as the caching allocator holds it; `held` where that has been
-    replayed.
-    """
+    """Return the estimate of a plan with its replayed memory; pass `held` if it has been replayed."""
     held = held or PlanMemory(scenario, plan)
     factors = replayed_memory_factors()
     memory = replace(
@@ -41,7 +39,7 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate, held: PlanMe
 def _memory(
     counted: MemoryEstimate, held: Sequence[ReservedMemory], worst: int, factors: tuple[float, float]
 ) -> MemoryEstimate:
-    """Return the memory of the worst rank; its categories, which are what there is in a step, cut to the peak that was
+    """Return the memory of the fullest rank; the categories are those of the step, reduced to the peak that was
     found.
     """
     peak = float(held[worst].allocated_bytes)
@@ -58,7 +56,7 @@ def _memory(
 
 
 def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
-    """Return categories that add up to `whole`: parameters and optimizer as they are, the others in proportion."""
+    """Return categories that add up to `whole`: parameters and optimizer unchanged, the others in proportion."""
     known = {name: nbytes for name, nbytes in categories.items() if name in {"parameters", "optimizer"}}
     fixed, total = sum(known.values()), sum(categories.values())
     if not fixed < min(whole, total):
@@ -68,8 +66,8 @@ def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
 
 
 def _with_paging(estimate: Estimate, before_s: float, paging_s: Sequence[float]) -> Estimate:
-    """Return the estimate with the seconds in which paged states come and go, at the low end of what may be reserved,
-    as predicted, and at the high end; `before_s` are those that it had.
+    """Return the estimate with the seconds for moving paged states, at the low end, the value and the high end of
+    reserved memory; `before_s` are the seconds that it already has.
     """
     step = estimate.step_s.at(estimate.step_s.value - before_s)
     low, middle, high = paging_s
@@ -82,7 +80,7 @@ def _with_paging(estimate: Estimate, before_s: float, paging_s: Sequence[float])
 
 
 def _with_allocator(estimate: Estimate, expected: float) -> Estimate:
-    """Return the estimate with the seconds that retries are expected to cost in a step."""
+    """Return the estimate with the expected seconds of retries in a step."""
     before = estimate.breakdown_s.get("allocator", 0.0)
     step = estimate.step_s.value - before + expected
     return replace(

@@ -1,12 +1,11 @@
-"""What a nearly full GPU costs: a caching allocator that runs out of memory gives back all it does not use and asks
-anew.
+"""The cost of a nearly full GPU: flushes of the caching allocator.
 
-torch's allocator keeps what is freed. When the driver has no more to give, it waits for the device, returns every
-block that is not in use (`cudaFree`), and tries again; only if that fails too is memory out. What was returned is asked
-for again in the same step, so a plan whose pools together do not fit alongside what is not the allocator's runs, but
-pays for it in every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
+torch's allocator caches freed memory. When the driver has none left, it waits for the device, returns every unused
+block (`cudaFree`), and tries again; only if that fails too is the rank out of memory. The returned memory is requested
+again in the same step, so a plan whose pools do not fit next to other memory of the GPU runs, but pays for flushes in
+every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
 
-Whether that happens is not certain where what is reserved comes near: the cost is weighed by how likely it is.
+When reserved memory comes near the limit this is uncertain, so the cost is weighted by its probability.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 
-# A flush and what it leads to, a step, for each byte that the allocator would hold if it could: what is given back is
-# part of that, and does not grow with the GPU. Source: nine plans on 2 x H200 that flushed once a step took 0.06 to
-# 0.15 s longer than their like that did not, 0.09 in the middle, and nearly filled 140 GiB (examples/validation).
+# Seconds of a flush and its consequences in a step, per byte that the allocator would reserve without a limit; the
+# bytes returned are a part of these. Source: nine plans on 2 x H200 that flushed once a step took 0.06 to 0.15 s longer
+# than similar plans that did not (median 0.09) and nearly filled 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
 LIKELY = 0.5
 
 
 def known_flush_s(likely: Floats, known_s: float, micro_batches: Floats | float) -> Floats:
-    """Return the seconds of a step that flushes take which cost `known_s` a micro batch.
+    """Return the seconds of flushes in a step, at `known_s` per micro batch.
 
-    That can be several times the step without them, so a plan either pays or does not: between the two lies nothing
-    that is ever measured.
+    This can be several times the step itself, so it is added in full if flushes are likely and not at all otherwise;
+    values in between are never measured.
     """
     return np.where(likely > LIKELY, known_s * micro_batches, 0.0)
 
 
 def retry_probability(reserved_bytes: Floats, left_bytes: Floats, factors: tuple[float, float]) -> Floats:
-    """Return how likely more than `left_bytes` are needed where `reserved_bytes` are predicted, `factors` being the
-    range over a prediction that holds four of five measurements.
+    """Return the probability that more than `left_bytes` are needed when `reserved_bytes` are predicted; `factors` are
+    the ends of the 80 % range over the prediction.
     """
     low, high = (math.log(factor) for factor in factors)
     middle, spread = (low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9)
     over = (np.log(np.maximum(reserved_bytes, 1.0) / np.maximum(left_bytes, 1.0)) + middle) / spread
-    return np.asarray(1.0 / (1.0 + np.exp(-1.702 * np.clip(over, -30.0, 30.0))))  # the normal distribution, within 0.01
+    return np.asarray(1.0 / (1.0 + np.exp(-1.702 * np.clip(over, -30.0, 30.0))))  # approximates the normal distribution

@@ -1,6 +1,4 @@
-"""What the ranks of a simulated step have allocated over time: the allocator's replay, laid along the passes of the
-run.
-"""
+"""Allocated memory of the ranks of a simulated step over time: the replayed bytes at the times of the run's passes."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from simulator.program.trace import Counter, Trace
 
 
 def with_memory(scenario: Scenario, plan: Plan, run: Run, micro_batches: int) -> Trace:
-    """Return the trace of a run of so many micro batches, whose passes are marked, with the memory of every rank that
-    is drawn.
-    """
+    """Return the trace of a run whose passes are marked, with the memory of every rank that is shown."""
     replay, counters = MemoryReplay(scenario, plan, micro_batches=micro_batches), list(run.trace.counters)
     for rank in run.trace.ranks:
         ends = [at for name, at in run.events_s[rank].items() if name.startswith(MARK)]

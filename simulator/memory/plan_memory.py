@@ -1,4 +1,4 @@
-"""What the allocators of a plan's pipeline ranks hold, replayed as far as it is asked for, each rank once."""
+"""Replayed memory of a plan's pipeline ranks; each rank is replayed once, and only as far as needed."""
 
 from __future__ import annotations
 
@@ -27,31 +27,35 @@ PASS_S, PIPED_PASS_S = 1.5e-4, 6e-5
 
 
 class PlanMemory:
-    """One plan of a scenario. Bytes are those that runs of its runtime took where its description says others."""
+    """The memory of one plan of a scenario, in bytes; corrected where runs of its runtime showed other values than
+    described.
+    """
 
     def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
-        """`fullest` are ranks that held most of plans through the same pipeline, the last such first."""
+        """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first."""
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
         self._fullest = [] if fullest is None else fullest
         self._replay = MemoryReplay(scenario, plan)
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
-        self._ahead: dict[tuple[int, float], ReservedMemory | None] = {}  # by rank and limit, what will be asked for
-        self._beyond: dict[int, float] = {}  # bytes that a rank was found to hold more than
+        self._ahead: dict[tuple[int, float], ReservedMemory | None] = {}  # replays made in advance, by rank and limit
+        self._beyond: dict[int, float] = {}  # by rank: it reserves more than these bytes
         self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
         self.left_bytes = self.capacity_bytes - self.communicator_bytes
 
     @cached_property
     def _shorter(self) -> MemoryReplay | None:
-        """Where a step is too long to be replayed as it is, another one: what both hold tells of longer ones."""
+        """A replay with fewer micro batches, for steps too long to replay; longer steps are extrapolated from
+        the two.
+        """
         forwards_first = self.plan.pp > 1 and schedule_kind(self.plan.schedule_name).forwards_first
         if not forwards_first or self._replay.micro_batches <= FORWARDS_FIRST[1]:
             return None
         return MemoryReplay(self._scenario, self.plan, micro_batches=FORWARDS_FIRST[0])
 
     def rank(self, rank: int) -> ReservedMemory:
-        """Return what a pipeline rank holds with as much memory as it asks for."""
+        """Return what a pipeline rank reserves with unlimited memory."""
         if rank not in self._held:
             described = self._ahead.pop((rank, inf), None) or self._replay.rank(rank)
             if self._shorter is not None:
@@ -62,8 +66,8 @@ class PlanMemory:
         return self._held[rank]
 
     def _at_least(self, rank: int, held: ReservedMemory) -> ReservedMemory:
-        """Return what follows from shorter steps, of which another moment may be the fullest: no less than the bound
-        of the step itself.
+        """Return extrapolated memory, raised to the bound of the step itself, since its fullest moment may be another
+        one.
         """
         allocated = max(held.allocated_bytes, round(float(self._bound.peak_bytes[0, rank])))
         reserved = max(held.reserved_bytes, allocated, round(float(self._bound.reserved_bytes[0, rank])))
@@ -77,7 +81,7 @@ class PlanMemory:
         )
 
     def _within(self, rank: int, limit_bytes: float) -> bool:
-        """Return whether a rank holds no more than a limit; one that does is replayed no further."""
+        """Return whether a rank reserves at most `limit_bytes`; a replay stops as soon as it exceeds the limit."""
         if rank not in self._held and self._shorter is None and self._beyond.get(rank, 0.0) < limit_bytes:
             known = self._limit(rank, limit_bytes)
             described = self._ahead.pop(known) if known in self._ahead else self._replay.rank_within(*known)
@@ -92,22 +96,22 @@ class PlanMemory:
         return rank, self._known.described_bytes(limit_bytes, self._state[rank])
 
     def first_ahead(self, sure: float) -> list[Replayed]:
-        """Return the replay of the rank that is asked about first, where it has not been done."""
+        """Return the replay of the rank that is asked about first, if still to be done."""
         return self._to_replay([next(self._order)], self._sure_bytes(sure))
 
     def _to_replay(self, ranks: Iterable[int], limit_bytes: float) -> list[Replayed]:
-        if self._shorter is not None:  # each rank of which takes two
+        if self._shorter is not None:  # a rank takes two replays there
             return []
         new = [rank for rank in ranks if rank not in self._held and self._beyond.get(rank, 0.0) < limit_bytes]
         keys = [self._limit(rank, limit_bytes) if limit_bytes < inf else (rank, inf) for rank in new]
         return [(self, key) for key in keys if key not in self._ahead]
 
     def take(self, replayed: tuple[int, float]) -> ReservedMemory | None:
-        """Replay a rank within a limit."""
+        """Replay a rank within a limit; None if it exceeds the limit."""
         return self._replay.rank_within(*replayed)
 
     def note(self, replayed: tuple[int, float], held: ReservedMemory | None) -> None:
-        """Keep what was found before it is asked for."""
+        """Keep a replay made in advance."""
         self._ahead[replayed] = held
 
     @property
@@ -117,26 +121,26 @@ class PlanMemory:
 
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
-        """What every pipeline rank holds."""
+        """The memory of every pipeline rank."""
         replay_ahead(self._to_replay(range(self.plan.pp), inf))
         return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
     @property
     def worst(self) -> int:
-        """The pipeline rank that holds most."""
+        """The pipeline rank that reserves most."""
         ranks = self.ranks
         return max(range(len(ranks)), key=lambda rank: ranks[rank].reserved_bytes)
 
     @cached_property
     def fits(self) -> bool:
-        """Whether no rank runs out of memory, though some may have to give back what they hold and ask again, and the
-        host has the memory for what it keeps of theirs, where it is known how much that has.
+        """Whether no rank runs out of memory, though some may have to flush and retry, and the host's memory, where
+        known, is enough for what is kept there.
         """
         return self._fits_gpus and (self.host_left_bytes is None or self.host_bytes <= self.host_left_bytes)
 
     @property
     def host_left_bytes(self) -> float | None:
-        """A GPU's share of the host's memory, where it is known."""
+        """A GPU's share of the host's memory; None where unknown."""
         known = self._scenario.cluster.groups[0].node.host_memory_bytes
         return None if known is None else self._host.memory_bytes
 
@@ -147,32 +151,32 @@ class PlanMemory:
     @cached_property
     def _fits_gpus(self) -> bool:
         replay_ahead(self._to_replay(self._order, inf))
-        # A rank that allocates more than there is has run out of it.
+        # Allocating more than there is means out of memory.
         return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in self._order) and not any(
             self._limited(rank).out_of_memory for rank in self._order
         )
 
     @property
     def _order(self) -> Iterator[int]:
-        """Every pipeline rank, first those that held most before and the ends of the pipeline: mostly one of them holds
-        most.
+        """The pipeline ranks, those that were fullest before and the two ends first: usually one of them is the
+        fullest.
         """
         return iter(dict.fromkeys([*self._fullest, 0, self.plan.pp - 1, *range(self.plan.pp)]))
 
     @property
     def peak_bytes(self) -> int:
-        """What is allocated at the fullest moment of any rank."""
+        """The most bytes allocated at any moment on any rank."""
         return max(rank.allocated_bytes for rank in self.ranks)
 
     @property
     def reserved_bytes(self) -> int:
-        """What the fullest rank holds."""
+        """The bytes that the fullest rank reserves."""
         return self.rank(self.worst).reserved_bytes
 
     @property
     def most_missing_bytes(self) -> float:
-        """What the ranks that were replayed lack at most where the plan does not fit: what they allocate beyond what
-        there is, or hold where giving it back does not help.
+        """How many bytes the replayed ranks of a plan that does not fit lack at most: allocated bytes beyond the limit,
+        else reserved bytes beyond it.
         """
         allocated = max(rank.allocated_bytes for rank in self._held.values()) - self.left_bytes
         return (
@@ -181,21 +185,23 @@ class PlanMemory:
 
     @property
     def retries_per_step(self) -> int:
-        """How often the fullest rank gives back what it holds and asks again."""
+        """Retries per step of the fullest rank."""
         return self._limited(self.worst).retries_per_step
 
     @property
     def fit_probability(self) -> float:
-        """How likely memory is enough, given how far predictions of it are off; 0 where it is not by what they say."""
+        """The probability that memory is enough, given the errors of predictions; 0 if the prediction itself does not
+        fit.
+        """
         return self._holds(float(self.reserved_bytes)) if self.fits else 0.0
 
     def at_most_likely(self, sure: float) -> float:
-        """Return a probability above which the plan does not fit: that of its fullest rank; where that is below `sure`,
-        no more than that it is.
+        """Return an upper bound of the probability that the plan fits: the exact value for its fullest rank or, if that
+        is below `sure`, any value below `sure`.
         """
         likely, limit_bytes = 1.0, self._sure_bytes(sure)
         for number, rank in enumerate(self._order):
-            if number == 1:  # the first shows of most plans that do not fit that they do not
+            if number == 1:  # the first rank rules out most plans that do not fit
                 replay_ahead(self._to_replay(self._order, limit_bytes))
             within = self._within(rank, limit_bytes)
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(sure, 0.0))
@@ -205,13 +211,15 @@ class PlanMemory:
         return likely
 
     def may_be(self, sure: float) -> bool:
-        """Return whether the plan may be `sure` to fit by the ranks that were found too full before, else the first."""
+        """Return whether the plan may fit with probability `sure`, judged by the ranks found too full before, else by
+        the first.
+        """
         limit_bytes = self._sure_bytes(sure)
         return all(self._within(rank, limit_bytes) for rank in [*self._beyond] or [next(self._order)])
 
     @property
     def surely_fits(self) -> bool:
-        """Whether memory is enough for all that."""
+        """Whether the plan fits with probability SURE."""
         return self.at_most_likely(SURE) >= SURE and self.fits
 
     def _holds(self, reserved_bytes: float) -> float:
@@ -220,8 +228,8 @@ class PlanMemory:
 
     @cached_property
     def flush_s(self) -> float:
-        """Seconds of a step that retries are expected to cost. One that runs out of memory is taken to have enough,
-        unless runs of its runtime showed what a full GPU costs.
+        """Expected seconds of retries in a step. A plan that runs out of memory is costed without, unless runs of its
+        runtime showed what a full GPU costs.
         """
         if self._known.flush_s is None and not self.fits:
             return 0.0
@@ -229,7 +237,7 @@ class PlanMemory:
 
     @property
     def least_flush_s(self) -> float:
-        """The same of a plan that fits, at least: by the ranks that have been replayed, one at least."""
+        """A lower bound of `flush_s` for a plan that fits, from the ranks replayed so far (at least one)."""
         if not self._held:
             self._within(next(self._order), self._sure_bytes(RATHER_SURE))
         held = (float(rank.reserved_bytes) for rank in self._held.values())
@@ -237,17 +245,17 @@ class PlanMemory:
 
     @cached_property
     def _paged(self) -> list[float]:
-        """Bytes of an optimizer's state that are paged, on every pipeline rank."""
+        """Bytes of paged optimizer state on every pipeline rank."""
         return [self._replay.paged_bytes(rank) for rank in range(self.plan.pp)]
 
     @property
     def paged_bytes(self) -> float:
-        """Those of the rank that has most."""
+        """Bytes of paged optimizer state on the rank that has most."""
         return max(self._paged)
 
     def paging_s(self, factor: float = 1.0) -> float:
-        """Return the seconds of a step in which paged states come in and go out, the slowest rank's, were `factor`
-        times as much reserved.
+        """Return the seconds per step in which the slowest rank's paged states move to the GPU and back, if `factor`
+        times as much were reserved.
         """
         return 2 * self._leaving(factor) / self._host.copy_bytes_per_s
 
@@ -260,21 +268,23 @@ class PlanMemory:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory that a rank needs at most: of state and activations kept there, and of paged states."""
+        """The most host memory of a rank in bytes: state and activations kept there, and paged states."""
         return float(self._bound.host_bytes.max()) + self._leaving()
 
     @property
     def full_s(self) -> float:
-        """Seconds of a step that a full GPU costs: of retries and of paged states."""
+        """Seconds per step that a full GPU costs: retries and paged states."""
         return self.flush_s + self.paging_s()
 
     @property
     def least_full_s(self) -> float:
-        """The same of a plan that fits, at least."""
+        """A lower bound of `full_s` for a plan that fits."""
         return self.least_flush_s + (self.paging_s() if self.paged_bytes else 0.0)
 
     def _flush_s(self, reserved_bytes: float, retries: int) -> float:
-        """Return what flushes cost where the fullest rank holds so much: no less where it holds more."""
+        """Return the expected seconds of flushes if the fullest rank reserves `reserved_bytes`; never less for more
+        bytes.
+        """
         reserved = np.array([float(reserved_bytes)])
         likely = retry_probability(reserved, np.array([self.left_bytes]), replayed_memory_factors())
         if self._known.flush_s is not None:
@@ -282,11 +292,11 @@ class PlanMemory:
         return float(likely[0]) * max(1, retries) * reserved_bytes * FLUSH_S_PER_BYTE
 
     def _sure_bytes(self, sure: float) -> float:
-        """Return what a plan may hold that is so sure to fit."""
+        """Return the most bytes that a plan may reserve to fit with probability `sure`."""
         return sure_bytes(self.left_bytes, replayed_memory_factors()[1], sure or RATHER_SURE)
 
     def _limited(self, rank: int) -> ReservedMemory:
-        """Return what a rank holds with the memory that there is."""
+        """Return the memory of a rank within the available bytes."""
         held = self.rank(rank)
         if held.reserved_bytes <= self.left_bytes:
             return held
@@ -302,7 +312,7 @@ class PlanMemory:
 
     @cached_property
     def _state(self) -> list[float]:
-        """Bytes of state on every pipeline rank, as they are described; where nothing tells them from others, none."""
+        """Described bytes of state on every pipeline rank; zero where state has no factor of its own."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
         return [float(nbytes) / self._known.reserved for nbytes in self._bound.state_bytes[0, : self.plan.pp]]
@@ -318,7 +328,7 @@ class Replays:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._found: dict[Plan, PlanMemory] = {}
-        self._fullest: dict[object, list[int]] = {}  # ranks by the pipeline that they are of
+        self._fullest: dict[object, list[int]] = {}  # fullest ranks, by pipeline
 
     def __getitem__(self, plan: Plan) -> PlanMemory:
         if plan not in self._found:
@@ -327,17 +337,17 @@ class Replays:
         return self._found[plan]
 
     def look_ahead(self, plans: Iterable[Plan], sure: float) -> None:
-        """Replay the first rank of each of several plans that will be asked whether they are `sure` to fit, on several
-        cores where there are.
+        """Replay the first rank of several plans that will be asked whether they fit with probability `sure`, on
+        several cores if there are any.
         """
         replay_ahead([replay for plan in plans for replay in self[plan].first_ahead(sure)])
 
 
-Replayed = tuple[PlanMemory, tuple[int, float]]  # a rank of a plan, within a limit
+Replayed = tuple[PlanMemory, tuple[int, float]]  # a plan, with (rank, limit)
 
 
 def replay_ahead(replays: Sequence[Replayed]) -> None:
-    """Do replays that will be asked for, where several cores do them sooner; what is asked for is the same."""
+    """Make replays that will be asked for, on several cores if that is faster; results are the same."""
     seconds = sum(memory.replay_s for memory, _ in replays)
     if forks(len(replays), seconds):
         found = on_cores([partial(memory.take, key) for memory, key in replays], seconds=seconds)
@@ -346,7 +356,7 @@ def replay_ahead(replays: Sequence[Replayed]) -> None:
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:
-    """Return the bytes of a step in which all forward passes go first, from those of two shorter steps."""
+    """Return the memory of a step in which all forward passes come first, extrapolated from two shorter steps."""
     less, most = FORWARDS_FIRST
     times = (micro_batches - most) / (most - less)
     return replace(

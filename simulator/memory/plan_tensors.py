@@ -1,4 +1,4 @@
-"""What the ranks of a plan share when their allocations are replayed: units, the events of their passes, traffic."""
+"""Data shared by the replays of a plan's ranks: units, the events of their passes, traffic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from simulator.step.zero import zero_buffers
 
 
 class Held(NamedTuple):
-    """Elements of one parameter: as it is gathered, as it is stored, and as it is trained."""
+    """Elements of one parameter: gathered, stored, and trained."""
 
     used: float
     stored: float
@@ -42,7 +42,7 @@ Piece = tuple[tuple[TensorEvent, ...], int | None]
 
 
 class PlanTensors:
-    """What all ranks of a plan share: its units, the events of their passes, its traffic."""
+    """Data shared by all ranks of a plan: its units, the events of their passes, its traffic."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlanTensors:
         self.paired = bool(context.table.paired[0])  # passes of two micro batches run at the same time
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
-        # Of units that have all of this in common, as layers of one kind have: found once.
+        # Cache by what layers of one kind have in common.
         self._passes: dict[tuple[str, str], Passes] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}  # by the events of a pass
         self._halves: dict[tuple[int, frozenset[int]], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
@@ -78,13 +78,13 @@ class PlanTensors:
 
     @property
     def repeats(self) -> bool:
-        """Whether a step asks for what any other does, at the same places but for those of the optimizer's state.
+        """Whether all steps allocate the same blocks at the same addresses, apart from the optimizer's state.
 
-        On the stream of compute nothing of a step is left when the optimizer's state is made, which so lies behind all
-        that was there before. All else that is left is on other streams, and freed before the next step. Where blocks
-        lie does not depend on how far a pool has grown before.
+        When the optimizer's state is allocated, nothing of the step is left on the compute stream, so the state lies
+        after everything older. What is left is on other streams and freed before the next step. Addresses of blocks do
+        not depend on how far a pool had grown before.
         """
-        fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the stream of compute
+        fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the compute stream
         return not self.context.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
 
     def passes(self, unit: Unit) -> Passes:
@@ -130,12 +130,12 @@ class PlanTensors:
         return [tuple((u.block, id(u.words), u.wrapped, id(u.trained)) for u in units) for units in self.stages]
 
     def keeps_inputs(self, unit: Unit) -> bool:
-        """Whether a unit's input and the gradient of it are there until the backward pass ends."""
+        """Whether a unit's input and its gradient are kept until the backward pass ends."""
         again = unit.wrapped and bool(self.context.spec.recompute[str(unit.words[0])].recomputes)
         return again and bool(frozen_units_keep_inputs(self.context)[0])
 
     def elements(self, unit: Unit) -> list[Held]:
-        """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""
+        """Return the elements of a unit's parameters before sharding: of each matrix, and of all others together."""
         key = id(unit.trained), id(unit.words), unit.wrapped
         if key not in self._elements:
             self._elements[key] = self._new_elements(unit)
@@ -146,7 +146,7 @@ class PlanTensors:
         used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
         packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
         own = bytes_of("trained") / param
-        wide = self._wide_bytes() / param  # of a frozen weight that is not packed, in numbers of the stored type
+        wide = self._wide_bytes() / param  # elements of a frozen, unpacked weight, in units of the stored type
 
         def held(weight: Weight) -> Held:
             n = weight.elements
@@ -162,22 +162,22 @@ class PlanTensors:
         return [*found, Held(*(max(0, n) for n in rest))]
 
     def _wide_bytes(self) -> float:
-        """Return the bytes of a frozen weight that products read as it is."""
+        """Return the bytes of a frozen weight that products read without unpacking."""
         adapter, param = self.context.runtime.adapter, self.context.dtype_bytes("param")
         return param if adapter is None or adapter.packed else self.context.dtype_bytes("packed")
 
     def zero_of(self, units: Sequence[Unit]) -> dict[str, float]:
-        """Return the bytes of a rank's buffers under ZeRO, and of what its update makes, by what they are for."""
+        """Return the bytes of a rank's ZeRO buffers and of the temporaries of its update, by purpose."""
         whole = np.array([sum(float(unit.trained.all[0]) for unit in units)])
         mine = np.array([sum(float(unit.trained.all[0]) * self.share(unit, "optimizer") for unit in units)])
         found = zero_buffers(self.context, whole, mine)
         return {one.name: float(getattr(found, one.name)[0]) for one in fields(found)}
 
     def made_by_update(self, units: Sequence[Unit], nbytes: float) -> list[float]:
-        """Return the tensors, `nbytes` in all, that updating `units` makes for a moment: one a parameter, or one under
+        """Return the sizes of temporary tensors, `nbytes` in all, for updating `units`: one per parameter, or one under
         ZeRO.
         """
-        if self.in_backward:  # parameter by parameter, as their gradients come
+        if self.in_backward:  # each parameter as its gradient is computed
             return []
         if is_orthogonalised(self.context.runtime):
             return self._made_beside_matrices(units)
@@ -187,8 +187,8 @@ class PlanTensors:
         return [nbytes * n / sum(owned) for n in owned] if nbytes else []
 
     def optimizers(self, unit: Unit) -> list[tuple[float, Optimizer, float]]:
-        """Return the elements of a unit's parameters, what updates each of them, and the bytes of its state an element:
-        hidden matrices are those of layers.
+        """Return (elements, optimizer, bytes of state per element) of a unit's parameters; hidden matrices are those of
+        layers.
         """
         chosen, width = OPTIMIZERS[self.context.runtime.optimizer], self.state["optimizer"]
         found = [one.trained for one in self.elements(unit)]
@@ -201,18 +201,20 @@ class PlanTensors:
         return [*((elements, chosen.matrices, less) for elements in found[:-1]), (found[-1], chosen, width)]
 
     def paged_bytes(self, units: Sequence[Unit]) -> float:
-        """Return the bytes of a rank's states that are paged."""
+        """Return the bytes of a rank's paged states."""
         if not self._paged_width():
             return 0.0
         owned = (one.trained * self.share(unit, "optimizer") for unit in units for one in self.elements(unit))
         return sum(paged_bytes(self.context.runtime, n) for n in owned)
 
     def _paged_width(self) -> float:
-        """Return the bytes of a number's states that are paged, none where the CPU updates."""
+        """Return the bytes per element of paged states; 0 where the CPU updates."""
         return 0.0 if self.traffic.updates_on_host else paged_width(self.context.runtime)
 
     def _made_beside_matrices(self, units: Sequence[Unit]) -> list[float]:
-        """Return what AdamW makes of all that is no hidden matrix, or the largest of these, whichever is more."""
+        """Return the temporary bytes of AdamW for everything but hidden matrices, or those of the largest hidden
+        matrix, whichever is more.
+        """
         copies = self.context.spec.state.update_copies * self.context.dtype_bytes("param")
         rest = [
             elements * self.share(unit, "optimizer") * copies
@@ -224,7 +226,7 @@ class PlanTensors:
         return rest if sum(rest) > largest else [largest]
 
     def share(self, unit: Unit, kind: State) -> float:
-        """Return the share of a unit's elements that a rank has of a kind of state."""
+        """Return the share of a unit's elements for which a rank has a kind of state."""
         table, own = self.context.table, unit.of(kind)
         key = id(own), kind
         if key not in self._shares:

@@ -1,20 +1,21 @@
-"""One pipeline rank's step as its host runs it: what it asks of the caching allocator, in which order, on which stream.
+"""One pipeline rank's step as its host runs it: the requests to the caching allocator, in order and by stream.
 
-The host runs ahead of the device, so a tensor is there from when its operator is issued. Units are gathered and reduced
-as FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather fills a
-flat buffer on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in forward the
-buffer is kept until the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which
-the next reduction frees; its result, of which gradients are views, lies on the stream of reductions. Without full
-sharding gradients come with backward and go with the next step's `zero_grad`.
+The host runs ahead of the device, so a tensor exists from the moment its operator is issued. Units are gathered and
+reduced as FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather
+fills a flat buffer on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in a
+forward pass the buffer is kept until the next one has been copied. Gradients are copied to a flat buffer on the compute
+stream, which the next reduction frees; its result, of which gradients are views, is allocated on the stream of
+reductions. Without full sharding, gradients are allocated in the backward pass and freed by the next step's
+`zero_grad`.
 
 FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its
-parameters are views, so nothing is copied; what it frees is there until the device has used it, and `prefetch` units
-may wait for that (`limit_all_gathers`). Its root, the ends of the network, stays gathered until a backward pass ends.
-Gradients of views are put together to a flat one on the compute stream.
+parameters are views, so nothing is copied; a freed unit is kept until the device has used it, and up to `prefetch`
+units may be in this state (`limit_all_gathers`). Its root unit, embedding and head, stays gathered until a backward
+pass ends. Gradients of views are joined to a flat one on the compute stream.
 
-DeepSpeed's ZeRO gathers likewise. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that
-backward asks for on the compute stream, copies on the stream that reduces, and gradients in float32 while the optimizer
-updates.
+DeepSpeed's ZeRO gathers in the same way. Its gradients go through buckets (`simulator.step.zero`): contiguous ones that
+the backward pass allocates on the compute stream, copies on the stream of reductions, and float32 gradients during the
+update.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "repl
 
 
 class RankReplay:
-    """One rank of a plan with an allocator: `start()`, then `step()` again and again."""
+    """One rank of a plan with an allocator: call `start()`, then `step()` repeatedly."""
 
     def __init__(
         self,
@@ -52,22 +53,22 @@ class RankReplay:
         micro_batches: float,
     ) -> None:
         self.plan, self.rank, self.memory = plan, rank, allocator
-        self.micro_batches = micro_batches  # of the step itself: a schedule that is replayed may have fewer
+        self.micro_batches = micro_batches  # micro batches of the step itself; the replayed schedule may have fewer
         self.context, self.spec, self.traffic = plan.context, plan.context.spec, plan.traffic
         self.row = plan.schedule.table[rank]
         self.units = [unit for stage in plan.schedule.stages_of(rank) for unit in plan.stages[stage]]
         self.wrapped = {unit.name: Wrapped(elements=plan.elements(unit)) for unit in self.units}
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
-        self.logits: list[Block] = []  # what a trainer keeps for metrics until there are others
+        self.logits: list[Block] = []  # metrics that a trainer keeps until the next ones
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
         self.reducing: list[Block] = []
-        self.passing: list[Block] = []  # freed by the host, and not yet used by the device
-        self.summed: list[Block] = []  # what replicas sum, in the type of reductions
+        self.passing: list[Block] = []  # freed by the host, but still to be used by the device
+        self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
-        self.kept: list[Block] = []  # inputs of frozen units and their gradients, until a backward pass ends
-        self.leaving: list[Instance] = []  # layers whose tensors are on their way to host memory
-        self.watches = False  # whether to note the bytes allocated at most in each pass of a step, unit by unit
+        self.kept: list[Block] = []  # inputs of frozen units and their gradients, kept until a backward pass ends
+        self.leaving: list[Instance] = []  # layers whose tensors are being copied to host memory
+        self.watches = False  # whether to record the most bytes allocated in each pass of a step, unit by unit
         self.highest: list[int] = []
         bytes_of, table = self.context.dtype_bytes, self.context.table
         self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
@@ -78,13 +79,13 @@ class RankReplay:
         self.piped = bool(table["pp"][0] > 1)
         self.message_bytes = float(tensor_bytes("u h", self.context.sizes, bytes_of)[0])
         self.vocabulary_cuts = round(float(table["tp"][0])) if self.spec.state.whole_embedding_gradient else 1
-        # The embedding where the head multiplies with its matrix; a pipeline's last stage has a copy.
+        # The embedding whose matrix the head uses; the last stage of a pipeline has a copy.
         self.tied = self.units[0] if plan.tied and not self.piped else None
 
     # --- the step -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Ask for what is there before the first step."""
+        """Allocate what exists before the first step."""
         for unit in self.units:
             width = self.plan.share(unit, "parameters") * self.plan.state["parameters"]
             self._taken(*(elements.stored * width for elements in self.wrapped[unit.name].elements))
@@ -137,7 +138,7 @@ class RankReplay:
             deque(chain(*passes), maxlen=0)
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
-        """Note the most that is allocated in each unit's pass."""
+        """Record the most bytes allocated in each unit's pass."""
         memory = self.memory
         memory.peak_allocated_bytes = memory.allocated_bytes
         for _ in units:
@@ -146,7 +147,7 @@ class RankReplay:
             memory.peak_allocated_bytes = memory.allocated_bytes
 
     def _pass(self, leaf: Action) -> Iterator[None]:
-        """Return a pass to be run unit by unit."""
+        """Return a pass as an iterator over its units."""
         last = leaf.micro_batch == self.plan.last_turned[leaf.stage]
         if leaf.kind is Kind.FORWARD:
             return self._forward(leaf.stage, leaf.micro_batch)
@@ -180,7 +181,7 @@ class RankReplay:
             yield
         self._give(recast)
         if given is not None:
-            # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py,
+            # A pipeline keeps the output of a stage until its backward pass (torch/distributed/pipelining/stage.py,
             # fwd_cache).
             if self.spec.layer.metrics_after and units and units[-1].block == "head":
                 self._give(self.logits)
@@ -200,7 +201,7 @@ class RankReplay:
             passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
             self._gather(unit, forward=False)
             self._fetch(instance)
-            if self.spec.away_layers and position:  # that of the next is fetched meanwhile
+            if self.spec.away_layers and position:  # the next unit's is fetched in the meantime
                 self._fetch(self.running[units[position - 1].name, micro_batch])
             if gradient is not None and gradient not in self.kept:
                 instance.slots[passes.incoming] = gradient
@@ -229,7 +230,7 @@ class RankReplay:
             self._free_last_buffers()
 
     def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> Iterator[None]:
-        """The second half of a split backward: gradients of weights, whose inputs it frees."""
+        """The second half of a split backward pass: compute weight gradients and free their inputs."""
         for unit in reversed(self.plan.stages[stage]):
             instance = self.running[unit.name, micro_batch]
             self._play(unit, instance, instance.later)
@@ -245,7 +246,7 @@ class RankReplay:
                 self._weight_gradient(unit, weight)
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
-        """All gradients of a unit are there: free its tensors, and reduce."""
+        """All gradients of a unit are computed: free its tensors, and reduce the gradients."""
         instance = self.running.pop((unit.name, micro_batch))
         self._give([*instance.casts, *instance.slots.values()])
         if self.spec.state.gradient_dtype != "reduce":
@@ -257,7 +258,7 @@ class RankReplay:
             self._give(self.wrapped[unit.name].gradients)
 
     def _send_away(self, instance: Instance) -> None:
-        """A layer has run forward: what it keeps goes to host memory, after that of layers before it."""
+        """After a layer's forward pass: copy what it keeps to host memory, after that of earlier layers."""
         self.leaving.append(instance)
         while len(self.leaving) > self.spec.away_layers:
             gone = self.leaving.pop(0)
@@ -266,7 +267,7 @@ class RankReplay:
             gone.slots.clear()
 
     def _fetch(self, instance: Instance) -> None:
-        """Have what a layer keeps back on the GPU."""
+        """Copy what a layer keeps back to the GPU."""
         if instance in self.leaving:
             self.leaving.remove(instance)
         for slot, nbytes in instance.away.items():
@@ -313,16 +314,16 @@ class RankReplay:
             self._give(self.wrapped[unit.name].gathered)
 
     def _weight_gradient(self, unit: Unit, place: int) -> None:
-        """The gradient of one parameter: a tensor of its own, or added to what is there."""
+        """Allocate the gradient of one parameter, or add to the existing one."""
         rows = self.vocabulary_cuts if unit.block == "embedding" and place == 0 else 1
         if unit.block == "head" and place == 0 and self.tied is not None:
-            unit = self.tied  # whose own rows are added when they come
+            unit = self.tied  # rows of the tied embedding are added later
         wrapped, t = self.wrapped[unit.name], self.traffic
         elements = wrapped.elements[place].trained
         if not elements or not (t.adds_up or t.fully_sharded):
             return
         fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
-        if self.plan.in_backward and not t.fully_sharded and unit is not self.tied:  # updated with, and gone
+        if self.plan.in_backward and not t.fully_sharded and unit is not self.tied:  # used for the update, then freed
             self._give(fresh)
             return
         if rows > 1 and t.fully_sharded:  # FSDP sums it over tensor-parallel ranks first
@@ -388,7 +389,7 @@ class RankReplay:
             kept = wrapped.gradients
         if kept is self.summed or kept is wrapped.gradients:
             kept += result
-        else:  # cast, added to what is there, or sent to the host
+        else:  # cast, added to the existing one, or copied to the host
             self._give(result)
 
     def _keep_shard(self, unit: Unit, stream: str) -> None:
@@ -400,13 +401,13 @@ class RankReplay:
             self.wrapped[unit.name].gradients += fresh
 
     def _free_last_buffers(self) -> None:
-        """End a backward pass that reduced: its last buffers go."""
+        """End a backward pass with reductions: free its last buffers."""
         flat, self.flat = self.flat, None
         for blocks in (self.buckets, self.reducing, self.passing, self.summed, [flat] if flat else []):
             self._give(blocks)
 
     def make_optimizer(self) -> None:
-        """Make the optimizer's state, a tensor a moment and parameter, as the first step does at its end."""
+        """Allocate the optimizer's state, tensor by tensor, as the first step does at its end."""
         master = bool(self.spec.state.master_weights and self.param_bytes < 4)
         for unit in self.units:
             share = self.plan.share(unit, "optimizer")
@@ -417,7 +418,7 @@ class RankReplay:
     # --- stages -------------------------------------------------------------------------------------------------
 
     def _take_stage_buffers(self) -> None:
-        """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the
+        """Allocate buffers of messages that exist throughout, and outputs that this version keeps to the end of the
         step.
         """
         if not self.piped:

@@ -1,4 +1,4 @@
-"""The memory of a plan as torch's caching allocator holds it: one step after the other until nothing changes."""
+"""Replay steps of a plan's ranks through the model of torch's caching allocator until nothing changes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from simulator.memory.shortcut import ShortReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.runtimes.library import operators_for
 
-# Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries
-# stay. A step that repeats the first one, but for that state, is replayed alone.
+# Optimizer state is allocated at the end of the first step, so the second step has other addresses; a third shows
+# whether retries recur. Where all steps are equal apart from that state, one is enough.
 STEPS, LIMITED_STEPS = 2, 3
-ROUNDS = 2  # which show the most that is in flight, unless all micro batches are
+ROUNDS = 2  # rounds of a pipeline that show the most in flight, if not all micro batches are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedMemory:
-    """What the allocator of one pipeline rank holds. `retries_per_step` are those of the last step; `out_of_memory`
-    says that giving memory back was not enough. `by_stream` are reserved bytes.
+    """The memory of one pipeline rank. `retries_per_step` is that of the last step; `out_of_memory`: returning unused
+    memory was not enough. `by_stream` has reserved bytes.
     """
 
     reserved_bytes: int
@@ -36,20 +36,20 @@ class ReservedMemory:
 
     @property
     def fragmentation(self) -> float:
-        """The share of reserved bytes that were not allocated at the fullest moment."""
+        """The share of reserved bytes not allocated at the fullest moment."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
-# Micro batches of a schedule whose forward passes all go first: up to the second as many as there are, beyond it what
-# each of those between the two adds is added for every further one.
+# Micro batches replayed for schedules whose forward passes all come first. Up to the second number all are replayed;
+# larger steps are extrapolated from the two.
 FORWARDS_FIRST = 8, 16
 
 
 def replayed_micro_batches(plan: Plan, micro_batches: int) -> int:
-    """Return how many micro batches show what a step of so many holds at most.
+    """Return the least number of micro batches with the peak memory of a step with `micro_batches`.
 
-    Beyond a few rounds of a pipeline its ranks repeat what they do: there are never more micro batches in flight, nor
-    with gradients (tests/simulator/test_schedules_memory.py).
+    After a few rounds the ranks of a pipeline repeat themselves: no more micro batches are in flight, with or without
+    gradients (tests/simulator/test_schedules_memory.py).
     """
     if plan.pp == 1:
         return min(micro_batches, 2)
@@ -61,8 +61,8 @@ def replayed_micro_batches(plan: Plan, micro_batches: int) -> int:
 
 
 class MemoryReplay:
-    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit; with so many
-    `micro_batches` where they are given, else with as many as show the most.
+    """Replays the ranks of a plan, with unlimited memory or within a limit. `micro_batches` defaults to the number that
+    shows the peak.
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, *, micro_batches: int | None = None) -> None:
@@ -80,7 +80,7 @@ class MemoryReplay:
 
     @property
     def passes(self) -> float:
-        """How many passes of units a step of a rank has, on average."""
+        """The mean number of unit passes in a rank's step."""
         return len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
 
     def rank(self, rank: int, *, capacity_bytes: float | None = None, every_event: bool = False) -> ReservedMemory:
@@ -92,7 +92,7 @@ class MemoryReplay:
         return self._replayed(rank, GrowingAllocator())
 
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
-        """Return the same, or None as soon as more than a limit is reserved."""
+        """Return the memory of a rank, or None as soon as more than `limit_bytes` are reserved."""
         try:
             return self._replayed(rank, GrowingAllocator(limit_bytes=limit_bytes))
         except AboveLimit:
@@ -123,14 +123,14 @@ class MemoryReplay:
         return replace(_held(memory), retries_per_step=memory.retries - before, out_of_memory=full)
 
     def paged_bytes(self, rank: int) -> float:
-        """Return the bytes of an optimizer's state that are paged on pipeline rank `rank`."""
+        """Return the bytes of paged optimizer state on pipeline rank `rank`."""
         return self.tensors.paged_bytes(
             [unit for stage in self.schedule.stages_of(rank) for unit in self.tensors.stages[stage]]
         )
 
     def over_passes(self, rank: int) -> list[int]:
-        """Return the bytes that pipeline rank `rank` has allocated at most in each pass of a step, unit by unit, and at
-        its end.
+        """Return the most bytes allocated on pipeline rank `rank` in each pass of a step, unit by unit, and the bytes
+        at its end.
         """
         replay = RankReplay(self.tensors, rank, GrowingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
@@ -138,7 +138,7 @@ class MemoryReplay:
         return [*replay.highest, replay.memory.allocated_bytes]
 
     def ranks(self) -> tuple[ReservedMemory, ...]:
-        """Return what every pipeline rank holds."""
+        """Return the memory of every pipeline rank."""
         return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
 

@@ -1,8 +1,8 @@
-"""What the passes of a block allocate and free, tensor by tensor, as its operators run one after the other.
+"""The allocations and frees of a block's passes, tensor by tensor, as its operators run one after the other.
 
-A runtime's description says what every operator reads, writes and saves, by shape. So a tensor is known by its bytes:
-what an operator saves is a tensor of that size that is there, else a new one; what it reads is not needed afterwards
-unless it is saved or is the residual stream. Autograd frees what an operator saved when its backward pass has run.
+A runtime's description states what every operator reads, writes and saves, by shape. Tensors are matched by size: a
+saved tensor is an existing one of that size, else a new one; a tensor that was read is freed unless it is saved or is
+the residual stream. Autograd frees what an operator saved when its backward pass has run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from simulator.step.held import head_tensor_bytes
 
 # Axes along which tokens lie: a tensor without one is a weight.
 TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
-STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # of the residual stream; what has others may be as large by chance
+STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
 NOTHING = 0  # the slot of no tensor
 
@@ -33,11 +33,11 @@ class Act(IntEnum):
     GRADIENT = 2  # the gradient of the weight `slot` has been computed
 
 
-Event = tuple[Act, int, int]  # what, the slot of a tensor or a weight, bytes
+Event = tuple[Act, int, int]  # (act, slot of a tensor or of a weight, bytes)
 
 
 class Weight(NamedTuple):
-    """A matrix of a block: its elements, whether it has a gradient, and whether it is kept packed."""
+    """A matrix of a block: its elements, whether it has a gradient, and whether it is packed."""
 
     elements: float
     trained: bool = True
@@ -46,8 +46,9 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Events of a block's passes. `inward` is the slot of what it is given, in either direction, `outward` and
-    `gradient` of what it gives. `weights` are its matrices, in the order in which they are used.
+    """Events of a block's passes. `inward` and `incoming` are the slots of the inputs of the forward and the backward
+    pass, `outward` and `gradient` those of their outputs. `weights` are the block's matrices, in the order of their
+    use.
     """
 
     forward: tuple[Event, ...]
@@ -61,16 +62,16 @@ class Passes:
 
 @dataclass(slots=True)
 class _Tape:
-    """Tensors of a block as they come and go. `held` are those that backward needs, by slot."""
+    """The live tensors of a block while its operators run. `held`: the slots of those that backward needs."""
 
     events: list[Event] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
-    saved_by: dict[int, list[int]] = field(default_factory=dict)  # place of an operator -> slots
+    saved_by: dict[int, list[int]] = field(default_factory=dict)  # index of an operator -> slots
     slots: int = 0
 
     def given(self, nbytes: int) -> int:
-        """Return the slot of a tensor that is there already."""
+        """Return the slot of a tensor that exists already."""
         self.slots += 1
         self.live[self.slots] = nbytes
         return self.slots
@@ -86,7 +87,7 @@ class _Tape:
             self.held.discard(slot)
 
     def claim(self, nbytes: int, other: int = NOTHING) -> int:
-        """Hold a tensor of so many bytes: the earliest that nobody holds and that is not `other`, else a new one."""
+        """Hold a tensor of `nbytes`: the earliest live one that is not held and not `other`, else a new one."""
         free = (slot for slot, size in self.live.items() if size == nbytes and slot not in self.held)
         found = next((slot for slot in free if slot != other), None)
         slot = self.allocate(nbytes) if found is None else found
@@ -94,7 +95,7 @@ class _Tape:
         return slot
 
     def free_read(self, sizes: Iterable[int], among: Sequence[int], keep: set[int]) -> None:
-        """Free tensors that were read: of `among`, those of these sizes that nobody holds."""
+        """Free tensors that were read: those in `among` of the given sizes that are not held."""
         wanted = list(sizes)
         for slot in among:
             if slot in self.live and slot not in self.held and slot not in keep and self.live[slot] in wanted:
@@ -117,7 +118,7 @@ class BlockTensors:
         self.context = context
 
     def passes(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> Passes:
-        """Return the passes of a block that runs again as `mode` says; an empty mode runs nothing again."""
+        """Return the passes of a block with recomputation as `mode` states; an empty mode recomputes nothing."""
         runs = running(operators, self.context, {"": mode})
         active = [run.operator for run in runs]
         weights = self._weights(active)
@@ -155,10 +156,10 @@ class BlockTensors:
         kept: bool = False,
         at_once: bool = False,
     ) -> Passes:
-        """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with
-        the tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as
-        well. Logits that are `kept` outlive the backward pass. A loss that turns round `at_once` has the tensors of the
-        largest moment in its forward pass, too.
+        """Return the passes of the network's end: products as in any block, then the loss. The backward pass of the
+        loss begins with the tensors of the largest of `peaks` alive together. The outputs are the logits. Logits that
+        are `kept` outlive the backward pass. A loss that computes its gradient `at_once` has the tensors of the largest
+        moment in its forward pass as well.
         """
         active = [run.operator for run in running(operators, self.context, {})]
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
@@ -178,7 +179,7 @@ class BlockTensors:
         tape.free_rest({logits})
         forward = tape.take_events()
         alive = [tape.live[slot] for slot in saved]
-        # Logits that the loss saves are its own; others are freed by whoever called it.
+        # Logits saved by the loss belong to it; others are freed by its caller.
         given = NOTHING if logits in saved and not kept else logits
         tape.live.pop(given, None)
         for nbytes in alive:
@@ -190,7 +191,7 @@ class BlockTensors:
         *gone, last = slots = [*saved, *turning]
         if slope is None and logits in saved:  # a loss that saves the logits writes their gradient over them
             slope = logits
-        elif slope is None:  # a copy of the last of them, which is alone by then
+        elif slope is None:  # a copy of the last of them, at a moment when nothing else is alive
             for slot in gone:
                 tape.free(slot)
             slope, slots = tape.allocate(width), [last]
@@ -213,7 +214,7 @@ class BlockTensors:
     # --- forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, tape: _Tape, active: Sequence[OperatorSpec], inward: int, saving: Callable[[int], bool]) -> int:
-        """Run operators; those at places that `saving` names hold what they save. Return the slot of the result."""
+        """Run operators; those whose index satisfies `saving` hold what they save. Return the slot of the result."""
         stream = last = inward
         for place, operator in enumerate(active):
             before = list(tape.live)
@@ -231,7 +232,7 @@ class BlockTensors:
     def _passed(
         self, tape: _Tape, operator: OperatorSpec, before: list[int], outs: list[int], stream: int, last: int
     ) -> tuple[int, int]:
-        """Free what nothing needs after an operator. Return the slots of the residual stream and of the last result."""
+        """Free what is not needed after an operator. Return the slots of the residual stream and of the last result."""
         last = outs[0] if outs else last
         keep = {stream, last, *outs}
         if operator.attention:
@@ -247,15 +248,15 @@ class BlockTensors:
     def _forward_wrapped(
         self, tape: _Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
     ) -> int:
-        """Run a block of which only what `mode` keeps is held."""
-        if mode.drops:  # the operators that save the rest hold what the others run again from
+        """Run a block and hold only what `mode` keeps."""
+        if mode.drops:  # operators that save the rest hold the inputs of those that run again
             return self._forward(tape, active, inward, lambda place: not mode.lets_go(active[place].name))
         tape.held.add(inward)
         wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:
             wanted.remove(tape.live[inward])
-        # What is kept is a result of an operator that does not run again, so it is held from when it is made. The last
-        # one's is the next block's.
+        # A kept tensor is the result of an operator that does not run again, so it is held from its creation. The
+        # result of the last operator belongs to the next block.
         stream = last = inward
         for place, operator in enumerate(active):
             before = list(tape.live)
@@ -271,9 +272,10 @@ class BlockTensors:
         return last
 
     def _again(self, tape: _Tape, active: Sequence[OperatorSpec], again: Sequence[bool], inward: int) -> None:
-        """Run operators again so that all that backward needs is held, alongside what was kept."""
+        """Run operators again so that everything the backward pass needs is held, besides what was kept."""
         kept = [slot for slot in tape.held if slot != inward]
-        # A kept tensor is what an operator saves, if it has the size; it goes when that operator's backward has run.
+        # A kept tensor counts as saved by an operator that saves its size, and is freed after that operator's backward
+        # pass.
         tape.held -= {inward, *kept}
         protected = {inward, *kept}
         stream = last = inward
@@ -297,7 +299,7 @@ class BlockTensors:
     # --- backward -----------------------------------------------------------------------------------------------
 
     def _backward(self, tape: _Tape, active: Sequence[OperatorSpec], incoming: int) -> int:
-        """Run the backward passes of operators; return the slot of the gradient of what the block was given."""
+        """Run the backward passes of operators; return the slot of the gradient of the block's input."""
         stream = last = incoming
         weights = sum(1 for operator in active if self._weight(operator))
         residuals = 0
@@ -305,11 +307,11 @@ class BlockTensors:
             operator = active[place]
             if operator.name == RESIDUAL:
                 residuals += 1
-                if residuals == 1:  # the gradient goes both ways as it is
+                if residuals == 1:  # the gradient goes to both branches unchanged
                     continue
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
-            if operator.attention:  # its gradients of queries are added up in float32
+            if operator.attention:  # gradients of queries are summed in float32
                 tape.free(tape.allocate(round(2 * self._size("t q"))))
             if self._weight(operator):
                 weights -= 1
@@ -337,7 +339,7 @@ class BlockTensors:
         return sum(self.sizes([tensor]))
 
     def sizes(self, tensors: Iterable[str]) -> list[int]:
-        """Return the bytes of tensors, `3*t h` being three of them."""
+        """Return the sizes of tensors in bytes; `3*t h` stands for three tensors."""
         found: list[int] = []
         for tensor in tensors:
             axes, _, dtype = tensor.partition(":")
@@ -375,7 +377,7 @@ class BlockTensors:
         return float(np.asarray(self.context.groups.extent(operator.over)[0]).flat[0])
 
     def _results(self, operator: OperatorSpec) -> list[int]:
-        """Return the bytes of what an operator gives."""
+        """Return the sizes of an operator's results."""
         if operator.allocates is not None:
             return self.sizes(operator.allocates)
         if operator.matmul:
@@ -387,7 +389,7 @@ class BlockTensors:
         return [] if _casts_weights(operator) else self.sizes(operator.writes)
 
     def _operands(self, operator: OperatorSpec) -> list[int]:
-        """Return the bytes of what an operator reads."""
+        """Return the sizes of what an operator reads."""
         if operator.matmul:
             return self.sizes([" ".join(parse_matmul(operator.matmul)[0]), *operator.reads])
         if operator.collective:
@@ -396,9 +398,7 @@ class BlockTensors:
         return self.sizes(operator.reads)
 
     def _moved(self, operator: OperatorSpec, kind: str) -> list[int]:
-        """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in
-        place.
-        """
+        """Return the size of a collective's result: none with one rank, as the identity, or in place."""
         ranks = self._ranks(operator)
         if ranks <= 1 or kind in {"copy", "ring", "pass_back"}:
             return []
@@ -406,7 +406,7 @@ class BlockTensors:
         return [round(nbytes / ranks) for nbytes in whole] if kind == "reduce_scatter" else whole
 
     def _gradients(self, operator: OperatorSpec) -> list[int]:
-        """Return the bytes of gradients that an operator's backward pass gives, those of weights apart."""
+        """Return the sizes of the gradients that an operator's backward pass computes, without those of weights."""
         if operator.matmul:
             left, right, _ = parse_matmul(operator.matmul)
             both = [" ".join(left)] + ([" ".join(right)] if TOKEN_AXES & set(right) else [])
@@ -425,17 +425,17 @@ class BlockTensors:
         return self.sizes(x for x in operator.backward_writes if TOKEN_AXES & set(_axes(x)))
 
     def _gradient_operands(self, operator: OperatorSpec) -> list[int]:
-        """Return the bytes of what an operator's backward pass reads of gradients."""
+        """Return the sizes of the gradients that an operator's backward pass reads."""
         if operator.matmul or operator.attention:
             return self._results(operator) + self.sizes(operator.reads if operator.matmul else ())
         if operator.collective:
             return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
-        if operator.backward_allocates == ():  # the gradient that it reads becomes the one that it gives
+        if operator.backward_allocates == ():  # the gradient that it reads is overwritten by its result
             return []
         return self.sizes(operator.backward_reads)
 
 
-# More of the same shape than so many are one large tensor, cut into pieces.
+# More tensors of the same shape than this are one large tensor in pieces.
 MOST_ALIKE = 8
 
 
@@ -444,6 +444,6 @@ def _axes(tensor: str) -> list[str]:
 
 
 def _casts_weights(operator: OperatorSpec) -> bool:
-    """Whether an operator makes narrow copies of weights, which autocast keeps, and `rank` counts."""
+    """Whether an operator makes 16-bit copies of weights, which autocast keeps and `rank` counts."""
     moves = not (operator.matmul or operator.attention or operator.collective)
     return moves and bool(operator.writes) and not any(TOKEN_AXES & set(_axes(x)) for x in operator.writes)

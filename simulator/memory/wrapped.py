@@ -1,4 +1,4 @@
-"""What a rank's replay knows of a unit: its tensors under a micro batch, and its parameters while they are used."""
+"""State of a unit in a rank's replay: its tensors for a micro batch, and its parameters while they are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from simulator.memory.plan_tensors import Held, Piece
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
+    """A unit for one micro batch: its tensors by slot, and what the second half of a split backward pass still
+    needs.
+    """
 
     slots: dict[int, Block] = field(default_factory=dict)
     from_forward: frozenset[int] = frozenset()
@@ -21,7 +23,7 @@ class Instance:
 
 @dataclass(slots=True)
 class Wrapped:
-    """A unit's parameters: whole ones while they are gathered, gradients on their way, gradients that stay."""
+    """A unit's parameters: unsharded ones while gathered, gradients being reduced, gradients that stay."""
 
     elements: list[Held]
     gathered: list[Block] = field(default_factory=list)

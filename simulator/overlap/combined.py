@@ -1,5 +1,7 @@
 """Experts' all-to-all hidden behind compute: layers of a forward pass alternate with layers of another micro batch's
-backward pass. Tokens of one layer are exchanged while the other computes (streams run in this order):
+backward pass.
+
+Tokens of one layer are exchanged while the other computes (streams run in this order):
 
     communication   combine back  |  dispatch forward, dispatch back      |  combine forward
     compute         attention     |  experts back (their weights) experts |  attention back (its weights)

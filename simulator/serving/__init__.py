@@ -1,7 +1,6 @@
-"""How fast a model serves: one forward pass of an engine, its KV cache, and requests that arrive, wait and are
-answered.
+"""Serving: the forward pass of an engine, its KV cache, and requests that arrive, wait and are answered.
 
-`deployment` is what is decided, `traffic` what arrives, `engine` how the software schedules, `forward_pass` what a step
-costs, `kv_cache` what fits, `server` runs requests through all of them on SimPy, `latency` sums up what they saw. May
-import `config`, `columns`, `kernels` and `collectives`.
+`deployment` is the serving plan, `traffic` the requests, `engine` the software's scheduler, `forward_pass` the cost of
+a step, `kv_cache` the memory; `server` runs requests through all of them on SimPy, and `latency` summarises what
+clients saw. May import `config`, `columns`, `kernels` and `collectives`.
 """

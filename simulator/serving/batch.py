@@ -1,7 +1,7 @@
-"""One engine's requests between steps: who runs, who waits, and what the next step does with whom.
+"""One engine's requests between steps: those running, those waiting, and the work of the next step.
 
-Follows the engine's own policy: answers continue first and prompts fill what is left of a step (`mixes`), or prompts go
-alone and answers wait meanwhile; a request starts when the cache has room.
+It follows the engine's policy: answers continue first and prompts fill the rest of a step (`mixes`), or prompts run
+alone while answers wait. A request starts when the cache has room.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from simulator.serving.engine import Engine
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request inside the server. Times in seconds since the start; -1 where it has not happened."""
+    """One request in the server. Times are seconds since the start; -1: not yet."""
 
     arrival_s: float
-    prompt: int  # tokens to read, those that a prefix cache holds left out
+    prompt: int  # tokens of the prompt to read, without those in the prefix cache
     output: int
-    cached: int = 0  # tokens of the prompt that a prefix cache holds
+    cached: int = 0  # tokens of the prompt in the prefix cache
     read: int = 0  # of the prompt
     written: int = 0
     first_s: float = -1.0
     done_s: float = -1.0
-    tokens: int = 0  # of the whole answer, whatever was stopped or moved
-    queued_s: float = 0.0  # when its scheduler got it
-    joined: int = 0  # the batch's count of steps when it began to go on
+    tokens: int = 0  # tokens of the whole answer, whether or not it was stopped or moved
+    queued_s: float = 0.0  # when a scheduler received it
+    joined: int = 0  # step number of the batch when its answer began
 
     def __post_init__(self) -> None:
         self.tokens = self.output
@@ -40,13 +40,13 @@ class Answer:
 
     @property
     def whole(self) -> int:
-        """Tokens that the cache holds at the end."""
+        """Tokens in the cache at the end."""
         return self.cached + self.prompt + self.output
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step does: tokens of prompts, their pairs of query and key, how many prompts, how many answers go on."""
+    """The work of one step: prompt tokens, their pairs of query and key, numbers of prompts and of answers."""
 
     prompt_tokens: int
     pairs: float
@@ -57,25 +57,25 @@ class Step:
 
 @dataclass(slots=True)
 class Batch:
-    """The queue of one scheduler. `capacity` are tokens of its cache."""
+    """The queue of one scheduler. `capacity` is the number of tokens that its cache holds."""
 
     engine: Engine
     capacity: int
     max_sequences: int
     max_tokens: int
-    reads_only: bool = False  # answers go elsewhere after their first token
-    receive_every: int = 1  # steps without a prompt after which new requests are seen
-    balanced_ranks: int = 0  # that read prompts together, or each `receive_every` steps
+    reads_only: bool = False  # answers are moved to another pool after their first token
+    receive_every: int = 1  # steps without a prompt between two looks at new requests
+    balanced_ranks: int = 0  # ranks that read prompts together, or every `receive_every` steps
     waiting: deque[Answer] = field(default_factory=deque)
     reading: list[Answer] = field(default_factory=list)
-    writing: int = 0  # answers that go on
-    steps: int = 0  # that answers have gone on so far
+    writing: int = 0  # answers in progress
+    steps: int = 0  # tokens by which answers have continued so far
     held: int = 0  # tokens of the cache in use or, where answers are reserved, promised
-    keys: int = 0  # tokens of context of all that write
+    keys: int = 0  # tokens of context of all answers in progress
     preempted: int = 0
-    arrived: deque[Answer] = field(default_factory=deque)  # and not seen yet
+    arrived: deque[Answer] = field(default_factory=deque)  # arrived, but not yet seen by the scheduler
     unseen_steps: int = 0
-    seen_s: float = math.inf  # requests that came later join the step after the next
+    seen_s: float = math.inf  # later requests join the step after the next
     _ends: list[tuple[int, int, Answer]] = field(default_factory=list)  # heap: (step of its last token, order, answer)
     _order: count[int] = field(default_factory=count)
 
@@ -86,7 +86,7 @@ class Batch:
             self._see()
 
     def _receive(self) -> None:
-        """See what has arrived, where it is time to look or there is nothing else to do."""
+        """Look at arrived requests, if it is time to or there is nothing else to do."""
         if self.unseen_steps >= self.receive_every or not (self.waiting or self.reading or self.writing):
             self._see()
 
@@ -96,9 +96,10 @@ class Batch:
         self.unseen_steps = 0
 
     def _all_ranks_read(self) -> bool:
-        """Return whether ranks need not wait for one another's prompts: each has one, or not all have answers.
+        """Return whether ranks need not wait for each other's prompts: each has one, or not all have answers.
 
-        A request goes to the rank that one has left, so all have one after as many as a collector buys for a set.
+        A request goes to the rank that an answer has left, so the number of requests until all have one is that of the
+        coupon collector's problem.
         """
         if not self.balanced_ranks:
             return False
@@ -114,14 +115,14 @@ class Batch:
         return len(self.arrived) + len(self.waiting) + len(self.reading) + self.writing
 
     def admits_next(self) -> bool:
-        """Return whether the first request that waits would start at once."""
+        """Return whether the first waiting request can start at once."""
         if not self.waiting or len(self.reading) + self.writing >= self.max_sequences:
             return False
         return self.held + self._needs(self.waiting[0]) <= self.capacity or not (self.reading or self.writing)
 
     @property
     def ready(self) -> bool:
-        """Whether the first request that waits is part of what the next step is put together from."""
+        """Whether the first waiting request can be part of the next step."""
         return self.waiting[0].queued_s <= self.seen_s or not (self.reading or self.writing)
 
     def _needs(self, answer: Answer) -> int:
@@ -130,14 +131,14 @@ class Batch:
         return answer.whole
 
     def _admit(self) -> None:
-        """Move requests from the queue into the batch while there is room for them."""
+        """Move requests from the queue into the batch while there is room."""
         while self.admits_next() and self.ready:
             answer = self.waiting.popleft()
             self.held += self._needs(answer)
             self.reading.append(answer)
 
     def next_step(self) -> Step:
-        """Return what the next step does; nothing in the queue moves until `finish_step`."""
+        """Return the work of the next step; the queue does not change until `finish_step`."""
         self._receive()
         self._admit()
         budget = self.max_tokens
@@ -165,7 +166,7 @@ class Batch:
         return Step(tokens, pairs, tuple(chosen), sequences, float(self.keys) if sequences else 0.0)
 
     def finish_step(self, step: Step, now_s: float) -> list[Answer]:
-        """Carry a step out that ended at `now_s`; return answers that left."""
+        """Complete a step that ended at `now_s`; return the answers that left."""
         self.unseen_steps += self.receive_every if step.prompt_tokens and not self.balanced_ranks else 1
         left: list[Answer] = []
         if step.sequences:
@@ -191,7 +192,7 @@ class Batch:
         return left
 
     def steps_to_next_end(self) -> int:
-        """Return how many steps all answers can go on before one ends, or the cache is full."""
+        """Return the number of steps for which all answers can continue before one ends or the cache is full."""
         steps = self._ends[0][0] - self.steps
         if not self.engine.reserves_output:
             steps = min(steps, max(1, (self.capacity - self.held) // self.writing))
@@ -200,7 +201,7 @@ class Batch:
         return steps
 
     def write(self, steps: int, now_s: float) -> list[Answer]:
-        """Let all answers go on by `steps` tokens, the last of them at `now_s`; return those that ended."""
+        """Continue all answers by `steps` tokens, the last of them at `now_s`; return those that ended."""
         left: list[Answer] = []
         self.unseen_steps += steps
         self._write(steps, now_s, left)
@@ -220,7 +221,7 @@ class Batch:
             self._preempt()
 
     def _stop(self, answer: Answer) -> None:
-        """Take an answer out of those that go on, and count what it wrote."""
+        """Remove an answer from those in progress, and count its tokens."""
         answer.written += self.steps - answer.joined
         self.writing -= 1
         self.keys -= answer.context
@@ -232,8 +233,8 @@ class Batch:
         left.append(answer)
 
     def _preempt(self) -> None:
-        """Stop the answer that joined last, as no room is left: it waits first in the queue, and is read again
-        whole.
+        """Stop the answer that joined last, because the cache is full: it becomes the first in the queue and is read
+        again from the beginning.
         """
         place = max(range(len(self._ends)), key=lambda i: self._ends[i][1])
         answer = self._ends.pop(place)[2]

@@ -1,4 +1,4 @@
-"""Far more clients than a deployment serves at once: those that wait make queues longer, and nothing else slower."""
+"""Many more clients than a deployment serves at once: waiting clients lengthen queues and slow nothing else down."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from simulator.serving.latency import Distribution, Latency
 
-FIRST = 4096  # clients that are simulated first, then four times as many, until a deployment is saturated
-MOST = 1 << 16  # clients from which on it is enough to follow some
-SATURATED = 0.01  # throughput that half of the clients may lack
+FIRST = 4096  # clients simulated first; four times as many follow until a deployment is saturated
+MOST = 1 << 16  # from this many clients on, only some are simulated
+SATURATED = 0.01  # saturated if twice the clients raise throughput by at most this share
 
 
 def latency_of(clients: int, simulated: Callable[[int], Latency]) -> Latency:
-    """Return what so many clients of a closed loop see, `simulated` where they are few.
+    """Return the figures of a closed loop with many clients; `simulated` gives those of fewer.
 
-    A deployment that is saturated answers no faster with more clients, so each that is added waits for one answer more
-    (Little's law): times grow in proportion, as do counts of requests. Twice as many clients show by how much.
+    A saturated deployment answers no faster with more clients, so each further client waits for one more answer
+    (Little's law): times grow linearly, as do counts of requests. Doubling the clients shows the slope.
     """
     for most in _sizes(clients):
         half, whole = simulated(most // 2), simulated(most)
@@ -33,7 +33,7 @@ def _sizes(clients: int) -> Iterator[int]:
 
 
 def _continued(half: Latency, whole: Latency, most: int, clients: int) -> Latency:
-    """Return the figures of `clients` on the line through those of `most` clients and of half of them."""
+    """Return the figures of `clients` on the line through those of `most` clients and those of half as many."""
     further = (clients - most) / (most - most // 2)
 
     def on(low: float, high: float) -> float:

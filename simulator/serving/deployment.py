@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs to serve: degrees, number formats, limits of the scheduler."""
+"""A serving plan: degrees of parallelism, number formats, and limits of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHT_BYTES = {
 
 
 def dense_format(weights: str) -> str:
-    """Return the format of weights outside routed experts."""
+    """Return the format of weights other than those of routed experts."""
     return "bfloat16" if weights == "mxfp4" else weights
 
 
@@ -39,9 +39,9 @@ CACHE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
 class Pool:
     """Engines of one kind. An engine is one scheduler with `gpus` GPUs and one copy of the model.
 
-    `dp_attention` ranks each hold whole attention weights and their own requests, while experts are spread over all of
-    `tp * dp_attention`; `ep` of these hold different experts, the rest cut each expert. `pp` stages follow each other.
-    Of each layer's experts, `redundant_experts` are held twice, so that all ranks hold as many.
+    Each of `dp_attention` groups of ranks holds all attention weights and has its own requests, while experts are
+    spread over all `tp * dp_attention` ranks; `ep` of these hold different experts, the others split each expert. `pp`
+    stages follow each other. `redundant_experts` of each layer are held twice, so that all ranks hold the same number.
     """
 
     engines: int = 1
@@ -62,18 +62,18 @@ class Pool:
         return self.ranks * self.pp
 
     def experts_here(self, experts: int) -> int:
-        """Return how many of a layer's experts a rank holds."""
+        """Return the number of a layer's experts on a rank."""
         return (experts + self.redundant_experts) // self.ep
 
     @property
     def expert_tp(self) -> int:
-        """Over how many ranks each expert is cut."""
+        """The number of ranks that split each expert."""
         return self.ranks // self.ep
 
 
 def made_even(pool: Pool, experts: int) -> Pool:
-    """Return a pool whose ranks hold as many of a layer's experts each, where attention has requests of its own on all
-    of them: the fewest experts are held twice.
+    """Return a pool whose ranks all hold the same number of a layer's experts, with as few redundant experts as
+    possible, if attention has requests of its own on all ranks.
     """
     wide = pool.ep == pool.dp_attention and pool.ep <= experts
     return replace(pool, redundant_experts=-experts % pool.ep) if wide else pool
@@ -81,8 +81,8 @@ def made_even(pool: Pool, experts: int) -> Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Answers go on by more than a token a step: a prediction layer of the model drafts `draft` tokens for each, the
-    model checks them, and `accepted` of them are right on average.
+    """Speculative decoding: a prediction layer of the model drafts `draft` tokens for each answer, the model checks
+    them, and `accepted` of them are right on average.
     """
 
     draft: int
@@ -90,27 +90,26 @@ class Speculation:
 
     @property
     def checked(self) -> int:
-        """Tokens of an answer in a step."""
+        """Tokens of an answer in a step: drafted ones and the next."""
         return 1 + self.draft
 
     @property
     def gained(self) -> float:
-        """Tokens by which an answer goes on in a step."""
+        """Tokens by which an answer continues in a step, on average."""
         return 1 + self.accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
+    """A serving plan. If `prefill` is given, it reads prompts and `pool` generates the answers.
 
-    `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
-    0 leaves them to the engine's defaults. `eager` engines capture no CUDA graph; without `custom_all_reduce` all sums
-    over ranks are NCCL's. With `two_batches` one half of a step's requests computes while tokens of the other are on
-    their way to experts and back (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked
-    for after each prompt and after `receive_every` steps without one (SGLang's --scheduler-recv-interval). With
-    `balance_every`, ranks with requests of their own read prompts together: where each has one, or after so many steps
-    (TensorRT-LLM's attention_dp_config, enable_balance and timeout_iters); 0 is at once. `measured` is what a profile
-    says of the engine on these GPUs.
+    `max_num_seqs` and `max_num_batched_tokens` limit one scheduler: running requests, and tokens of one step; 0 is the
+    engine's default. `eager` engines capture no CUDA graph; without `custom_all_reduce` NCCL does all sums over ranks.
+    With `two_batches` one half of a step's requests computes while tokens of the other half are exchanged with experts
+    (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked for after each prompt and after
+    `receive_every` steps without one (SGLang's --scheduler-recv-interval). With `balance_every`, ranks with requests of
+    their own read prompts together: when each has one, or after this many steps (TensorRT-LLM's attention_dp_config,
+    enable_balance and timeout_iters); 0 is at once. `measured` has samples of the engine on these GPUs.
     """
 
     engine: str = "vllm"

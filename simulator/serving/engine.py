@@ -1,4 +1,4 @@
-"""What a serving engine does by default: its scheduler, its host and its kernels. Read from engines.toml."""
+"""Defaults of serving engines: scheduler, host and kernels. Read from engines.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topology.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How one engine schedules and what its steps cost besides the model's own kernels; meanings in engines.toml."""
+    """One engine's scheduling, and the costs of its steps besides the model's kernels; meanings in engines.toml."""
 
     name: str
     title: str
@@ -52,24 +52,26 @@ class Engine:
 
     @property
     def may_be_eager(self) -> bool:
-        """Whether its decode steps can run without a captured graph."""
+        """Whether its decode steps can run without captured graphs."""
         return self.host_eager_launch_s > 0
 
     @property
     def program(self) -> str:
-        """The engine that is started: `vllm` for any of its releases."""
+        """The engine's program: `vllm` for any of its releases."""
         return RELEASES.get(self.name, self.name)
 
     def batched_tokens(self, memory_bytes: float) -> int:
-        """Return the tokens of one step on a GPU of so much memory."""
+        """Return the limit of tokens in one step on a GPU with this memory."""
         return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
 
     def first_wait_s(self, *, latent: bool) -> float:
-        """Return what the first requests to a server wait for it, of a network with latent attention or not."""
+        """Return the seconds by which the first requests to a server wait; depends on whether the model has latent
+        attention.
+        """
         return self.first_burst_s if latent or self.first_burst_always else 0.0
 
     def step_s(self, device_s: float, sequences: float) -> float:
-        """Return seconds of a step whose kernels take `device_s` and in which so many answers go on."""
+        """Return the seconds of a step whose kernels take `device_s`, for this number of answers."""
         host = self.host_step_s + self.host_sequence_s * sequences
         if self.overlaps_host:
             return max(device_s, host) + self.host_exposed_s + self.host_exposed_sequence_s * sequences
@@ -77,16 +79,16 @@ class Engine:
 
 
 LARGE_BYTES = 160 * GIB
-# Engines that are described apart for older releases.
-COMPARED = ("vllm", "sglang", "trtllm")  # engines that a question is asked of where several are compared
-OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # two batches of a step
+# Engines with a separate description of older releases.
+COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names none
+OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
 RELEASES = {"vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 
 @cache
 def engines() -> dict[str, Engine]:
-    """Return all engines that are described, by name."""
+    """Return all engines by name."""
     where = "engines.toml"
     text = (resources.files("simulator") / "serving" / where).read_text("utf-8")
     return {
@@ -96,7 +98,7 @@ def engines() -> dict[str, Engine]:
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine of a name. Raises BadInput for one that is not described."""
+    """Return an engine by name. Raises BadInput for an unknown one."""
     known = engines()
     if name not in known:
         raise BadInput(f"no serving engine {name!r}", remedy=f"use one of: {', '.join(known)}")
@@ -104,8 +106,8 @@ def engine_of(name: str) -> Engine:
 
 
 def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
-    """Return an engine for networks that are `hybrid`, with linear attention, or not. One that runs eagerly replays no
-    step, and launches each kernel from Python.
+    """Return the engine for a model; `hybrid` models have linear attention. An eager engine replays no graphs and
+    launches each kernel from Python.
     """
     engine = engine_of(name)
     if hybrid and engine.hybrid_waits:

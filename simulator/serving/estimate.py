@@ -1,4 +1,4 @@
-"""A serving plan's latencies, throughput and memory, each with the range it is expected in."""
+"""A serving plan's latencies, throughput and memory, with their ranges."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from simulator.serving.server import serve
 from simulator.serving.traffic import Traffic, with_clients
 from topology.cluster import Cluster, Source
 
-# Batches that the engines of a pool work on: from how many on a part is simulated, and how many it has at least.
+# Batches in progress on the engines of a pool: with MANY or more only a part of the pool is simulated, which has at
+# least BATCHES.
 MANY, BATCHES = 128, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEstimate:
-    """What clients of a deployment see. Intervals are of means over requests; `latency` has percentiles."""
+    """Figures that clients of a deployment see. Intervals are of means over requests; `latency` has percentiles."""
 
     ttft_s: Interval
     tpot_s: Interval
@@ -43,7 +44,7 @@ def estimate_serving(
     tpot_s: float = 0.0,
     until_s: float = math.inf,
 ) -> ServingEstimate:
-    """Simulate `traffic` on a deployment; targets of 0 are none.
+    """Simulate `traffic` on a deployment; a target of 0 is no target.
 
     Raises Infeasible where nothing fits, OutOfTime at `until_s` of `time.monotonic`.
     """
@@ -76,10 +77,10 @@ def estimate_serving(
 
 
 def equal_parts(deployment: Deployment, traffic: Traffic) -> int:
-    """Return in how many parts a large deployment is divided that serve as many clients each: one tells of all.
+    """Return the number of equal parts into which a large deployment is divided, one of which is simulated.
 
-    What a client sees depends on the engine that it meets and on how evenly engines are loaded, which `BATCHES` show
-    within 2 % of what hundreds do. So few are only simulated in the place of `MANY`.
+    What a client sees depends on its engine and on how evenly engines are loaded; with `BATCHES` batches this is within
+    2 % of the figures with hundreds. Parts are only used from `MANY` batches on.
     """
     pools = [deployment.pool, *([] if deployment.prefill is None else [deployment.prefill])]
     batches = min(pool.engines * pool.pp for pool in pools)
@@ -90,7 +91,7 @@ def equal_parts(deployment: Deployment, traffic: Traffic) -> int:
 
 
 def one_part(deployment: Deployment, traffic: Traffic, parts: int) -> tuple[Deployment, Traffic]:
-    """Return one of `parts` equal parts of a deployment, and what its clients send."""
+    """Return one of `parts` equal parts of a deployment, and its share of the traffic."""
     if parts == 1:
         return deployment, traffic
     fewer = replace(traffic, concurrency=traffic.concurrency // parts, requests=traffic.requests // parts)

@@ -1,9 +1,9 @@
-"""From samples of an engine's steps to what they change in its costs.
+"""Fit corrections of an engine's costs to samples of its steps.
 
-Of steps in which answers go on, the time is a part by tokens and a part by cached keys; both are priced, and what each
-takes longer is found by least squares of relative errors, the first for each number of answers, as a time of each
-kernel. Steps that read have a part by tokens and one by pairs of a query and a key. A step whose issuing took as long
-as the step says nothing of kernels.
+The time of a decode step has a part by tokens and a part by cached keys. Both are modelled, and least squares of
+relative errors find how much longer each takes: the first as additional time of each kernel, for each number of
+answers, the second as a ratio. Prefill steps have a part by tokens and one by pairs of a query and a key. A step that
+took as long to issue as to run says nothing of its kernels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from topology.codec import convert
 from topology.profile.profile import CollectiveSample
 from topology.profile.serving_samples import ServingSample
 
-HOST_BOUND = 0.9  # of a step's time to issue it: the device waited
+HOST_BOUND = 0.9  # share of a step's time for issuing it, above which the device waited for the host
 LATEST_S = 1e-3  # of one kernel
-BOUNDS = (0.05, 20.0)  # of a ratio: beyond it a sample is of something else
+BOUNDS = (0.05, 20.0)  # largest ratio; beyond it a sample measures something else
 
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """A sample with what is priced for it, in seconds: what grows with tokens, what attention takes."""
+    """A sample with its modelled seconds: the part that grows with tokens, and attention."""
 
     tokens: float
     measured: float
@@ -42,7 +42,7 @@ class _Priced:
 def fit_serving(
     samples: Sequence[ServingSample], collectives: Sequence[CollectiveSample], cluster: Cluster, engine: str
 ) -> MeasuredServing | None:
-    """Return what samples taken on GPUs of `cluster` say of an engine; None where they say nothing."""
+    """Return the corrections from samples taken on GPUs of `cluster`; None without usable samples."""
     own = [sample for sample in samples if sample.engine == engine and not sample.invalid]
     reductions = tuple(sample for sample in collectives if sample.ranks <= cluster.gpu_count)
     steps = tuple(
@@ -76,7 +76,7 @@ def _host_bound(sample: ServingSample) -> bool:
 
 
 def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: MeasuredSteps) -> _Priced:
-    """Return a step's device time and its price, all-reduces left out of both where they were timed themselves."""
+    """Return a step's measured and modelled device seconds, without all-reduces if these were timed themselves."""
     cost = costs[str(sample.model.get("name"))]
     batch, context = int(sample.batch), sample.context
     reads = sample.phase == "prefill"
@@ -98,7 +98,7 @@ def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: Measure
 
 
 def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
-    """Return what a kernel takes beyond its price at each number of answers, and the ratio of attention over cached
+    """Return the additional time of a kernel for each number of answers, and the ratio of attention over cached
     keys.
     """
     batches = sorted({one.tokens for one in priced})
@@ -109,7 +109,7 @@ def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
         row[batches.index(one.tokens)] = one.launches / one.measured
         row[-1] = one.attention / one.measured
     beyond = np.array([1 - one.grows / one.measured for one in priced])
-    if len(priced) <= len(batches):  # one context for each: attention is as priced
+    if len(priced) <= len(batches):  # with one context for each number of answers, attention keeps its modelled time
         rows, beyond = rows[:, :-1], beyond - rows[:, -1]
     found = np.linalg.lstsq(rows, beyond, rcond=None)[0]
     late = [LaunchTime(tokens, float(np.clip(found[i], -LATEST_S, LATEST_S))) for i, tokens in enumerate(batches)]
@@ -117,12 +117,12 @@ def _decode_times(priced: list[_Priced]) -> tuple[list[LaunchTime], float]:
 
 
 def _prefill_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:
-    """Return the ratio at each number of tokens read, and that of attention of prompts."""
+    """Return the ratio for each number of tokens read, and the ratio of attention of prompts."""
     if not priced:
         return [], 1.0
     pair = 1.0
     if len({one.tokens for one in priced}) > 1:
-        shares = np.array([one.attention / one.measured for one in priced])  # short prompts say little of attention
+        shares = np.array([one.attention / one.measured for one in priced])  # short prompts say little about attention
         rows = np.column_stack(([one.grows / one.measured for one in priced], shares)) * shares[:, None]
         pair = _bounded(np.linalg.lstsq(rows, shares, rcond=None)[0][1])
     by_tokens: dict[float, list[float]] = {}
@@ -132,7 +132,7 @@ def _prefill_ratios(priced: list[_Priced]) -> tuple[list[Ratio], float]:
 
 
 def _reduced(samples: list[ServingSample], costs: dict[str, ForwardPass]) -> tuple[Ratio, ...]:
-    """Return the ratios of sums over ranks that were timed, over the priced ones."""
+    """Return the ratios of measured to modelled all-reduces."""
     found: dict[float, list[float]] = {}
     for sample in samples:
         cost = costs[str(sample.model.get("name"))]
@@ -143,7 +143,7 @@ def _reduced(samples: list[ServingSample], costs: dict[str, ForwardPass]) -> tup
 
 
 def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, ForwardPass]) -> MeasuredSteps:
-    """Return `steps` with the host's seconds a step, a sequence and a launch: of loads where there were any, else of
+    """Return `steps` with the host's seconds per step, sequence and launch: from loads if there were any, else from
     steps.
     """
     waits = [(sample.batch, sample.seconds) for sample in samples if sample.phase == "host"]
@@ -156,7 +156,7 @@ def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, F
         slope = max(0.0, float(np.polyfit(batches, seconds, 1)[0])) if several else 0.0
         step_s = max(0.0, float(median(seconds - slope * batches)))
         steps = replace(steps, host_sequence_s=slope, host_step_s=step_s)
-    # A long step's launches wait for room in the device's queue: the fastest issuing shows the host.
+    # The launches of a long step wait for room in the device's queue, so the fastest issue shows the host's time.
     launches = [
         sample.issued_s / costs[str(sample.model.get("name"))].launches.count
         for sample in samples

@@ -1,7 +1,7 @@
-"""What one step of an engine costs: all layers once over the tokens of a step, on the ranks of its stages.
+"""The cost of one step of an engine: all layers once over the tokens of a step, on the ranks of its stages.
 
-Three parts: what grows with tokens (products, small kernels, collectives; tabulated once), attention of prompts (by
-pairs of a query and a key) and attention of answers (by cached keys).
+It has three parts: one that grows with tokens (products, small kernels, collectives; tabulated once), attention of
+prompts (by pairs of a query and a key) and attention of answers (by cached keys).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from topology.rates.groups import GroupShape
 
 @dataclass(slots=True)
 class ForwardPass:
-    """Seconds of a step for one model on one engine of a deployment. `cluster` says which GPU and which links."""
+    """Seconds of a step for one model on one engine of a deployment. `cluster` has its GPUs and links."""
 
     model: Model
     cluster: Cluster
@@ -41,23 +41,23 @@ class ForwardPass:
     launches: Launches = field(init=False)
     _collectives: CollectiveModel = field(init=False)
     _tokens: Floats = field(init=False)
-    _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by what takes them
+    _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
     _seconds: Floats = field(init=False)
     _rows: Floats = field(init=False)
-    _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
-    _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as numbers that are read one by one
+    _head: Floats = field(init=False)  # seconds of embedding and head, by sequences that get a token
+    _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as Python numbers, for single look-ups
     _heads_s: list[float] = field(init=False)
-    _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it goes on
+    _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
     _gained: float = field(init=False)
     _key_s: float = field(init=False)
     _pair_s: float = field(init=False)
-    _state_s: float = field(init=False)  # of all layers with linear attention, for an answer that goes on
-    _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
+    _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
+    _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # of a step of which nothing is replayed, and of attention alone
     _issue_attention_s: float = field(init=False)
     _scan_s: float = field(init=False)
-    _sum_ratios: tuple[Ratio, ...] = ()  # measured over priced all-reduces
+    _sum_ratios: tuple[Ratio, ...] = ()  # measured over modelled all-reduces
 
     def __post_init__(self) -> None:
         self.engine = as_started(
@@ -94,20 +94,20 @@ class ForwardPass:
             self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
         windowed = self.model.windowed_layers
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
-        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # a token of a prompt
+        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
 
     def _bend(self, steps: MeasuredSteps) -> None:
-        """Scale the times of kernels so that steps take what was measured of this engine."""
+        """Scale kernel times to the measured steps of this engine."""
         by_tokens = (*self._of_answers(steps), *steps.by_tokens)
         of_tokens = scaled(by_tokens, self._tokens)
         if steps.tp == self.pool.tp:
             self._sum_ratios = steps.reduced
         ratios = {}
-        if self._sum_ratios:  # larger sums than those timed are part of what steps of so many tokens took
+        if self._sum_ratios:  # sums larger than the timed ones are scaled like steps with as many tokens
             timed = self._tokens <= self._sum_ratios[-1].tokens
             ratios["all_reduce"] = np.where(timed, scaled(self._sum_ratios, self._tokens), of_tokens)
         self._parts = {name: seconds * ratios.get(name, of_tokens) for name, seconds in self._parts.items()}
@@ -116,7 +116,7 @@ class ForwardPass:
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
 
     def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
-        """Return by how much steps of so many answers are longer than priced, for the kernels that this model
+        """Return the additional seconds of steps with these numbers of answers, for the kernels that this model
         launches.
         """
         found = []
@@ -141,10 +141,10 @@ class ForwardPass:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
-        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers by
-        a token.
+        """Return the seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences`
+        answers by a token.
 
-        `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
+        `pairs` counts the prompts' (query, key) pairs, `keys` the cached keys of all answers.
         """
         if self._checked > 1 and sequences:
             found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
@@ -155,7 +155,7 @@ class ForwardPass:
         ranks = self.pool.dp_attention
         if prompt_tokens and ranks > 1:
             time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
-        else:  # the grids begin with every count, which most steps have
+        else:  # the grids begin with consecutive counts, so most steps need no interpolation
             tokens, written = prompt_tokens + sequences, sequences + (readers if prompt_tokens else 0)
             time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
             single = 0 < written <= min(SINGLE, len(self._heads_s))
@@ -164,7 +164,7 @@ class ForwardPass:
             time += self._read_s(prompt_tokens, pairs, readers)
         if sequences:
             time += self._answers_s(sequences, keys)
-        here = sequences / ranks  # attention with requests of its own on each rank has a scheduler on each
+        here = sequences / ranks  # with data-parallel attention each rank has a scheduler
         if prompt_tokens or here > self.engine.graph_batch:
             time = max(time, self._issued_s(prompt_tokens + sequences))
         return self.engine.step_s(time, here)
@@ -179,8 +179,8 @@ class ForwardPass:
     def _speculative(
         self, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int
     ) -> dict[str, float]:
-        """Return a step's kernels where answers bring tokens to check, and those of drafting them: runs of one layer
-        and of the head. Next to prompts, what a token gained takes; alone, a whole step.
+        """Return a step's kernels where answers have drafted tokens to check, and those of drafting them (runs of one
+        layer and of the head): for a step without prompts the whole step, else the share of one gained token.
         """
         share = 1 / self._gained if prompt_tokens else 1.0
         found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
@@ -193,7 +193,7 @@ class ForwardPass:
     def parts(
         self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
     ) -> dict[str, float]:
-        """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
+        """Return the seconds of a step by part; the parts add up to `seconds` of the same step."""
         if self._checked > 1 and sequences and not prompt_tokens:
             found = self._speculative(0, 0.0, sequences, keys, readers)
             device = sum(found.values())
@@ -211,31 +211,32 @@ class ForwardPass:
         return {name: value for name, value in found.items() if value}
 
     def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
-        """Return seconds of what grows with tokens, and of the head. A prompt is on one rank of attention with requests
-        of its own: all but the experts, over whose ranks tokens are spread, wait for the rank with the most.
+        """Return the seconds that grow with tokens, by part, and of the head. With data-parallel attention a prompt is
+        on one rank, and all parts wait for the rank with the most tokens, except experts, over whose ranks tokens are
+        spread.
         """
         tokens = prompt_tokens + sequences
         found = {name: self._at(tokens, values) for name, values in self._parts.items()}
         ranks = self.pool.dp_attention
         if prompt_tokens and ranks > 1:
-            fullest = -(-readers // ranks) / max(1, readers)  # the share of the prompts of the rank with the most
+            fullest = -(-readers // ranks) / max(1, readers)  # share of the prompts on the rank with the most
             tokens = prompt_tokens * fullest * ranks + sequences
             found |= {name: self._at(tokens, self._parts[name]) for name in found if name != "experts"}
         written = sequences + (readers if prompt_tokens else 0)
         return found | {"head": float(np.interp(written, self._rows, self._head))}
 
     def _at(self, tokens: float, seconds: Floats) -> float:
-        """Return tabulated seconds at `tokens`; one prompt longer than a full step goes in proportion."""
+        """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
 
     def _one_pair_s(self) -> float:
-        """Return seconds that all layers' attention takes for one query of a prompt and one key that it meets."""
+        """Return the seconds of all layers' attention for one pair of a query of a prompt and a key."""
         model = self.model
         heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers - model.linear_layers
         return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
 
     def _chosen_keys(self) -> SparseAttention | None:
-        """Return what attention over chosen keys takes; None where queries meet all."""
+        """Return the cost of attention over chosen keys; None if queries meet all keys."""
         latent = self.model.latent
         if latent is None or latent.indexer is None:
             return None
@@ -248,7 +249,7 @@ class ForwardPass:
         )
 
     def _read_s(self, tokens: float, pairs: float, readers: int) -> float:
-        """Return seconds of all layers' attention over `tokens` of prompts, `pairs` of a query and a key it meets."""
+        """Return the seconds of all layers' attention over `tokens` of prompts with `pairs` of a query and a key."""
         if not pairs:
             return 0.0
         sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
@@ -256,12 +257,12 @@ class ForwardPass:
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 
     def _answers_s(self, sequences: float, keys: float) -> float:
-        """Return seconds of all layers' attention of so many answers, `keys` cached of all, on one rank."""
+        """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
         each = min(sequences, self.pool.dp_attention)
         return self._cache_s(keys / each, keys / sequences) + self._state_s * sequences / each
 
     def _cache_s(self, keys: float, mean: float) -> float:
-        """Return seconds of attention over `keys` cached on one rank, `mean` of them a sequence."""
+        """Return the seconds of attention over `keys` cached keys on one rank, with a mean of `mean` per sequence."""
         if self._sparse is not None:
             met = self._key_s * keys * self._sparse.met_share(mean) + self._sparse.index_s(self._checked * keys, mean)
             return self.model.layers * met
@@ -270,7 +271,7 @@ class ForwardPass:
         return met * self._key_s * keys
 
     def _one_key_s(self) -> float:
-        """Return seconds that one cached key takes in one layer of one rank."""
+        """Return the seconds for one cached key in one layer of one rank."""
         model, pool = self.model, self.pool
         heads = model.heads / pool.tp
         width = CACHE_BYTES[self.deployment.kv_cache]
@@ -284,10 +285,10 @@ class ForwardPass:
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
     def _by_tokens(self, tokens: Floats) -> dict[str, Floats]:
-        """Return seconds of everything but attention over keys, for `tokens` of a whole engine, by what takes them.
+        """Return the seconds of everything except attention over keys, for `tokens` of a whole engine, by part.
 
-        In two batches, what one half computes hides the other's way to experts and back but for the first and the last
-        of a layer, at the cost of smaller products; attention over keys is not counted as hiding it.
+        With two batches, the compute of one half hides the other's exchanges with experts, except the first and the
+        last of a layer, at the cost of smaller products; attention over keys does not count as hiding them.
         """
         whole = self._at_once(tokens)
         if not self.deployment.two_batches or "expert_exchange" not in whole:
@@ -313,8 +314,7 @@ class ForwardPass:
         return total
 
     def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> dict[str, Floats]:
-        # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their
-        # sum.
+        # Norms with residuals, rotations, the activation, casts; and two kernels for parts of attention and their sum.
         small = 2.0 * local * self.model.hidden * 10
         apart = self.launches.small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
         block = {
@@ -373,8 +373,8 @@ class ForwardPass:
         return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
-        """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and
-        back.
+        """Return the seconds of a layer's collectives: an all-reduce after each half, or exchanges of tokens with
+        experts.
         """
         pool, h, moe = self.pool, self.model.hidden, self.model.moe
         reduced = self._all_reduce(2.0 * local * h, pool.tp)
@@ -398,7 +398,7 @@ class ForwardPass:
         return {"all_reduce": reduced, "expert_exchange": sent}
 
     def _ends(self, rows: Floats) -> Floats:
-        """Return seconds of the head for one token a sequence, and of sampling from its scores."""
+        """Return the seconds of the head for one token per sequence, and of sampling from its scores."""
         columns = self.model.vocab / self.pool.tp
         head = self.kernels.product(rows, columns, self.model.hidden, stored="bfloat16")
         scores = self._collective("all_gather", 2.0 * rows * self.model.vocab, self.pool.tp)
@@ -431,11 +431,11 @@ class ForwardPass:
         return np.asarray(np.min(times, axis=0))
 
     def reductions(self) -> int:
-        """Return how many all-reduces a step has: one after each half of a layer."""
+        """Return the number of all-reduces in a step: one after each half of a layer."""
         return 2 * self.model.layers if self.pool.tp > 1 else 0
 
     def reduced_s(self, sequences: int) -> float:
-        """Return seconds of all all-reduces of a step that continues so many answers."""
+        """Return the seconds of all all-reduces of a step with this number of answers."""
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
         return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])

@@ -1,4 +1,4 @@
-"""Times of the kernels that serving runs: products with weights of any format, attention over a cache, small ones.
+"""Times of serving kernels: products with weights of any format, attention over a cache, small kernels.
 
 Rows are tokens. All functions take numpy arrays of row counts and return seconds of the same shape.
 """
@@ -23,33 +23,33 @@ from topology.codec import convert
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
 # against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
 FLOAT4_FROM = 100
-# The least of the datasheet's memory rate that reading weights and caches reaches: kernels that only stream reach 0.85
-# to 0.92 over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in
-# efficiency.toml is of kernels that write as much as they read.
+# Least share of the datasheet's memory rate for reading weights and caches: kernels that only stream reach 0.85 to 0.92
+# over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in efficiency.toml is of
+# kernels that write as much as they read.
 STREAMED = 0.85
 # The least of the peak that large products in 16 bits reach in engines. Blackwell's share in efficiency.toml is of one
 # host that trained; vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200
 # from 4,096 rows on, at widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm).
 SERVED = {"blackwell": 0.67}
 FLOAT8_FROM = 89
-SINGLE = 512  # tokens up to which every count is tabulated
-# How many times as often as the least chosen expert the most chosen one is, where nothing balances them. Source: the
-# loads that aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py,
-# sample_power_law from 0.01 to 2 with an exponent of 1.01, for DeepSeek's family).
+SINGLE = 512  # largest number of tokens up to which every count is tabulated
+# Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
+# measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
+# an exponent of 1.01, for DeepSeek's family).
 POPULAR = 200.0
-# Of the rate of one large product, what products of many experts reach. Source: kernels of vLLM 0.20 by themselves
+# Rate of grouped products of many experts, over that of one large product. Source: kernels of vLLM 0.20 alone
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
-# and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s where experts are whole, and with the bytes and filling counted
-# here 1.10 and 3.58 ms at 4,096 and 16,384 tokens where sixteen GPUs cut them; B200 float4 1,700 TFLOP/s, float8
+# and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s with whole experts; with experts split over sixteen GPUs, and
+# the bytes and fill time counted here, 1.10 and 3.58 ms at 4,096 and 16,384 tokens; B200 float4 1,700 TFLOP/s, float8
 # assumed alike.
 GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwell", "float4"): 0.38}
 
-# The same of TensorRT-LLM's Cutlass kernels on Hopper, as a share of the peak: its releases 1.2 and 1.3 by themselves
+# The same of TensorRT-LLM's Cutlass kernels on Hopper, as a share of the peak: its releases 1.2 and 1.3 alone
 # (ai-dynamo/aiconfigurator systems/data/h200_sxm/moe/trtllm, moe_perf.parquet, balanced, 8,192 to 16,384 tokens). The
-# time of a row is one part that grows with the share of an expert on a GPU and one that does not, for degrees of 1 to 8
-# and two widths alike: 870 TFLOP/s in blocks of float8; and of each element of the row 8.6 ps in
-# blocks of float8, 3.1 ps else, which are bytes at the rate of memory. One token alone takes 26 to 54 us with 16 to 32
-# experts on a GPU, 90 to 180 with 128 and 256.
+# time of a row has a part that grows with the share of an expert on a GPU and a constant part, the same for degrees of
+# 1 to 8 and two widths: 870 TFLOP/s in blocks of float8; and of each element of the row 8.6 ps in blocks of float8, 3.1
+# ps else, which are bytes at the rate of memory. One token alone takes 26 to 54 us with 16 to 32 experts on a GPU, 90
+# to 180 with 128 and 256.
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
@@ -57,7 +57,7 @@ SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertKernels:
-    """What kernels of experts take, added up; meanings in expert_kernels.toml."""
+    """Parts of the time of expert kernels, which add up; meanings in expert_kernels.toml."""
 
     fixed_s: float
     expert_s: float
@@ -69,7 +69,7 @@ class ExpertKernels:
 
 @cache
 def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
-    """Return kernels of experts by (engine, generation, format)."""
+    """Return the expert kernels by (engine, generation, format)."""
     where = "expert_kernels.toml"
     tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
     return {
@@ -82,7 +82,7 @@ def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Kernel times on one GPU with weights of one format; activations are 16 bits wide between products."""
+    """Kernel times on one GPU for weights of one format; activations are 16 bits wide between products."""
 
     gpu: GpuKind
     weights: str
@@ -93,11 +93,11 @@ class Kernels:
 
     @property
     def multiplied_in(self) -> str:
-        """The type that tensor cores multiply in."""
+        """The type in which tensor cores multiply."""
         capability = self.gpu.compute_capability
         if self.weights == "float4" and capability >= FLOAT4_FROM:
             return "float4"
-        if self.weights == "mxfp4" and capability >= FLOAT4_FROM:  # activations have 8 bits
+        if self.weights == "mxfp4" and capability >= FLOAT4_FROM:  # whether activations have 8 bits
             return "float8"
         if self.weights in {"float4", "float8"} and capability >= FLOAT8_FROM and self.gpu.peak_flops.get("float8"):
             return "float8" if self.weights == "float8" else "bfloat16"
@@ -105,7 +105,7 @@ class Kernels:
 
     @property
     def flops_per_s(self) -> float:
-        """Dense arithmetic rate that a large product of this format reaches."""
+        """Dense arithmetic rate that a large product in this format reaches."""
         known, limited = efficiency(self.gpu.architecture), Roofline(gpu=self.gpu).power_limited
         peak = self.gpu.peak_flops
         wide = (peak.get("bfloat16") or peak.get("float16") or max(peak.values())) * known.burst
@@ -140,7 +140,9 @@ class Kernels:
         return efficiency(self.gpu.architecture).kernel_s
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
-        """Return seconds of `rows` x `depth` activations by a matrix of weights, `stored` in its own format or ours."""
+        """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
+        default one.
+        """
         format_ = stored or self.weights
         kernels = self if format_ == self.weights else replace(self, weights=format_)
         known = efficiency(self.gpu.architecture)
@@ -158,7 +160,7 @@ class Kernels:
 
     @property
     def experts_route(self) -> bool:
-        """Whether kernels of experts choose them as well."""
+        """Whether expert kernels also include the choice of experts."""
         return self.listed_experts is not None and self.listed_experts.routes
 
     @property
@@ -166,8 +168,8 @@ class Kernels:
         return self.gpu.architecture.split()[0].lower()
 
     def experts_s(self, rows: Floats, visited: Floats, here: float, hidden: float, width: float, up: int) -> Floats:
-        """Return seconds of `rows` in all through `here` experts, `visited` of which have rows: each has `up` products
-        to `width` and one back to `hidden`. Sorting and summing are part of it.
+        """Return the seconds of `rows` rows in total through `here` experts, `visited` of which have rows. Each expert
+        has `up` products to `width` and one back to `hidden`. Sorting and summing are included.
         """
         known = self.listed_experts
         if known is None:
@@ -183,17 +185,16 @@ class Kernels:
         return np.asarray(np.where(rows > 0, time, 0.0))
 
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
-        """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left
-        out.
+        """Return the seconds of `rows` rows in total through products of `experts` different matrices that have rows.
 
-        In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see
-        GROUPED. Cutlass' kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
+        In Triton's kernels the tiles of an expert wait for its weights, so the times to read and to multiply add up;
+        see GROUPED. Cutlass kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
         generation = self.generation
         touched = np.minimum(experts, rows)
         moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
         reading = moved / self.bytes_per_s
-        filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # a tile starts slowly along its depth
+        filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # the pipeline along a tile's depth fills first
         rate = self.flops_per_s
         if self.experts == "triton":
             rate *= GROUPED.get((generation, self.multiplied_in), 1.0)
@@ -204,7 +205,9 @@ class Kernels:
         return np.asarray(np.where(rows > 0, time + self.start_s, 0.0))
 
     def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:
-        """Return seconds of sorting `rows` to so many experts on a GPU, casting them, and summing what comes back."""
+        """Return the seconds of sorting `rows` to this many experts on a GPU, casting them, and summing their
+        results.
+        """
         plain = self.moved(2.0 * rows * hidden * 2, 0.0)
         if self.experts != "cutlass" or self.generation != "hopper":
             return plain
@@ -212,33 +215,33 @@ class Kernels:
         return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, SORTED_S + SORTED_EXPERT_S * experts, 0.0)
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:
-        """Return seconds of `launches` kernels that read and write `nbytes` together."""
+        """Return the seconds of `launches` kernels that read and write `nbytes` in total."""
         return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
 
     def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
-        """Return seconds of attention over `pairs` of a query and a key it meets, by the fused 16-bit kernel."""
+        """Return the seconds of the fused 16-bit attention kernel over `pairs` of a query and a key."""
         return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / self.attention_flops_per_s)
 
     def cached_key_s(self, flops: float, nbytes: float) -> float:
-        """Return seconds that attention of one query takes over one cached key, of so many operations and bytes."""
+        """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
         return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
 
 
 def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
-    """Return the share of experts that at least one of `tokens` goes to.
+    """Return the share of experts that at least one of `tokens` chooses.
 
-    A router with a bias for each expert that balances their loads (DeepSeek-V3's) chooses all alike. Of others, experts
-    are chosen evenly over the logarithm of how often, up to POPULAR times as often as the least.
+    A router that balances loads by a bias for each expert (DeepSeek-V3's) chooses all with equal frequency. With other
+    routers the logarithms of the frequencies are evenly spaced, up to POPULAR times the lowest.
     """
     chosen = moe.experts_per_token / moe.experts
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer
+    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer instead
     popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
     taken = np.minimum(1.0, chosen * popularity / popularity.mean())
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
 
 
 def token_grid(most: int) -> Floats:
-    """Return counts of tokens to tabulate: all small ones, where tiles decide, then about eight a doubling."""
+    """Return the token counts to tabulate: all small ones, where tiles decide, then about eight per doubling."""
     small = np.arange(1.0, SINGLE + 1.0)
     large = np.unique(np.rint(np.geomspace(SINGLE, max(most, 2 * SINGLE), 64) / 64) * 64)
     return np.concatenate([small, large[large > SINGLE]])

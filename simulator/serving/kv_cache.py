@@ -1,4 +1,4 @@
-"""How many tokens an engine can remember: what its share of a GPU's memory leaves besides weights and activations."""
+"""The number of tokens in an engine's KV cache: a GPU's memory less weights and activations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GRAPHS_BYTES = 1.0 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
-    """Memory of one GPU of an engine, in bytes by category, and how many tokens its cache holds for the whole
-    engine.
+    """Memory of one GPU of an engine, in bytes by category, and the number of tokens that the cache of the whole engine
+    holds.
     """
 
     capacity_bytes: float
@@ -41,7 +41,7 @@ class CacheCapacity:
 
 
 def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
-    """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
+    """Return the bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
     wide, stored, routed = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[dense_format(weights)], WEIGHT_BYTES[weights]
     ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
     kept = WEIGHT_BYTES[attention_format(weights, latent=model.latent is not None)]
@@ -62,12 +62,12 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
         shared = model.mlp_matmul_parameters(model.moe.shared_ffn) * stored / pool.tp if model.moe.shared_ffn else 0.0
         sparse = model.moe_layers * (experts + shared + model.hidden * model.moe.experts * wide)
     norms = model.layers * model.block_norm_parameters * wide
-    ends = ends if pool.pp == 1 else ends / 2  # the first stage embeds, the last has the head
+    ends = ends if pool.pp == 1 else ends / 2  # the first stage has the embedding, the last the head
     return ends + (attention + dense + sparse + norms) / pool.pp
 
 
 def activation_bytes(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> float:
-    """Return the peak of activations in a step that is full, which engines measure with a trial run at start-up."""
+    """Return the peak bytes of activations in a full step, which engines measure in a trial run at start-up."""
     engine = engine_of(deployment.engine)
     usual = engine.batched_tokens(cluster.slowest_kind.memory_bytes)
     tokens = float(deployment.max_num_batched_tokens or usual)
@@ -82,10 +82,10 @@ def activation_bytes(model: Model, cluster: Cluster, deployment: Deployment, poo
 def cache_capacity(
     model: Model, cluster: Cluster, deployment: Deployment, pool: Pool, *, length: int = 0
 ) -> CacheCapacity:
-    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for.
+    """Return the memory of one GPU of `pool`, and the number of tokens in its engine's cache.
 
-    Layers with a window keep no more than it of a request, so requests of `length` tokens take less each token; 0: of
-    no more than the window.
+    Layers with a window keep only the window of a request, so long requests need fewer bytes per token; `length` is
+    their tokens (0: at most the window).
     """
     engine = engine_of(deployment.engine)
     fraction = deployment.memory_fraction or engine.memory_fraction
@@ -102,7 +102,7 @@ def cache_capacity(
         room = total * fraction - sum(parts.values())
     parts["graphs"] = graphs
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache) * _kept(model, length)
-    per_token += state_bytes(model, pool) / max(length, 1)  # a request has its state, however long it is
+    per_token += state_bytes(model, pool) / max(length, 1)  # the state of a request has the same size for any length
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token
@@ -116,17 +116,17 @@ def cache_capacity(
 
 
 def _drafting_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
-    """Return bytes of prediction layers on one GPU, where they draft tokens."""
+    """Return the bytes of prediction layers on one GPU, if they draft tokens."""
     if deployment.speculation is None:
         return 0.0
     return model.multi_token_parameters * WEIGHT_BYTES[deployment.weights] / pool.gpus
 
 
 def _kept(model: Model, length: int) -> float:
-    """Return the share of keys and values of a request of `length` tokens that its layers keep.
+    """Return the share of the keys and values of a request of `length` tokens that the layers keep.
 
-    Engines give layers with a window a pool of their own, whose blocks are freed behind the window (vLLM's hybrid KV
-    cache manager, SGLang's SWAKVPool, TensorRT-LLM's pool for each size of the window).
+    Engines give layers with a window a pool of their own, whose blocks are freed when the window has passed (vLLM's
+    hybrid KV cache manager, SGLang's SWAKVPool, TensorRT-LLM's pool for each size of the window).
     """
     if length <= model.sliding_window or not model.windowed_layers:
         return 1.0

@@ -1,4 +1,4 @@
-"""What clients saw, summed up: time to the first token, time between tokens, throughput."""
+"""Summary of what clients saw: time to the first token, time between tokens, throughput."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Latency:
     e2e_s: Distribution
     output_tokens_per_s: float
     requests_per_s: float
-    goodput: float  # share of requests within both targets; 1 where none is given
+    goodput: float  # share of requests within both targets; 1 without targets
     preempted: int
     busy: float
 
@@ -39,7 +39,7 @@ def distribution(values: np.ndarray) -> Distribution:
 
 
 def latency(served: Served, *, ttft_s: float = 0.0, tpot_s: float = 0.0) -> Latency:
-    """Return the figures of a run; targets of 0 are none."""
+    """Return the figures of a run; a target of 0 is no target."""
     answers = served.answers
     first = np.array([answer.first_s - answer.arrival_s for answer in answers])
     whole = np.array([answer.done_s - answer.arrival_s for answer in answers])

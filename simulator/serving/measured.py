@@ -1,4 +1,6 @@
-"""What samples of an engine change in its costs: its host's times, and how much longer its kernels take than priced."""
+"""Corrections of an engine's costs from samples: its host's times, and how much longer its kernels take than
+modelled.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from topology.profile.profile import CollectiveSample
 
 
 class Ratio(NamedTuple):
-    """Measured over priced time at so many tokens of a step."""
+    """Measured over modelled time at numbers of tokens in a step."""
 
     tokens: float
     ratio: float
 
 
 class LaunchTime(NamedTuple):
-    """Seconds that each kernel of a step takes beyond its price, where so many answers go on."""
+    """Additional seconds of each kernel of a step, at numbers of answers."""
 
     tokens: float
     late_s: float
@@ -27,11 +29,11 @@ class LaunchTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSteps:
-    """Steps of one engine over `tp` ranks. Curves ascend in tokens; empty ones change nothing, seconds of 0 neither.
+    """Steps of one engine over `tp` ranks. Curves ascend in tokens; empty curves and seconds of 0 change nothing.
 
-    Few tokens are read and written within microseconds: what their kernels take longer is `late_s` of each, whatever
-    the model. `by_tokens` scales what grows with the tokens of larger steps, all-reduces with it but where `reduced`
-    has their own ratios; `cached_ratio` scales attention of answers over cached keys, `pair_ratio` that of prompts.
+    With few tokens kernels take microseconds and are longer by `late_s` each, for any model. `by_tokens` scales the
+    parts of larger steps that grow with tokens, all-reduces included unless `reduced` has ratios for these;
+    `cached_ratio` scales attention of answers over cached keys, `pair_ratio` attention of prompts.
     """
 
     tp: int
@@ -47,20 +49,20 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredServing:
-    """What a profile says of one engine on one kind of GPU: steps by degree, and NCCL's times for any engine."""
+    """Measurements of one engine on one kind of GPU: steps by degree, and NCCL's times for any engine."""
 
     steps: tuple[MeasuredSteps, ...] = ()
     collectives: tuple[CollectiveSample, ...] = ()
 
     def of(self, tp: int) -> MeasuredSteps | None:
-        """Return the steps over `tp` ranks, or of the nearest degree that was timed; None without any."""
+        """Return the steps over `tp` ranks, or of the nearest measured degree; None without any."""
         if not self.steps:
             return None
         return min(self.steps, key=lambda one: abs(np.log(one.tp / tp)))
 
 
 def scaled(curve: tuple[Ratio, ...], tokens: Floats) -> Floats:
-    """Return the ratios of a curve at `tokens`: straight between points over the logarithm, flat beyond its ends."""
+    """Return the ratios of a curve at `tokens`: linear in log tokens between points, constant beyond the ends."""
     if not curve:
         return np.ones_like(tokens)
     at, ratio = np.log([one.tokens for one in curve]), [one.ratio for one in curve]

@@ -1,4 +1,4 @@
-"""What an engine keeps of a request: keys and values of each token, and the state of linear attention."""
+"""Memory that an engine keeps for a request: keys and values of each token, and the state of linear attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from simulator.serving.sparse_attention import INDEX_BYTES
 
 
 def cache_elements(model: Model) -> float:
-    """Return elements of the cache for one token and layer on a rank that holds all heads: keys and values, or the
-    compressed vector of latent attention.
+    """Return the cache elements for one token and layer on a rank with all heads: keys and values, or the compressed
+    vector of latent attention.
     """
     if model.latent:
         return float(model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
@@ -17,7 +17,7 @@ def cache_elements(model: Model) -> float:
 
 
 def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
-    """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
+    """Return the cache bytes of one token on one GPU. Latent vectors and single heads are replicated on each rank."""
     share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
     layers = model.layers - model.linear_layers
     indexer = model.latent.indexer if model.latent else None
@@ -26,7 +26,7 @@ def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
 
 
 def state_bytes(model: Model, pool: Pool) -> float:
-    """Return bytes that linear attention keeps of a request on one GPU: a matrix of 32-bit numbers for each head
+    """Return the bytes that linear attention keeps for a request on one GPU: a matrix of 32-bit numbers for each head
     (mamba_ssm_dtype of Qwen3.5's config.json), and the tokens that the next convolution needs.
     """
     linear = model.linear

@@ -1,7 +1,7 @@
-"""Requests run through a deployment on SimPy: engines that step, clients that wait, caches that move between pools.
+"""Run requests through a deployment on SimPy: engines that step, clients that wait, caches that move between pools.
 
-Between two events that could change it, a batch of answers takes many steps of the same kind; these are costed as one,
-with the context that they have in the middle.
+Between two events that change it, a batch of answers takes many similar steps; they are costed together, with their
+mean context.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Sink = Callable[[list[Answer]], None]
 
 @dataclass(slots=True)
 class Scheduler:
-    """One engine's process: steps while there is something to do."""
+    """The process of one engine, which steps while there is work."""
 
     env: simpy.Environment
     costs: ForwardPass
@@ -49,7 +49,7 @@ class Scheduler:
         self.env.process(self._run())
 
     def add(self, answer: Answer) -> None:
-        """Queue a request; one that can start ends the stretch in which answers go on."""
+        """Queue a request; if it can start, it ends the stretch of steps under way."""
         answer.queued_s = self.env.now
         self.batch.add(answer)
         if not self.wake.triggered and (self.idle or self.batch.admits_next()):
@@ -77,7 +77,9 @@ class Scheduler:
                 self.deliver(left)
 
     def _saw(self, began_s: float) -> None:
-        """Note when the last step began: where engines run ahead, the next one is of requests that were there then."""
+        """Record when the last step began: an engine that runs ahead builds the next step from requests that were there
+        then.
+        """
         if self.costs.engine.runs_ahead:
             self.batch.seen_s = began_s
 
@@ -91,11 +93,11 @@ class Scheduler:
         )
 
     def _go_on(self) -> Generator[simpy.Event, Any, int]:
-        """Let answers go on until one ends or, at the end of a step, a request can start; return the steps taken."""
+        """Continue answers until one ends or, at the end of a step, a request can start; return the number of steps."""
         env, begin, batch = self.env, self.env.now, self.batch
         ahead = int(self.costs.engine.runs_ahead)
         steps = batch.steps_to_next_end()
-        if batch.admits_next():  # it came while the step before was put together
+        if batch.admits_next():  # it arrived before the next step was put together
             steps = 1
         took = self._writing_s(steps)
         self.wake = env.event()
@@ -113,10 +115,10 @@ class Scheduler:
 
 
 class EnginePool:
-    """The engines of a pool. A request goes to the first of those with least to do.
+    """The engines of a pool. A request goes to the first engine with the least load.
 
-    A heap has an entry for each engine with its present load. Entries that are out of date are dropped when they come
-    first, so that a request does not look at each of thousands of engines.
+    A heap has each engine's present load; outdated entries are dropped when they come first, so that a request need not
+    look at thousands of engines.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class EnginePool:
         self._loads.append((0, place))
 
     def add(self, answer: Answer) -> None:
-        """Queue a request where there is least to do."""
+        """Queue a request at the engine with the least load."""
         while self._loads[0][0] != self.schedulers[self._loads[0][1]].batch.load:
             heapq.heappop(self._loads)
         load, place = self._loads[0]
@@ -144,7 +146,9 @@ class EnginePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What clients saw. `answers` in order of completion; `busy` is the share of time in which engines stepped."""
+    """The result of a run. `answers` are in order of completion; `busy` is the share of time in which engines ran
+    steps.
+    """
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -153,7 +157,7 @@ class Served:
 
 
 class OutOfTime(Infeasible):
-    """A simulation did not end within the time that it was given."""
+    """A simulation exceeded its time."""
 
 
 def serve(
@@ -173,7 +177,7 @@ def serve(
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
         if time.monotonic() > until_s:
-            return  # of many thousands that begin at once; the loop below says so
+            return  # many thousands may begin at once; the loop below counts them
         _after(env, engine.host_request_s + later_s, lambda: first.add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
@@ -225,10 +229,11 @@ def _engines(
     length: int,
     reads_only: bool = False,
 ) -> EnginePool:
-    """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each.
+    """Return the engines of a pool.
 
-    A request goes to the first of those with least to do, so batches beyond the `most` requests that there are would
-    have nothing. `length` is that of a usual request.
+    Each stage of a pipeline works on a batch of its own, so an engine has as many batches as stages. A request goes to
+    the first batch with the least load, so batches beyond the `most` concurrent requests would stay empty. `length` is
+    that of a typical request.
     """
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool, length=length)
@@ -250,12 +255,12 @@ def _engines(
 
 
 def _batches(pool: Pool) -> int:
-    """Return how many batches a pool works on."""
+    """Return the number of batches in progress in a pool."""
     return pool.engines * pool.pp
 
 
 def _after(env: simpy.Environment, delay_s: float, action: Callable[[], None]) -> None:
-    """Call `action` once, so many seconds from the present: one event, where a process would take three."""
+    """Call `action` once after a delay in seconds; one SimPy event, where a process would take three."""
     event = env.timeout(delay_s)
     event.callbacks.append(lambda _: action())
 
@@ -271,8 +276,8 @@ def _arrive(
 def _hand_over(
     env: simpy.Environment, read: list[Answer], last: EnginePool, move: Callable[[int], float], finished: Sink
 ) -> None:
-    """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a
-    token.
+    """Move read prompts to the generating engines, where each continues as a prompt of which all but one token are
+    cached.
     """
 
     def moved(answer: Answer) -> None:
@@ -289,7 +294,7 @@ def _hand_over(
 
 
 def move_seconds(model: Model, cluster: Cluster, deployment: Deployment) -> Callable[[int], float]:
-    """Return how long the cache of so many tokens takes to another pool: from all GPUs of an engine at once."""
+    """Return the seconds to move the cache of this many tokens to another pool, from all GPUs of an engine at once."""
     pool = deployment.prefill or deployment.pool
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
     inside = deployment.gpus <= cluster.gpus_per_node

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-LEAST_SHAPE = 1e-3  # arrivals that vary by less are constant
-MOST_DRAWN = 1 << 18  # requests whose lengths are drawn to find the longest
+LEAST_SHAPE = 1e-3  # lower variation counts as constant arrivals
+MOST_DRAWN = 1 << 18  # requests whose lengths are drawn to estimate the longest
 
 
 class Request(NamedTuple):
@@ -22,13 +22,15 @@ class Request(NamedTuple):
 
 
 def steady_requests(concurrency: int) -> int:
-    """Return how many requests are followed for figures of so many clients: several rounds of all of them."""
+    """Return how many requests to simulate for steady figures with this number of clients: several rounds of all."""
     return max(200, 4 * concurrency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of prompts or answers: `mean`, or uniform between `low` and `high` times it, both ends included."""
+    """Number of tokens of prompts or answers: `mean`, or uniform between `low` and `high` times it, both ends
+    included.
+    """
 
     mean: int
     low: float = 1.0
@@ -43,7 +45,7 @@ class Lengths:
         return max(1, round(self.mean * (self.low + self.high) / 2))
 
     def draw(self, count: int, random: Generator) -> np.ndarray:
-        """Return whole numbers, one a request, at least 1."""
+        """Return one whole number for each request, at least 1."""
         if self.low == self.high:
             return np.full(count, max(1, round(self.mean * self.low)))
         drawn = random.uniform(self.mean * self.low, self.mean * self.high, count)
@@ -52,12 +54,13 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What clients send: a closed loop of `concurrency` clients, or an open one of `request_rate` a second.
+    """The requests of clients: a closed loop of `concurrency` clients, or an open loop with `request_rate` requests per
+    second.
 
     `shape` is the coefficient of variation of the time between arrivals of an open loop: 1 Poisson, 0 constant, above
     1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
-    prompt that the cache of prefixes already holds. Where they are `first`, a server has answered nothing before the
-    requests of a closed loop, or nothing of their kind.
+    prompt that is in the prefix cache. With `first`, the server has answered no requests of this kind before those of a
+    closed loop.
     """
 
     prompt: Lengths
@@ -65,7 +68,7 @@ class Traffic:
     concurrency: int = 0
     request_rate: float = 0.0
     shape: float = 1.0
-    requests: int = 0  # 0: as many as give steady figures
+    requests: int = 0  # 0: as many as steady figures need
     cached_prompt: float = 0.0
     trace: tuple[Request, ...] = ()
     first: bool = False
@@ -83,14 +86,14 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and answer; of very many, the longest that there can be."""
+        """Tokens of the longest request, prompt and answer; for very many requests, the longest possible."""
         if self.count > MOST_DRAWN and not self.trace:
             return self.prompt.longest + self.output.longest
         return _longest(self)
 
     @property
     def usual(self) -> int:
-        """Tokens of a usual request, prompt and answer."""
+        """Tokens of a typical request, prompt and answer."""
         return self.prompt.usual + self.output.usual
 
     def _draw(self) -> tuple[Request, ...]:
@@ -114,11 +117,11 @@ class Traffic:
 
 
 def with_clients(traffic: Traffic, clients: int) -> Traffic:
-    """Return the same requests from a closed loop of so many clients, followed until figures are steady."""
+    """Return the same requests from a closed loop with another number of clients, enough for steady figures."""
     return replace(traffic, concurrency=clients, request_rate=0.0, requests=steady_requests(clients))
 
 
-@lru_cache(maxsize=1)  # every deployment of a search is asked for the same, which may be hundreds of thousands
+@lru_cache(maxsize=1)  # cached: every deployment of a search uses the same requests, perhaps hundreds of thousands
 def _drawn(traffic: Traffic) -> tuple[Request, ...]:
     return traffic._draw()  # noqa: SLF001 - of this module
 

@@ -1,9 +1,9 @@
 """Enumerate the legal plans for N GPUs in one framework, and count what was left out and why.
 
-Plans are enumerated in three levels, each for what remains of the one before: grids (degrees, ZeRO stage, sequence
-parallelism), batches (micro batch, stages per rank, schedule), and policies (recompute, resharding, overlap, method of
-context parallelism). What a *rule* forbids is counted under its name in `rejected`; what a *bound* of the search leaves
-out, although it might be legal, is counted in `pruned`. Both count at the level where it happened, so
+Plans are enumerated in three levels, each for the remaining nodes of the previous one: grids (degrees, ZeRO stage,
+sequence parallelism), batches (micro batch, stages per rank, schedule), and policies (recompute, resharding, overlap,
+method of context parallelism). What a *rule* forbids is counted under its name in `rejected`; what a *bound* of the
+search leaves out, although it might be legal, is counted in `pruned`. Both count at the level where it happened, so
 `total = legal + rejected + pruned` is the number of leaves of the search tree.
 """
 
@@ -34,14 +34,14 @@ from topology.time_limit import check_time
 
 POLICIES = ("recompute", "reshard_after_forward", "tp_overlap", "cp_method")  # fields that no grid nor batch decides
 NODE_FIELDS = tuple(name for name in CARRIED if name not in POLICIES)
-# The fields of a pipeline, without those that its stages may differ in.
+# The fields of a pipeline, except those in which its stages may differ.
 PIPELINE_FIELDS = (*NODE_FIELDS, "cp_method", "reshard_after_forward")
-# Fields whose values a search tries unless they are stated.
+# Fields whose values a search tries if they are not stated.
 SEARCHED = (
     *(*MESH_AXES, "ep", "etp", "virtual_stages", "micro_batch_size"),
     *("schedule", "recompute", "offload", "ep_overlap"),
 )
-ENDS = (0, 1, 2)  # that count as layers: neither, the loss, the embedding too
+ENDS = (0, 1, 2)  # ends that count as layers: none, the loss, or the embedding as well
 GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "etp", "zero_stage", "sequence_parallel", "offload")
 
 
@@ -49,10 +49,10 @@ GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "etp", "zero_
 class Bounds:
     """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node.
 
-    `stated` has, by field of a plan, the values that a person fixed: plans have only these, and no other limit of the
-    search; without a schedule there is no pipeline, so a stated schedule asks for one. Of what is not stated, state
-    stays on the GPUs, the all-to-all of experts is not overlapped or in the framework's way that hides most, and
-    recomputation is all that the framework has.
+    `stated` has, by field of a plan, the values that the user fixed: plans have only these, whatever the other limits.
+    A stated schedule requires a pipeline. If not stated, state stays on the GPUs, the all-to-all of experts is either
+    not overlapped or overlapped in the framework's most effective way, and all recompute modes of the framework are
+    tried.
     """
 
     stated: Mapping[str, Values] = field(default_factory=dict)
@@ -61,21 +61,21 @@ class Bounds:
     max_pp: int | None = None
     max_micro_batch: int | None = 16
     max_virtual_stages: int | None = 8
-    without_sequence_parallel: bool = False  # also search plans without it: same traffic, more memory
+    without_sequence_parallel: bool = False  # also search plans without sequence parallelism: same traffic, more memory
     odd_virtual_stages: bool = False  # also numbers that neither divide the layers nor are powers of two
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
 
     def fixing(self, **values: Values | None) -> Bounds:
-        """Return the same with other values of some fields; None frees a field."""
+        """Return the same limits with other values of some fields; None frees a field."""
         stated = {name: value for name, value in {**self.stated, **values}.items() if value is not None}
         return replace(self, stated=stated)
 
     def spans(self, name: str) -> Spans | None:
-        """Return the stated spans of a field that is a number; None where it is free."""
+        """Return the stated spans of a numeric field; None if it is free."""
         return cast("Spans | None", self.stated.get(name))
 
     def words(self, name: str) -> tuple[str, ...] | None:
-        """Return the stated words of a field; None where it is free."""
+        """Return the stated words of a field; None if it is free."""
         return cast("tuple[str, ...] | None", self.stated.get(name))
 
     @property
@@ -85,14 +85,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Legal (grid, micro batch, schedule) and the policies that each may have: the search tree above its leaves.
+    """Legal (grid, micro batch, schedule) and the policies of each: the search tree above its leaves.
 
-    Recomputation and resharding decide memory, so they are expanded first (`leaves`). Overlap, placement and the method
-    of context parallelism hardly do, so only leaves that fit are multiplied by them (`variants`).
+    Recomputation and resharding determine memory, so they are expanded first (`leaves`). Overlap, placement and the
+    method of context parallelism hardly affect memory, so only leaves that fit are multiplied by them (`variants`).
     """
 
     columns: PlanColumns
-    choices: dict[str, tuple[tuple[Any, Mask], ...]]  # by field: (value, nodes where it is legal), default first
+    choices: dict[str, tuple[tuple[Any, Mask], ...]]  # by field: (value, nodes for which it is legal), default first
     rejected: dict[str, int]
     pruned: dict[str, int]
 
@@ -189,7 +189,7 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
 
 def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
     """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, etp, zero, sp, number of the offload) for every factorisation of
-    the GPU count into degrees that may be.
+    the GPU count into possible degrees.
     """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
@@ -202,7 +202,7 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
                 sharding = [(dp // s, s, -1) for s in divisors(dp)]
                 if framework.zero_stages:
                     stages = framework.searched_zero_stages or framework.zero_stages
-                    # A single rank has nothing to shard, but a stage to offload from.
+                    # A single rank shards nothing, but needs a ZeRO stage for offloading.
                     alone = dp == 1 and set(bounds.offloads) == {"none"}
                     sharding = [(dp, 1, z) for z in stages if not alone or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
@@ -220,8 +220,8 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
 
 
 def _splits(tp: int, ranks: int, facts: RuleFacts, bounds: Bounds) -> list[int]:
-    """Return over how many ranks each expert may be split: what was stated, else one and all of tensor parallelism,
-    where the framework has a choice. -1 is its default.
+    """Return the numbers of ranks over which each expert may be split: stated ones, else one rank and all of tensor
+    parallelism if the framework has a choice. -1 is its default.
     """
     stated = bounds.spans("etp")
     if stated is not None:
@@ -280,8 +280,8 @@ def _apply_bounds(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], prune
 
 
 def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
-    """Return each grid with every micro batch that divides its share, every schedule, stages per rank and way to
-    overlap the all-to-all of experts.
+    """Return each grid with every micro batch that divides its share of the batch, and every schedule, number of stages
+    per rank and overlap mode of the all-to-all of experts.
     """
     batch = facts.workload.global_batch_size
     rows: list[int] = []
@@ -322,7 +322,7 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
 
 
 def with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:
-    """Return each plan with every stated value of the fields that no search varies by itself."""
+    """Return each plan with every stated value of the fields that no search varies."""
     for name in bounds.stated.keys() - {*SEARCHED}:
         values = np.array(each_value(bounds.stated[name], name))
         rows, which = np.divmod(np.arange(len(table) * len(values)), len(values))
@@ -332,7 +332,7 @@ def with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:
 
 
 def _ep_overlaps(ep: int, micro_batches: int, facts: RuleFacts, bounds: Bounds) -> tuple[str, ...]:
-    """Return the ways to overlap the all-to-all of experts that are searched; all that were stated."""
+    """Return the overlap modes of the all-to-all of experts to search; all stated ones if any."""
     stated = bounds.words("ep_overlap")
     if stated is not None:
         return stated
@@ -340,14 +340,14 @@ def _ep_overlaps(ep: int, micro_batches: int, facts: RuleFacts, bounds: Bounds) 
 
 
 def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:
-    """Return the (schedule, stages per rank) to search for `pp` ranks, and how many a bound left out."""
+    """Return the (schedule, stages per rank) to search for `pp` ranks, and the number that a bound left out."""
     orders = bounds.words("schedule")
     if pp == 1:
         return ([("", 1)] if orders is None and within(1, bounds.spans("virtual_stages")) else []), 0
     layers, stated = facts.model.layers, bounds.spans("virtual_stages")
     most = min(
         (bounds.max_virtual_stages if stated is None else None) or layers, max(1, (layers + 2) // pp)
-    )  # the ends may count as layers
+    )  # embedding and head may count as layers
     possible = [
         (name, count)
         for name in facts.framework.schedules
@@ -361,7 +361,7 @@ def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[st
         if stated is not None or bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
     ]
     if not facts.framework.uneven_stages and stated is None and not bounds.odd_virtual_stages:
-        # Stages that only a layout makes are for ranks whose layers no number of stages divides.
+        # Numbers of stages that only an explicit layout allows are for ranks whose layers no number of stages divides.
         even = [(name, count) for name, count in searched if any((layers + ends) % (pp * count) == 0 for ends in ENDS)]
         searched = even or searched
     return searched, len(possible) - len(searched)
@@ -370,10 +370,10 @@ def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[st
 def _policy_choices(
     table: PlanColumns, facts: RuleFacts, bounds: Bounds, rejected: Counter[str]
 ) -> dict[str, tuple[tuple[Any, Mask], ...]]:
-    """Return the values of every policy and the nodes where each is legal.
+    """Return the values of every policy and the nodes for which each is legal.
 
-    Policies are checked one at a time, as no rule reads two of them. Resharding is a choice where FSDP shards
-    parameters, and overlap where sequence parallelism has communication to overlap.
+    Policies are checked one at a time, since no rule reads two of them. Resharding is a choice if FSDP shards
+    parameters, and overlap if sequence parallelism has communication to overlap.
     """
     everywhere = np.ones(len(table), dtype=np.bool_)
     sharded = (table.dp_shard * table.cp > 1) & (table.zero_stage < 0)
@@ -425,5 +425,5 @@ def _cp_methods(facts: RuleFacts) -> tuple[str, ...]:
 
 
 def _most_frequent_first(counts: Counter[str]) -> dict[str, int]:
-    """Return counts by frequency, the largest first, and by name among equals."""
+    """Return counts by frequency, largest first, then by name."""
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,4 +1,4 @@
-"""A search whose plans to list are judged by the replay of their allocations, and the fastest plan that fits."""
+"""A search that judges the plans to list by a replay of their allocations; and the fastest plan that fits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from topology.rates.orders import irregular
 from topology.rates.placement import place
 from topology.time_limit import ended, until
 
-# Of an explored space the rows that would be listed.
+# Return the rows of an explored space that would be listed.
 Listed = Callable[[Explored], Sequence[int]]
-GRACE_S = 0.6  # after the time limit, for a first answer that is nearly there
+GRACE_S = 0.6  # seconds after the time limit for a first answer that is nearly ready
 
 
 def explore(
     search: BestFirst, replays: Replays, listed: Listed, tell: Callable[[Explored], None] | None = None
 ) -> Explored:
-    """Return every plan that could be among those to list, all of which have been judged.
+    """Return every plan that could be among those to list, all of them judged.
 
-    Plans that turn out not to fit, or to cost more than was thought, make room for others, which are judged in turn: by
-    time, one rank shows most of what plans cost, and all ranks are replayed of those alone that would still be listed.
-    `tell` receives what there is before each turn.
-    When the time is over, those are returned that have been judged by then. Where none has, the first are, until one
-    fits; Unproved is raised where none does for GRACE_S.
+    Plans that are found not to fit, or to cost more than predicted, are replaced by others, which are judged in turn.
+    By time, one rank shows most of a plan's cost; all ranks are replayed only for plans that would still be listed.
+    `tell` receives the state before each turn. When time is over, the plans judged by then are returned. If there are
+    none, the first plans are judged until one fits; Unproved is raised if none does within GRACE_S.
     """
     end = None if search.deadline is None else search.deadline + GRACE_S
     try:
@@ -54,7 +53,7 @@ def _judged(
     tell: Callable[[Explored], None] | None,
     end: float | None,
 ) -> Explored:
-    """Return what `explore` does, but for what comes near the list."""
+    """Return the result of `explore`, without pipelines near the list."""
     bounds, cluster = search.bounds, search.screening.scenario.cluster
     costs_first, sure = search.objective == "time", search.screening.sure
     while True:
@@ -74,7 +73,7 @@ def _judged(
         plans = [plan_of_row(bounds.variants, row, cluster) for row in unknown]
         with suppress(Unproved):
             replays.look_ahead(plans, sure)
-        # A replay that the end of the time cuts short shows nothing: what was judged before is the answer.
+        # A replay that is cut short by the end of the time shows nothing: the earlier result is the answer.
         with suppress(Unproved), until(end):
             for row, plan in zip(unknown, plans, strict=True):
                 if row != unknown[0] and search.expired():
@@ -86,8 +85,8 @@ def _judged(
 
 
 def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
-    """Return whether plans that were less sure to fit than was asked before are less than is asked now, too: they stand
-    for no others.
+    """Rule out found plans that failed an earlier required certainty of fitting and fail the present one as well;
+    return whether there are any.
     """
     bounds, cluster, sure = search.bounds, search.screening.scenario.cluster, search.screening.sure
     out = False
@@ -98,7 +97,7 @@ def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
 
 
 def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:
-    """Return the fastest plan of a space that surely fits, else the fastest that may, by the analytical model."""
+    """Return the fastest plan of a space that surely fits, else the fastest that may fit, by the analytical model."""
     for sure in (SURE, 0.0):
         screening = replace(screened.screening, sure=sure)
         found = explore(BestFirst(screening, screened, deadline=deadline), replays, _fastest)
@@ -112,7 +111,7 @@ def _fastest(found: Explored) -> list[int]:
 
 
 def plan_of_row(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
-    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    """Return a row as a plan, with ranks placed on GPUs if that affects it."""
     plan = plan_of(columns, row, cluster)
     if plan.placement or plan.gpus == 1 or not irregular(cluster):
         return plan

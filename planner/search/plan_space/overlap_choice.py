@@ -1,11 +1,11 @@
-"""Choose which combinations of overlap modes to search at the communications of a layer, for every way to shard it.
+"""Choose the combinations of overlap modes to search at the communications of a layer, for every way to shard it.
 
 A layer has four sites where tensor parallelism communicates (`simulator.config.overlap_sites`). Each can use its own
 mode, and no matrix product overlaps with two of them, so their costs add. A mode changes the device and host time of
 the forward and backward pass, how long communication kernels hold SMs, and whether symmetric memory is needed
-(`simulator.step.symmetric_memory`). A combination that another one beats in all of these is never part of the best
-plan, whatever the pipeline, memory or data parallelism. Of 1,296 combinations a few remain, mostly the fastest and the
-fastest without symmetric memory; the search treats them as one more policy.
+(`simulator.step.symmetric_memory`). A combination that is worse than another one in all of these is never part of the
+best plan, whatever the pipeline, memory or data parallelism. Of 1,296 combinations a few remain, mostly the fastest and
+the fastest without symmetric memory; the search treats them as another policy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from simulator.config.overlap_sites import NONE, SITES, modes_in, written
 from simulator.legality.frameworks import Framework
 from simulator.overlap.site_costs import PUSHED_MODES
 
-MAX_CHOICES = 10  # combinations kept for one way to shard a layer, the fastest first
+MAX_CHOICES = 10  # combinations kept for each way to shard a layer, the fastest first
 
 
 def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framework, recomputes: Sequence[str]) -> Nodes:
-    """Return `nodes` with combinations of overlap modes by site, instead of one mode at all sites."""
+    """Return `nodes` with a combination of overlap modes by site instead of one mode at all sites."""
     offered = nodes.choices["tp_overlap"]
     modes = [mode for mode, legal in offered if mode != NONE and legal.any()]
     if not framework.overlap_by_site or not modes:
@@ -59,7 +59,7 @@ def with_overlap_by_site(screening: Screening, nodes: Nodes, framework: Framewor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PassTimes:
-    """What combinations of modes change: seconds, with axes (way to shard, combination, pass of a block).
+    """Effects of combinations of modes: seconds, with axes (way to shard, combination, pass of a block).
 
     `device` and `host` are their times, `held_s` the slowdown by SMs that communication kernels hold; `runs` is how
     often each pass runs in the whole network.
@@ -91,7 +91,7 @@ class _PassTimes:
         )
 
     def comparable(self) -> Floats:
-        """Return one vector per combination; a host that is never slower than the device does not count."""
+        """Return one vector per combination; the time of a host that is never slower than the device does not count."""
         ahead = self.host.max(axis=0) <= self.device.min(axis=0)
         return np.concatenate([self.device + self.held_s, self.device, np.where(ahead, 0.0, self.host)], axis=1)
 
@@ -102,7 +102,7 @@ class _PassTimes:
 
 def _pass_times(screening: Screening, costs: dict[str, BlockCost], shape: tuple[int, int]) -> _PassTimes:
     model, host = screening.scenario.model, screening.operators.spec.host
-    # Host overhead of the runtime per layer, at most; half of it in either pass.
+    # Maximum host overhead of the runtime per layer; half of it in each pass.
     layer_s = (host.forward_layer_s + host.backward_layer_s + host.tp_layer_s + host.fsdp_layer_s + host.cp_layer_s) / 2
     layers = {"dense": model.dense_layers, "moe": model.moe_layers}
     passes, runs, host_overhead_s = [], [], []
@@ -120,8 +120,8 @@ def _pass_times(screening: Screening, costs: dict[str, BlockCost], shape: tuple[
 
 
 def _undominated_choices(tried: _PassTimes, modes: Sequence[str]) -> list[str]:
-    """Return the combinations that no other beats, from the times of no overlap, of each mode at all sites, and at
-    each.
+    """Return the undominated combinations, from the times without overlap, of each mode at all sites, and of each mode
+    at each site.
     """
     none, count = tried[0], len(modes)
     symmetric_modes = np.array([mode in PUSHED_MODES for mode in (NONE, *modes)])
@@ -133,7 +133,7 @@ def _undominated_choices(tried: _PassTimes, modes: Sequence[str]) -> list[str]:
     texts, found = list(modes), [tried[number] for number in range(1, 1 + count)]
     for chosen in product(*by_site):
         names = [name for name, _ in chosen]
-        if len(set(names)) > 1 or names[0] == NONE:  # one mode at all sites is written as its name
+        if len(set(names)) > 1 or names[0] == NONE:  # the same mode at all sites is written as its name
             texts.append(written(dict(zip(SITES, names, strict=True))))
             found.append(none.with_changes([(figures, none) for _, figures in chosen]))
     combined = _PassTimes(
@@ -158,7 +158,7 @@ def _undominated_choices(tried: _PassTimes, modes: Sequence[str]) -> list[str]:
 def _undominated(vectors: Floats) -> list[int]:
     """Return the rows that no other row equals or beats in every entry; of equal rows the first."""
     undominated: list[int] = []
-    best = np.empty_like(vectors)  # the undominated rows so far, side by side: compared all at once
+    best = np.empty_like(vectors)  # the undominated rows so far, concatenated, to compare all of them at once
     for row in np.lexsort((np.arange(len(vectors)), vectors.sum(axis=1))):
         if not (best[: len(undominated)] <= vectors[row]).all(axis=1).any():
             best[len(undominated)] = vectors[row]

@@ -1,4 +1,4 @@
-"""Parts of a plan that a person fixes: `--tp 8`, `--tp 1,2,4`, `--pp 2-8`. What cannot be is refused with the
+"""Parts of a plan that the user fixes: `--tp 8`, `--tp 1,2,4`, `--pp 2-8`. Impossible values are refused with the
 reason.
 """
 
@@ -12,8 +12,8 @@ from simulator.config.plan import PLAN_FIELDS
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from topology.errors import UserError
 
-MOST_VALUES = 64  # of a number, all of which a search tries
-Spans = tuple[tuple[int, int], ...]  # ranges of whole numbers, both ends included
+MOST_VALUES = 64  # values of a number, all of which a search tries
+Spans = tuple[tuple[int, int], ...]  # ranges of integers, both ends included
 Values = Spans | tuple[str, ...]
 
 
@@ -23,7 +23,7 @@ def exactly(*values: int) -> Spans:
 
 
 def read_spans(text: str | None, flag: str) -> Spans | None:
-    """Return what a flag says of a number: a value, a list (1,2,4) or a range (2-8). Raises UserError."""
+    """Parse the flag of a number: a value, a list (1,2,4) or a range (2-8). Raises UserError."""
     if text is None:
         return None
     spans = []
@@ -40,7 +40,7 @@ def read_spans(text: str | None, flag: str) -> Spans | None:
 
 
 def read_words(text: str | None, flag: str) -> tuple[str, ...] | None:
-    """Return what a flag says of a mode: one word or several, with commas. Raises UserError."""
+    """Parse the flag of a mode: one word, or several separated by commas. Raises UserError."""
     if text is None:
         return None
     words = tuple(dict.fromkeys(word.strip() for word in text[:1000].split(",")))
@@ -50,7 +50,7 @@ def read_words(text: str | None, flag: str) -> tuple[str, ...] | None:
 
 
 def read_values(known: PlanField, text: str | None) -> Values | None:
-    """Return what the flag of a plan's field says of it: spans of a number, or words. Raises UserError."""
+    """Parse the flag of a plan's field: spans of a number, or words. Raises UserError."""
     if known.kind is Kind.COUNT:
         return read_spans(text, known.flag)
     words = read_words(text, known.flag)
@@ -62,12 +62,12 @@ def read_values(known: PlanField, text: str | None) -> Values | None:
 
 
 def within(value: int, spans: Spans | None) -> bool:
-    """Return whether `value` is one of those stated; true where nothing was."""
+    """Return whether `value` is one of the stated values; True if none are stated."""
     return spans is None or any(low <= value <= high for low, high in spans)
 
 
 def among(values: Sequence[int], spans: Spans | None) -> list[int]:
-    """Return those of `values` that were stated."""
+    """Return those of `values` that are among the stated ones."""
     return [value for value in values if within(value, spans)]
 
 
@@ -84,7 +84,7 @@ def each_value(values: Values, name: str) -> list[int] | list[str]:
 
 
 def values_text(values: Values) -> str:
-    """Return stated values as a flag takes them."""
+    """Return stated values as text for a flag."""
     return ",".join(_text(*value) if isinstance(value, tuple) else value for value in values)
 
 

@@ -2,8 +2,9 @@
 plans.
 
 Branch and bound compares pipelines with the stages that the runtime makes. The fastest of them are then examined one by
-one, and also those that would be fast if not all their stages recomputed, or would fit with other layers per stage. A
-pipeline is dropped as soon as memory or bounds show that no assignment of its stages brings it into the list.
+one, and also pipelines that would be fast if not all their stages recomputed, or would fit with other numbers of layers
+per stage. A pipeline is dropped as soon as memory or bounds show that no assignment of its stages brings it into the
+list.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from simulator.memory.plan_memory import Replays
 from topology.errors import Unproved
 
 MAX_SOLVED = 8  # pipelines whose stages are assigned
-MAX_TRIED = 24  # pipelines examined; those with no assignment that fits do not count as assigned
-MAX_ROOM_TRIES = 4  # assignments of a pipeline that are replayed, until one of them fits
-LESS_ROOM = 0.98  # of the memory of the one before, that the next of them may need at most
+MAX_TRIED = 24  # pipelines examined; pipelines without an assignment that fits do not count as assigned
+MAX_ROOM_TRIES = 4  # assignments of a pipeline that are replayed until one of them fits
+LESS_ROOM = 0.98  # share of the memory of one assignment that the next one may need at most
 MAX_SETTINGS = 4  # overlap modes and placements of a pipeline that are tried with its stages
-SETTING_MARGIN = 0.01  # relative to the best setting; slower ones are not tried
-MIN_GAIN = 0.001  # relative, that an assignment has to save: for less, the runtime's stages are the simpler plan
-NEAR_FIT = 1.15  # times the capacity, that a pipeline may need with the runtime's stages to be examined
+SETTING_MARGIN = 0.01  # relative to the best setting; slower settings are not tried
+MIN_GAIN = 0.001  # relative saving required of an assignment: otherwise the runtime's stages are the simpler plan
+NEAR_FIT = 1.15  # multiple of the capacity that a pipeline may need with the runtime's stages to be examined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedPipelines:
-    """(plan, step in seconds) with assigned stages, how many pipelines were `solved`, and the largest remaining gap.
+    """(plan, step in seconds) with assigned stages, the number of pipelines `solved`, and the largest remaining gap.
 
-    `left_s` is a lower bound in seconds of the steps of those that were not begun before the deadline.
+    `left_s` is a lower bound in seconds of the steps of pipelines that were not begun before the deadline.
     """
 
     plans: tuple[tuple[Plan, float], ...] = ()
@@ -67,8 +68,8 @@ def assign_stages(
 ) -> AssignedPipelines:
     """Return the pipelines that are faster with layers or recompute modes assigned to each stage.
 
-    A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. None but the
-    first is started after `deadline`, a reading of `time.monotonic`; one that is not ended in time is left out.
+    A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. Only the first
+    may start after `deadline`, a reading of `time.monotonic`; pipelines that do not end in time are left out.
     """
     if not (framework.lists_layers or framework.lists_recompute):
         return AssignedPipelines()
@@ -118,8 +119,8 @@ def _fitting(
 ) -> tuple[StageSolution, float]:
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
-    Options of ranks are judged by a bound of their memory. Where the best of them do not fit, the next ones may need as
-    much less as the replay exceeded the bound.
+    Options of ranks are judged by a bound of their memory. If the best assignment does not fit, the limit for the next
+    is reduced by the amount by which the replay exceeded the bound.
     """
     limit_bytes = screening.limit_bytes
     for _ in range(MAX_ROOM_TRIES):
@@ -138,9 +139,9 @@ def _fitting(
 def _fastest_pipelines(
     screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]
 ) -> PlanColumns:
-    """Return one row per pipeline, fastest first, of those that come near the list and fit or nearly fit.
+    """Return one row for each pipeline near the list that fits or nearly fits, fastest first.
 
-    Where stages can differ in recompute mode, plans that differ in nothing else are one pipeline, ranked by its fastest
+    If stages can differ in recompute mode, plans that differ in nothing else are one pipeline, ranked by its fastest
     mode, whether that fits or not.
     """
     columns, steps = _fastest_of_each(explored.near_pipelines, explored.near_bound_s, (*PIPELINE_FIELDS, "recompute"))
@@ -176,8 +177,8 @@ def _best_settings(
 ) -> tuple[PlanColumns, list[int]]:
     """Return every plan in its best overlap modes and placements, and the rows where the settings of each plan start.
 
-    Those are the settings whose bound is nearly as low as the lowest with the runtime's stages, lowest first. The last
-    row number is the end of the last plan's settings.
+    These are the settings whose bound with the runtime's stages is nearly as low as the lowest one, lowest first. The
+    last row number is the end of the last plan's settings.
     """
     by_pipeline = [nodes.settings(plans.take(np.array([row]))) for row in range(len(plans))]
     columns = concatenate(by_pipeline)

@@ -1,9 +1,9 @@
-"""The options of every rank of one pipeline, each with what it alone says of the step at least.
+"""The options of every rank of one pipeline, each with its lower bounds of the step.
 
 An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
-recompute mode for each of its stages. Which options together are fastest only the account of the step tells
-(`simulator.analytical.account`); which need not be looked at follows from the lower bound of a step
-(`simulator.bounds.lower_bound`), one option per row.
+recompute mode for each of its stages. Only the account of the step shows which options together are fastest
+(`simulator.analytical.account`); lower bounds of a step, one option per row, show which need not be examined
+(`simulator.bounds.lower_bound`).
 
 With several stages per rank, layers are spread over them as evenly as possible, first stages first.
 """
@@ -30,7 +30,7 @@ from simulator.pipeline.stages import StageLayout, rank_of_stage, stage_layers
 from simulator.runtimes.library import canonical_recompute
 
 Ints = NDArray[np.int64]
-MAX_MIXES = 10  # combinations of recompute modes over the stages of a rank; beyond, a rank has one mode
+MAX_MIXES = 10  # combinations of recompute modes over a rank's stages; beyond, a rank has one mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class StageFreedom:
 def stage_freedom(framework: Framework, plan: Plan, model: Model, recomputes: Sequence[str]) -> StageFreedom:
     """Return what `framework` allows to differ between the stages of `plan`.
 
-    Where dense layers are between MoE layers, the cost of a stage depends on which layers it has, not only on how many:
-    then layers stay as the runtime splits them.
+    If dense layers are between MoE layers, the cost of a stage depends on which layers it has, not only on how many;
+    then the runtime's split of layers is kept.
     """
     if plan.pp == 1:
         return StageFreedom(layers=False, modes=(plan.recompute,))
@@ -64,7 +64,7 @@ class RankOptions:
     """The options of all ranks of one pipeline that fit into memory, one per entry, ordered by rank.
 
     An option has `layers`, `first_stage_layers` of them on the rank's first stage, and `dense` leading dense layers (0
-    where all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. The seconds are those of
+    if all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. The seconds are those of
     `simulator.bounds.lower_bound.RankBounds`.
     """
 
@@ -84,7 +84,7 @@ class RankOptions:
 
     @property
     def at_least_s(self) -> Floats:
-        """What the step takes at least, however little other ranks do."""
+        """Lower bound of the step, whatever the options of other ranks."""
         return np.maximum(self.own_s + self.drain_s, self.alone_s)
 
     def take(self, which: Any) -> RankOptions:
@@ -96,22 +96,22 @@ class RankOptions:
 class Pipeline:
     """One pipeline and the options of its ranks.
 
-    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. `fixed_s`
-    comes on top of what options say of a step, and `inputs` are what its account rests on.
+    `runtime_layers` are the layers of each stage if the runtime splits them, empty if they are free. `fixed_s` is added
+    to the options' bounds of a step, and `inputs` are the inputs of its account.
     """
 
-    plan: Plan  # without layers or recompute modes by stage
+    plan: Plan  # without numbers of layers or recompute modes by stage
     layers: int
-    leading_dense_layers: int  # dense layers before those with experts; 0 where both kinds cost the same
+    leading_dense_layers: int  # dense layers before those with experts; 0 if both kinds cost the same
     mode_mixes: tuple[tuple[str, ...], ...]  # recompute modes of a rank's stages, first stage first
-    canonical: dict[str, str]  # modes as the runtime's description names them
+    canonical: dict[str, str]  # modes under their names in the runtime's description
     options: RankOptions
     runtime_layers: tuple[int, ...]
     fixed_s: float
     inputs: AccountInputs
 
     def accounted(self, plan: Plan) -> Plan:
-        """Return a plan of this pipeline with its modes as the runtime's description names them."""
+        """Return a plan of this pipeline with its modes under their names in the runtime's description."""
         modes = tuple(self.canonical[word] for word in plan.recompute_per_stage)
         return replace(plan, recompute=self.canonical[plan.recompute], recompute_per_stage=modes)
 
@@ -144,15 +144,15 @@ def _spread_layers(count: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedPlans:
-    """Plans and the costs of their blocks, computed together: many plans take little longer than one."""
+    """Plans and the costs of their blocks, computed together, since many plans take little longer than one."""
 
-    plans: tuple[Plan, ...]  # without layers or recompute modes by stage
+    plans: tuple[Plan, ...]  # without numbers of layers or recompute modes by stage
     columns: PlanColumns
     shared: SharedBlocks
 
 
 def cost_blocks(screening: Screening, plans: Sequence[Plan], columns: PlanColumns, modes: Sequence[str]) -> CostedPlans:
-    """Return `plans`, which are also the rows of `columns`, with the costs of their blocks in every recompute mode."""
+    """Return `plans`, which `columns` has as rows, with the costs of their blocks in every recompute mode."""
     bare = tuple(replace(plan, layers_per_stage=(), recompute_per_stage=()) for plan in plans)
     return CostedPlans(plans=bare, columns=columns, shared=screening.blocks(columns, modes))
 
@@ -165,9 +165,9 @@ def build_pipeline(
     cutoff_s: float,
     limit_bytes: float = np.inf,
 ) -> Pipeline | None:
-    """Return the options of the ranks of plan `number`, without those with which a step takes `cutoff_s` or more.
+    """Return the options of the ranks of plan `number`, except those with which a step takes `cutoff_s` or more.
 
-    None where the ranks together do not have memory for all layers.
+    None if all ranks together do not have enough memory for all layers.
     """
     model, plan = screening.scenario.model, costs.plans[number]
     mixes = _mode_mixes(freedom.modes, plan.virtual_stages)
@@ -222,7 +222,7 @@ def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...
 
 
 def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
-    """Return how many layers a rank can have before their kernels take `cutoff_s`."""
+    """Return the number of layers of a rank at which their kernels take `cutoff_s`."""
     blocks = [single.blocks[name] for name in ("dense", "moe") if name in single.blocks]
     fastest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
     calibration = single.context.calibration
@@ -238,7 +238,7 @@ class _LayerCounts:
 
     rank: Ints
     sizes: Ints  # shape (entries, stages of a rank)
-    dense: Ints  # same shape; equal to sizes where all layers are dense
+    dense: Ints  # same shape; equal to sizes if all layers are dense
     mode_mix: Ints
     distinguishes_dense: bool  # whether dense and MoE layers are distinguished
 
@@ -301,8 +301,8 @@ def _leading_dense_layers(model: Model) -> int:
 def _free_layer_counts(model: Model, plan: Plan, max_layers: int) -> _LayerCounts:
     """Return all numbers of layers, and of leading dense ones on its first stage, that each rank could have.
 
-    Leading dense layers are on first stages only: a split so thin that they reach into the second round of a looped
-    schedule is left out.
+    Leading dense layers are on first stages only: splits with which they reach the second round of a looped schedule
+    are left out.
     """
     stages = plan.virtual_stages
     max_layers = min(max_layers, model.layers - (plan.pp - 1) * stages)
@@ -326,7 +326,7 @@ def _free_layer_counts(model: Model, plan: Plan, max_layers: int) -> _LayerCount
 
 
 def _runtime_layer_counts(model: Model, plan: Plan, layers_of_stage: Sequence[int]) -> _LayerCounts:
-    """Return the layers of each rank as the runtime splits them."""
+    """Return the runtime's split of layers over ranks."""
     dense = np.diff(np.array(model.dense_before)[np.concatenate([[0], np.cumsum(layers_of_stage)])])
     stages = np.array([stages_of(plan, rank) for rank in range(plan.pp)])
     return _LayerCounts(
@@ -339,9 +339,7 @@ def _runtime_layer_counts(model: Model, plan: Plan, layers_of_stage: Sequence[in
 
 
 def _bounded_options(plans: ScreenedPlans, counts: _LayerCounts, layout: StageLayout) -> tuple[RankOptions, float]:
-    """Return the entries with what they say of the step at least, and the seconds that come on top whatever they
-    are.
-    """
+    """Return the entries with their lower bounds of the step, and the seconds that are added for all of them."""
     column = np.where(counts.rank == 0, 0, 1)
     every = np.arange(len(column))
     first_stage = counts.sizes[:, 0]

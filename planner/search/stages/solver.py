@@ -1,15 +1,14 @@
 """Assign layers and recompute modes to the stages of one pipeline, and choose its overlap and placement.
 
-Given are the degrees, the schedule and the micro batch. Decided together, under the memory of every rank, are the
-option (`planner.search.stages.options`) of each rank and the setting of the whole pipeline (overlap mode of each
-communication, placement on an irregular node). Assignments are compared by the account of their steps
-(`simulator.analytical.account`), many at once, and left out by a bound that no account is below
+The degrees, the schedule and the micro batch are given. The option of each rank (`planner.search.stages.options`) and
+the setting of the whole pipeline (overlap mode of each communication, placement on an irregular node) are chosen
+together, within the memory of every rank. Assignments are compared by the account of their steps
+(`simulator.analytical.account`), many at once, and excluded by a lower bound of every account
 (`planner.search.stages.solver`).
 
-Where few assignments have a bound below the best step, all of them are accounted for, and the best is certain. Where
-they are many, the search goes from those with the least bound to their neighbours, a layer moved from one rank to
-another or another recompute mode on one rank, for as long as that helps; how much better any other may be at most is
-found by the least bound.
+If few assignments have a bound below the best step, all of them are accounted for, and the best is certain. If there
+are many, the search goes from those with the lowest bound to their neighbours (a layer moved from one rank to another,
+or another recompute mode on one rank) as long as that helps; the lowest bound limits how much better any other may be.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 from topology.time_limit import check_time
 
-AT_ONCE = 128  # assignments accounted for together: not many times as long as one of them
-STARTS = 16  # assignments with the least bound that the search for better ones begins with
-ROUNDS = 4  # of going on to neighbours
+AT_ONCE = 128  # assignments accounted for together, which takes little longer than one
+STARTS = 16  # assignments with the lowest bound from which the search for better ones starts
+ROUNDS = 4  # rounds of examining neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSolution:
-    """The best assignment found, and its step in seconds; `plan` is None where none beats the cutoff.
+    """The best assignment found, and its step in seconds; `plan` is None if none is below the cutoff.
 
-    Steps exclude what a nearly full allocator is expected to cost (`simulator.memory.flushes`). No assignment takes
-    less than `bound_s`. `has_room` says whether any may fit into memory, and `accounted` how many assignments were
-    accounted for.
+    Steps exclude the expected cost of a nearly full allocator (`simulator.memory.flushes`). No assignment takes less
+    than `bound_s`. `has_room` is whether any may fit into memory, and `accounted` the number of assignments accounted
+    for.
     """
 
     plan: Plan | None
@@ -51,7 +50,7 @@ class StageSolution:
 
     @property
     def gap(self) -> float:
-        """How far below `step_s` the optimum may be, relative."""
+        """Largest relative distance of the optimum below `step_s`."""
         return max(0.0, 1 - self.bound_s / self.step_s) if np.isfinite(self.step_s) and self.step_s > 0 else 0.0
 
 
@@ -69,8 +68,8 @@ def solve_stages(
     """Return the best assignment of layers and recompute modes to the stages of one pipeline, over all its settings.
 
     `numbers` index the plans of `costs` that are the settings of this pipeline. `recomputes` are the modes to choose
-    from where the framework allows one per stage; otherwise the plan's mode is kept. Only steps below `cutoff_s` count,
-    and only ranks whose memory is bounded to no more than `limit_bytes`, or what there is.
+    from if the framework allows one per stage; otherwise the plan's mode is kept. Only steps below `cutoff_s` count,
+    and only ranks whose bound of memory is at most `limit_bytes`, or the available memory.
     """
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
     if not freedom.any:
@@ -102,7 +101,7 @@ class _Assignments:
         self.bounds = AssignmentBounds(pipeline)
         self.step_s = cutoff_s
         self.best: Rows | None = None
-        # Of those accounted for the fastest, below the cutoff or not. Every option of a rank fits by itself.
+        # The fastest assignment accounted for, below the cutoff or not. Every single option of a rank fits.
         self._nearest, self._nearest_s = np.zeros(0, dtype=np.intp), np.inf
         self._seen: set[bytes] = set()
         options = pipeline.options
@@ -115,7 +114,7 @@ class _Assignments:
         return len(self._seen)
 
     def run(self) -> float:
-        """Search, and return seconds that no assignment is below; infinite where none can beat the cutoff."""
+        """Search, and return a lower bound in seconds of all assignments; infinite if none can be below the cutoff."""
         least = self.bounds.least(self.step_s)
         if least is None:
             return np.inf
@@ -131,7 +130,7 @@ class _Assignments:
         return self.step_s if complete else least[0]
 
     def _account(self, assignments: Sequence[Rows]) -> bool:
-        """Account for those of the assignments that are new; return whether one of them is the fastest so far."""
+        """Account for the new ones among the assignments; return whether one of them is the fastest so far."""
         new = [rows for rows in assignments if rows.tobytes() not in self._seen]
         if not new:
             return False
@@ -150,7 +149,7 @@ class _Assignments:
         return True
 
     def _neighbours(self) -> list[Rows]:
-        """Return the assignments with a layer moved or a rank's modes changed that may be quicker, least bound
+        """Return the assignments with a layer moved or a rank's modes changed that may be faster, lowest bound
         first.
         """
         bounded: list[tuple[float, int, Rows]] = []
@@ -175,7 +174,9 @@ class _Assignments:
                 yield from self._assignment(layers, changed)
 
     def _assignment(self, layers: Ints, mixes: Ints) -> Iterator[Rows]:
-        """Yield the assignment with so many layers and such modes on each rank, if all of its options are left."""
+        """Yield the assignment with these numbers of layers and modes on each rank, if all of its options still
+        exist.
+        """
         leading, stages, dense, found = self.pipeline.leading_dense_layers, self.pipeline.plan.virtual_stages, 0, []
         for rank, (count, mix) in enumerate(zip(layers, mixes, strict=True)):
             # Of a rank's stages the first has the most layers, and all leading dense ones.
@@ -188,13 +189,13 @@ class _Assignments:
         yield np.array(found, dtype=np.intp)
 
 
-# What no assignment of layers to the stages of one pipeline can beat, and the assignments that may be below a limit.
+# A lower bound of all assignments of layers to the stages of one pipeline, and the assignments that may be below a
+# limit.
 #
-# Layers go to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so far), one
-# step a rank. A rank with an option takes as long as that says (`simulator.bounds.lower_bound.RankBounds`) after the
-# first micro batch has reached it, which is later the more the ranks before it do: so of all paths to a state the one
-# that gets there first is the best for what follows, and whether any assignment is below a limit follows from one pass
-# over the ranks.
+# Layers are assigned to ranks in order, so an assignment is a path over states (layers so far, leading dense layers so
+# far), one step per rank. An option bounds the time of its rank (`simulator.bounds.lower_bound.RankBounds`) from the
+# arrival of the first micro batch, which is later the longer the ranks before take. So the earliest of all paths to a
+# state is the best for the ranks after it, and one pass over the ranks shows whether any assignment is below a limit.
 
 
 CLOSE = 1e-4  # relative: how closely the least bound is found
@@ -202,15 +203,15 @@ Rows = NDArray[np.intp]
 
 
 class AssignmentBounds:
-    """The bounds of all assignments of the options of one pipeline. A limit is of seconds of the whole step."""
+    """The bounds of all assignments of the options of one pipeline. Limits are in seconds of the whole step."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self.pipe, self.options = pipe, pipe.options
         self.of_rank = [np.nonzero(self.options.rank == rank)[0] for rank in range(pipe.plan.pp)]
 
     def least(self, cutoff_s: float) -> tuple[float, float] | None:
-        """Return (seconds that no assignment is below, a little more that some assignment is bounded by); None where
-        all take `cutoff_s` or more.
+        """Return (a lower bound of all assignments, a slightly larger bound that some assignment has); None if all take
+        `cutoff_s` or more.
         """
         if any(not len(rows) for rows in self.of_rank):
             return None
@@ -228,8 +229,8 @@ class AssignmentBounds:
         return low, high
 
     def below(self, limit_s: float, most: int) -> tuple[list[Rows], bool]:
-        """Return assignments with a bound of no more than a limit, as rows of the options, one a rank; `most` of them
-        at most, and whether that is all.
+        """Return at most `most` assignments with a bound within a limit, as rows of the options, one per rank; and
+        whether these are all.
         """
         found: list[Rows] = []
         for rows in self._paths(self._latest(limit_s), limit_s):
@@ -239,16 +240,14 @@ class AssignmentBounds:
         return found, True
 
     def bound_s(self, rows: Rows) -> float:
-        """Return what an assignment takes at least."""
+        """Return a lower bound of an assignment."""
         chosen: RankOptions = self.options.take(rows)
         since = np.concatenate([[0.0], np.cumsum(chosen.passing_s)[:-1]])
         ends = np.maximum(chosen.own_s + np.maximum(since - chosen.deferred_s, chosen.drain_s), chosen.alone_s)
         return self.pipe.fixed_s + float(ends.max())
 
     def _begins_by(self, limit_s: float) -> Floats:
-        """Return of every option when its rank has to have begun at the latest; before the start where it cannot end in
-        time.
-        """
+        """Return for every option the latest time at which its rank must begin; negative if it cannot end in time."""
         options, left = self.options, limit_s - self.pipe.fixed_s
         return np.where(options.at_least_s <= left, options.deferred_s + left - options.own_s, -np.inf)
 
@@ -256,7 +255,7 @@ class AssignmentBounds:
         return bool(self._latest(limit_s)[0][0, 0] >= 0.0)
 
     def _latest(self, limit_s: float) -> list[Floats]:
-        """Return for every rank, and after the last, when it has to begin at the latest in each state."""
+        """Return for every rank, and after the last one, the latest time to begin in each state."""
         layers, leading = self.pipe.layers, self.pipe.leading_dense_layers
         options, begins_by = self.options, self._begins_by(limit_s)
         after = np.full((layers + 1, leading + 1), -np.inf)
@@ -278,7 +277,7 @@ class AssignmentBounds:
         return tables[::-1]
 
     def _paths(self, latest: list[Floats], limit_s: float) -> Iterator[Rows]:
-        """Yield the assignments that keep to the latest times of all ranks."""
+        """Yield the assignments that meet the latest times of all ranks."""
         options, leading, begins_by = self.options, self.pipe.leading_dense_layers, self._begins_by(limit_s)
 
         def extended(path: tuple[int, ...], layers: int, dense: int, since: float) -> Iterator[Rows]:

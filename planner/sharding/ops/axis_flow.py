@@ -1,7 +1,8 @@
-"""The effect of a formula along every axis, found by walking it with axes in the place of numbers. A `Value` describes
-a part of a formula: the axes of each dim, and reductions (sums, maxima, ...) along axes that are gone, which could
-still be performed later if the axis were sharded. Operators (`planner.sharding.ops`) map values to values and tell the
-`AxisFlow` their effects on axes:
+"""The effect of a formula along every axis, found by walking it with axes in the place of numbers.
+
+A `Value` describes a part of a formula: the axes of each dim, and reductions (sums, maxima, ...) along axes that are
+gone, which could still be performed later if the axis were sharded. Operators (`planner.sharding.ops`) map values to
+values and tell the `AxisFlow` their effects on axes:
 
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
                 is kept for the user

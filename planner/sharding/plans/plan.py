@@ -1,4 +1,5 @@
 """The solver's answer: the sharded graph in program order, operators and the redistributions before and after them.
+
 Back ends only read a `ShardingPlan`:
 
     plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending
