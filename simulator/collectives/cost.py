@@ -1,11 +1,5 @@
 """What a collective costs on the machine: which algorithm runs, on how many SMs, for how long, and how sure we are.
 
-Physics and choice are separate. `collective_curves` says how long a given algorithm and protocol takes; which one runs
-is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`),
-mistakes included: where NCCL changes protocol too early, both tables and predictions show a jump. All-to-all and
-send/recv, which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed as
-the fastest candidate.
-
 Sizes are nccl-tests' size column: the input of an all-reduce, broadcast, all-to-all or send; the output of an
 all-gather; the input of a reduce-scatter.
 """
@@ -14,19 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from simulator.collectives import nccl_model
-from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_slower_ports
-from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
+from simulator.collectives.algorithms import CUSTOM_ALGORITHMS, NCCL_ALGORITHMS, Options, evaluate
+from simulator.collectives.channels import channel_count, held_sms
+from simulator.collectives.communicator import Communicator, Fabric, communicator
+from simulator.collectives.curves import Floats
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
 from simulator.collectives.measured import MeasuredCollectives, Ratios
-from simulator.collectives.nccl_model import NcclMachine
-from simulator.collectives.times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
 from simulator.collectives.traffic import port_share
 from simulator.config.estimate import Interval
 from topology.cluster import Cluster, Source
@@ -34,10 +26,7 @@ from topology.errors import BadInput, Infeasible
 from topology.rates.groups import GroupRates, GroupShape, group_rates
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-NCCL_ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
-CUSTOM_ALGORITHMS = ("one_shot", "two_shot", "copy_engine")
 ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
-
 
 # Relative half-width of the 80 % interval where no fit covers the machine: it contains 80 % of the points of published
 # tables, every machine having the same weight (examples/validation/collectives.md, Ranges).
@@ -45,12 +34,6 @@ SPREAD_BEYOND_FIT = 0.31  # NVLink with more ranks than the fitted tables, or a 
 SPREAD_NETWORK = 0.35
 SPREAD_CUSTOM = 0.37  # kernels outside NCCL: one machine
 SPREAD_FLAT = 0.28  # PCIe and xGMI: the worst machine's error; efficiencies come from the others' peaks
-
-# Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
-NET_PEER_CHANNELS = 2
-# NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
-_BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
-_NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +45,6 @@ class CollectiveCost:
     channels: int
     sms: float
     time_s: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """One (op, shape) costed at sizes: device seconds, and which (algorithm, protocol) runs."""
-
-    names: tuple[tuple[str, str], ...]
-    time_s: Floats
-    pick: NDArray[np.intp]
 
 
 def _crossings(op: str, nodes: int) -> float:
@@ -231,79 +205,12 @@ class CollectiveModel:
 
         return measured.blend(op, sizes, shape, model, self._ratios)
 
-    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, int8: bool, algorithm: str | None) -> _Options:
+    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, int8: bool, algorithm: str | None) -> Options:
         if op not in OPS:
             raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise BadInput(f"unknown algorithm {algorithm!r}", remedy=f"use one of {', '.join(ALGORITHMS)}")
-        return _evaluate(self.communicator(shape), op, sizes, int8=int8, algorithm=algorithm)
-
-
-def held_sms(
-    comm: Communicator,
-    op: str,
-    sizes: Floats,
-    options: _Options,
-    *,
-    int8: bool = False,
-    algorithm: str | None = None,
-) -> Floats:
-    """Return the SMs that a collective takes from other kernels while it lasts: one for each channel, but never more SM
-    seconds than over slower links.
-
-    NCCL doubles its channels where links pass a rate (`nccl_model._duplicate`), and then holds twice the SMs for hardly
-    less time. Users can limit that by `NCCL_MAX_CTAS`, so faster links cost kernels no more than slower ones here.
-    """
-    held = _channels(comm, op, sizes, options)
-    if op in {"all_to_all", "send_recv"}:
-        return held
-    held = _on_any_slower_ports(held, comm, op, sizes, options, int8=int8, algorithm=algorithm)
-    if (fitted := on_fitted_links(comm)) is not None:
-        there = _evaluate(fitted, op, sizes, int8=int8, algorithm=algorithm)
-        known = _channels(fitted, op, sizes, there)
-        known = _on_any_slower_ports(known, fitted, op, sizes, there, int8=int8, algorithm=algorithm)
-        faster = fitted.link_bytes_per_s < comm.link_bytes_per_s
-        held = (np.fmin if faster else np.fmax)(held, _for_as_long(known, there, options))
-    return held
-
-
-def _on_any_slower_ports(
-    held: Floats, comm: Communicator, op: str, sizes: Floats, options: _Options, *, int8: bool, algorithm: str | None
-) -> Floats:
-    """Return the SMs, reduced so that their SM seconds are no more than over any slower network."""
-    for nccl in _machines_with_fewer_channels(comm.nccl):
-        slower = on_slower_ports(comm, nccl.nic / comm.nccl.nic)
-        there = _evaluate(slower, op, sizes, int8=int8, algorithm=algorithm)
-        held = np.fmin(held, _for_as_long(_channels(slower, op, sizes, there), there, options))
-    return held
-
-
-def _for_as_long(held: Floats, there: _Options, here: _Options) -> Floats:
-    """Return the number of SMs whose SM seconds in `here` equal those of `held` SMs in `there`."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(held * there.time_s / here.time_s)
-
-
-def _channels(comm: Communicator, op: str, sizes: Floats, options: _Options) -> Floats:
-    """Return the SMs for each size: one per channel, none for copy engines."""
-    names = [options.names[pick] for pick in options.pick]
-    counts = [
-        0 if name == "copy_engine" else channel_count(comm, op, name, protocol, float(size))
-        for size, (name, protocol) in zip(sizes, names, strict=True)
-    ]
-    return np.array(counts, dtype=np.float64)
-
-
-@lru_cache(maxsize=256)
-def _machines_with_fewer_channels(nccl: NcclMachine) -> tuple[NcclMachine, ...]:
-    """Return the machines with slower networks on which NCCL finds fewer ring channels than on every faster one."""
-    fewest, found = nccl_model.ring_graph(nccl).channels, []
-    for rate in reversed(nccl_model.network_rates(nccl)):
-        slower = replace(nccl, nic=rate)
-        if (channels := nccl_model.ring_graph(slower).channels) < fewest:
-            fewest = channels
-            found.append(slower)
-    return tuple(found)
+        return evaluate(self.communicator(shape), op, sizes, int8=int8, algorithm=algorithm)
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
@@ -317,146 +224,3 @@ def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, 
     if comm.ranks > comm.generation.fitted_ranks or comm.compute_capability < 80:
         return SPREAD_BEYOND_FIT, Source.FITTED
     return comm.generation.spread, Source.FITTED
-
-
-def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorithm: str | None) -> _Options:
-    """Cost `op` at every size: as NCCL chooses on one NVLink node, else as the fastest candidate."""
-    if algorithm in CUSTOM_ALGORITHMS:
-        return _fastest({(algorithm, "Simple"): custom_s(comm, op, algorithm, sizes)})
-    if op in {"all_to_all", "send_recv"}:
-        possible = algorithm in {None, "ring"}
-        times = peer_to_peer_s(comm, op, sizes) if possible else np.full_like(sizes, np.inf)
-        return _fastest({("p2p", "Simple"): times})
-    if comm.nodes > 1:
-        candidates = multi_node_s(comm, op, sizes)
-        if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
-            return _tree_or_ring_on_any_slower_ports(comm, sizes)
-    elif comm.fabric is Fabric.NVLINK and algorithm is None:
-        chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
-        if (fitted := on_fitted_links(comm)) is None:
-            return chosen
-        # With link rates other than the fitted ones, NCCL's choice may be slower on faster links.
-        known = _as_nccl_chooses(fitted, op, sizes, int8=int8)
-        return _better(chosen, known, faster=fitted.link_bytes_per_s < comm.link_bytes_per_s)
-    else:
-        pairs = [("ring", p) for p in nccl_model.PROTOCOLS] + [("tree", "LL"), ("nvls", "Simple")]
-        candidates = {(a, p): single_node_s(comm, op, a, p, sizes, int8=int8) for a, p in pairs}
-    if algorithm is not None:
-        candidates = {name: times for name, times in candidates.items() if name[0] == algorithm}
-        candidates = candidates or {(algorithm, "Simple"): np.full_like(sizes, np.inf)}
-    return _fastest(candidates)
-
-
-def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
-    table = np.stack(list(candidates.values()))
-    return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
-
-
-def _better(options: _Options, others: _Options, *, faster: bool) -> _Options:
-    """Return the faster of two choices at every size; the slower one unless `faster`."""
-    first = (options.time_s <= others.time_s) == faster
-    pick = np.where(first, options.pick, others.pick + len(options.names))
-    return _Options((*options.names, *others.names), np.where(first, options.time_s, others.time_s), pick)
-
-
-def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
-    """Cost what NCCL's formulas pick. A pair without a curve is costed as the ring in Simple."""
-    starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not int8)
-    names = tuple((line.algorithm, line.protocol) for line in lines)
-    piece = np.searchsorted(starts, sizes, side="right") - 1
-    pick = chosen[piece]
-    at, rows = np.concatenate([sizes, starts]), np.concatenate([pick, chosen])
-    times = np.empty_like(at)
-    for row in set(rows.tolist()):
-        here = rows == row
-        algorithm, protocol = names[row]
-        found = single_node_s(comm, op, algorithm, protocol, at[here], int8=int8)
-        if not np.all(np.isfinite(found)):
-            found = single_node_s(comm, op, "ring", "Simple", at[here], int8=int8)
-        times[here] = found
-    return _Options(names, _no_more_than_behind(times, piece), pick)
-
-
-def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
-    """Cost an all-reduce between nodes without NVLS: NCCL's formulas change from tree to ring for large messages,
-    although on a few nodes the tree sends less. Low-latency protocols cost the same for both.
-    """
-    starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
-    ring = np.array([line.algorithm == "ring" for line in lines])
-    piece = np.searchsorted(starts, sizes, side="right") - 1
-    candidates = multi_node_s(comm, "all_reduce", np.concatenate([sizes, starts]))
-    rings = ring[np.concatenate([chosen[piece], chosen])]
-    bulk = np.where(rings, candidates["ring", "Simple"], candidates["tree", "Simple"])
-    small = candidates["tree", "LL"]
-    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))[: len(sizes)]
-    times = _no_more_than_behind(np.minimum(small, bulk), piece)
-    return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), times, pick)
-
-
-def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> _Options:
-    """Cost an all-reduce between nodes without NVLS so that no faster network makes it slower.
-
-    On faster ports NCCL may change from tree to ring at smaller sizes, where the tree over slower ports is still faster
-    (examples/validation/monotone.md); then the time over slower ports is the bound. Where NCCL runs the faster of the
-    two no bound is needed, since neither is slower over faster ports.
-    """
-    options = _tree_or_ring(comm, sizes)
-    late = options.time_s > np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0) * (1 + 1e-9)
-    for nccl, tree_until, ring_until in _machines_that_switch_otherwise(comm.nccl) if late.any() else ():
-        other = np.array([max(tree_until, ring_until), tree_until, ring_until])[options.pick]
-        if (here := late & (sizes < other)).any():
-            slower = _tree_or_ring(on_slower_ports(comm, nccl.nic / comm.nccl.nic), sizes[here])
-            options.time_s[here] = np.minimum(options.time_s[here], slower.time_s)
-    return options
-
-
-@lru_cache(maxsize=256)
-def _machines_that_switch_otherwise(nccl: NcclMachine) -> tuple[tuple[NcclMachine, float, float], ...]:
-    """Return the machines with slower networks on which NCCL changes between tree and ring at other sizes than on every
-    faster one; each with the sizes at which it stops using the tree and the ring.
-    """
-    machines = [replace(nccl, nic=rate) for rate in (*nccl_model.network_rates(nccl), nccl.nic)]
-    fastest = {nccl_model.ring_graph(slower): slower for slower in machines}  # of machines with the same channels
-    known, found = set[tuple[tuple[float, bool], ...]](), []
-    for slower in sorted(fastest.values(), key=lambda one: -one.nic):
-        starts, chosen, lines = nccl_model.switches(slower, "all_reduce", allow_nvls=False)
-        rings = [lines[row].algorithm == "ring" for row in chosen]
-        changes = [at for at in range(len(rings)) if at == 0 or rings[at] != rings[at - 1]]
-        switched = tuple((float(starts[at]), rings[at]) for at in changes)
-        if switched not in known:
-            known.add(switched)
-            last, ring = switched[-1]
-            found.append((slower, *((last, math.inf) if ring else (math.inf, last))))
-    return tuple(found[1:])
-
-
-def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
-    """Return the times of messages, changed so that they never decrease with size; `piece` is the index of NCCL's
-    choice for each message.
-
-    `times` ends with the time of each piece's first size. The curves of two algorithms need not meet where NCCL changes
-    from one to the other. More bytes never take less time, so no message takes longer than the first of a later piece.
-    """
-    count = len(piece)
-    behind = np.minimum.accumulate(times[count:][::-1])[::-1]
-    return np.asarray(np.minimum(times[:count], np.append(behind[1:], np.inf)[piece]))
-
-
-def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
-    """Return NCCL's channels for one call; each is one CTA on one SM. Small messages get fewer."""
-    if algorithm == "p2p":
-        if op == "send_recv" and comm.nodes > 1:
-            return NET_PEER_CHANNELS
-        if op == "send_recv":
-            return int(peer_channels(comm.ranks, np.array([size]))[0])
-        peers = max(1, min(comm.ranks, P2P_CHANNELS))
-        return int(min(P2P_CHANNELS, peers * peer_channels(comm.ranks, np.array([size / comm.ranks]))[0]))
-    if algorithm in {"nvls", "nvls_tree"}:
-        return _NVLS_CHANNELS.get(comm.nccl.generation, 16)
-    if algorithm == "copy_engine":
-        return 0
-    if algorithm in {"one_shot", "two_shot"}:
-        return 24  # assumed: the SMs that torch's symmetric-memory all-reduces use
-    most = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(comm.nccl).channels)
-    per_channel = _BYTES_PER_CHANNEL[protocol] * (comm.ranks if protocol == "LL" else 1)
-    return int(np.clip(np.ceil(size / per_channel), 1, most))
