@@ -27,7 +27,8 @@ from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import rounds_of, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.library import ModelOperators, RuntimeSpec
+from simulator.runtimes.library import RuntimeSpec
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import traffic_kinds

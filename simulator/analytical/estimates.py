@@ -36,7 +36,8 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import StageLayout, stage_layout
-from simulator.runtimes.library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for, wraps_one
+from simulator.runtimes.library import RuntimeSpec, canonical_recompute, wraps_one
+from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters, trained_flops_per_token
 from simulator.step.host import compiled, graphed

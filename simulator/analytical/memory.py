@@ -25,7 +25,8 @@ from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import ModelOperators, turns_at_once
+from simulator.runtimes.library import turns_at_once
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import Parameters, State, autocast_remembers, state_bytes

@@ -17,7 +17,7 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.operators import tensor_bytes
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, beside_gradients, in_flight
-from simulator.runtimes.library import ModelOperators
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.away import away_bytes, goes_away
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs

@@ -45,7 +45,8 @@ from simulator.config.runtime import TF32
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
-from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
+from simulator.runtimes.library import canonical_recompute, wraps_one
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters

@@ -20,7 +20,8 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
-from simulator.runtimes.library import operators_for, runtime_spec
+from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.model_operators import operators_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

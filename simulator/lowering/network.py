@@ -8,7 +8,7 @@ from dataclasses import replace
 from simulator.config.model import Model
 from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.block_code import BlockCode, block_code
-from simulator.runtimes.library import ModelOperators
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters

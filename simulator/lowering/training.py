@@ -19,7 +19,8 @@ from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import CodeWriter, Groups, Program
-from simulator.runtimes.library import operators_for, wraps_one
+from simulator.runtimes.library import wraps_one
+from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
 from simulator.step.offload import copy_bytes_per_s
 from simulator.step.traffic import DATA_OPS, DataWriter

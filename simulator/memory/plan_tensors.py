@@ -15,7 +15,8 @@ from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tensors import Act, BlockTensors, Event, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
-from simulator.runtimes.library import ModelOperators, head_peaks, turns_at_once
+from simulator.runtimes.library import head_peaks, turns_at_once
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away
 from simulator.step.context import CostContext

@@ -14,7 +14,7 @@ from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.memory.shortcut import ShortReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 
 # Optimizer state is allocated at the end of the first step, so the second step has other addresses; a third shows
 # whether retries recur. Where all steps are equal apart from that state, one is enough.

@@ -13,7 +13,7 @@ from simulator.config.adapter import BASE_BYTES, Adapter
 from simulator.config.model import Model
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, product
 from simulator.runtimes.adapted import TOKENS, frozen_projections
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import PARTS, Parameters, whole_parameters
 from simulator.step.muon import with_matrices

@@ -15,7 +15,8 @@ from simulator.config.plan import Plan
 from simulator.kernels.operators import parse_matmul
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.adapted import TOKENS
-from simulator.runtimes.library import RuntimeSpec, operators_for
+from simulator.runtimes.library import RuntimeSpec
+from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, State
 from simulator.step.muon import Orthogonal, orthogonalised

@@ -18,7 +18,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.operators import WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import Roofline
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from topology.catalog.cluster_file import load_cluster
 
 DENSE = Model(

@@ -27,7 +27,7 @@ from simulator.overlap.site_costs import SITE_MODES
 from simulator.overlap.torch_async import together_s
 from simulator.program.check import check
 from simulator.program.program import Collective, Launch, Send
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.update import update_bytes
 from tests.simulator.lowering_plans import run, shortened

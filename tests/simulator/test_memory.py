@@ -10,7 +10,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from simulator.step.held import between_stages_bytes, head_peak_bytes
 from topology.catalog.clusters import cluster
 

@@ -20,7 +20,7 @@ from simulator.kernels.roofline import Roofline
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.legality.rule import RuleFacts
 from simulator.legality.rules import is_legal, problems
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.gpus import gpu_kind
 

@@ -21,7 +21,8 @@ from simulator.kernels.operators import (
     tensor_bytes,
 )
 from simulator.lowering.training import plan_context
-from simulator.runtimes.library import operators_for, spec_for
+from simulator.runtimes.library import spec_for
+from simulator.runtimes.model_operators import operators_for
 from topology.catalog.clusters import cluster
 from topology.errors import BadInput
 

@@ -29,7 +29,7 @@ from simulator.fitting.overlap_samples import (
 from simulator.kernels.roofline import Roofline
 from simulator.lowering.training import lower_training, plan_context
 from simulator.overlap.modes import EXECUTED, GATHER, SCATTER, OverlapRates, mode_s
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from tests.simulator.lowering_plans import shortened
 from topology.catalog.clusters import cluster
 from topology.profile.profile import Profile, read_profile

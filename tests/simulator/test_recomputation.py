@@ -8,7 +8,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
-from simulator.runtimes.library import operators_for
+from simulator.runtimes.model_operators import operators_for
 from simulator.runtimes.recomputation import run_again
 from topology.catalog.clusters import cluster
 

@@ -8,7 +8,8 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.pipeline.stages import in_flight, rank_of_stage, stage_layers, stage_layout
-from simulator.runtimes.library import operators_for, runtime_spec
+from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.model_operators import operators_for
 
 TITAN = runtime_spec("torchtitan").pipeline
 MEGATRON = runtime_spec("megatron-lm").pipeline

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
 from simulator.config.runtime import MOE_DISPATCHERS
-from simulator.runtimes.library import FUSED_DISPATCH
+from simulator.runtimes.model_operators import FUSED_DISPATCH
 from topology.errors import BadInput
 
 _EP = "--expert-model-parallel-size"

@@ -1,0 +1,140 @@
+"""The operators of one model under one runtime: those of its description whose conditions the model meets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from simulator.config.model import Model
+from simulator.config.model_families import FAMILIES
+from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.kernels.low_precision import recipe_of
+from simulator.kernels.operators import OperatorSpec
+from simulator.runtimes.adapted import adapted, adapted_ends, casts_adapters
+from simulator.runtimes.launched import multiplied_as, replayed
+from simulator.runtimes.library import RuntimeSpec, attention_implementation, is_mixed_precision, spec_for
+from simulator.runtimes.quantized import quantized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOperators:
+    """The operators of one model under one runtime, in execution order, with conditions on the model decided.
+
+    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`).
+    """
+
+    spec: RuntimeSpec
+    dense_layer: tuple[OperatorSpec, ...]
+    moe_layer: tuple[OperatorSpec, ...]
+    embedding: tuple[OperatorSpec, ...]
+    head: tuple[OperatorSpec, ...]
+    features: frozenset[str] = field(default_factory=frozenset)
+
+
+CASTS = frozenset({"cast", "rotated"})  # symbols in an operator's `units`
+_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
+PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
+
+
+@lru_cache(maxsize=32)
+def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
+    """Return the operators that `runtime` runs for `model`."""
+    spec = _with_head_weight(spec_for(runtime), model)
+    features = _features(model, runtime, spec)
+    attention = spec.layer.latent_attention if model.latent else spec.layer.attention
+
+    def with_sites(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+        ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
+        return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
+
+    attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
+
+    # Autocast has nothing to cast if parameters are stored in the type of products.
+    of_plans = PLAN_CONDITIONS if is_mixed_precision(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
+
+    def active(operators: tuple[OperatorSpec, ...], *, in_layer: bool = False) -> tuple[OperatorSpec, ...]:
+        kept = []
+        for operator in operators:
+            plan_side = tuple(c for c in operator.when if c in of_plans)
+            model_side = [c for c in operator.when if c not in of_plans]
+            if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
+                kept.append(_cast_at_once(replace(operator, when=plan_side), features))
+        kept = multiplied_as(runtime.expert_products, kept)
+        kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
+        recipe = recipe_of(runtime)
+        if in_layer and runtime.adapter is not None:
+            wide = casts_adapters(runtime, wide_adapters=spec.wide_adapters)
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
+        if recipe is None or spec.low_precision is None or not in_layer:
+            return tuple(kept)
+        return quantized(kept, spec.low_precision, recipe)
+
+    embedding, head = active(spec.layer.embedding), active(spec.layer.head)
+    if runtime.adapter is not None:
+        embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
+
+    return ModelOperators(
+        spec=spec,
+        dense_layer=active(attention + mlp, in_layer=True),
+        moe_layer=active(attention + spec.layer.moe, in_layer=True),
+        embedding=embedding,
+        head=head,
+        features=features,
+    )
+
+
+def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
+    """Return an operator without torch's slow casts, for kernels written by a compiler or types that are float32
+    already.
+    """
+    if not {"compiled", "wide"} & features or not CASTS & {*operator.units, *operator.backward_units}:
+        return operator
+    units, backward = (
+        {kind: tensors for kind, tensors in both.items() if kind not in CASTS}
+        for both in (operator.units, operator.backward_units)
+    )
+    return replace(operator, units=units, backward_units=backward)
+
+
+def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
+    """Return a description that divides layers by arithmetic, with the head's weight: its products over those of a
+    layer, as nanotron counts them (all projections of attention as wide as the queries, three for any feed-forward
+    network).
+    """
+    if not spec.pipeline.by_arithmetic:
+        return spec
+    layer = 4 * model.heads * model.head_dim + 3 * model.ffn
+    return replace(spec, pipeline=replace(spec.pipeline, head_weight=model.vocab / layer))
+
+
+FUSED_DISPATCH = ("deepep", "hybridep")
+
+
+def dispatcher_of(runtime: Runtime, spec: RuntimeSpec) -> str:
+    """Return how tokens are sent to experts: as stated, if the description has that."""
+    return runtime.moe_dispatcher if runtime.moe_dispatcher in spec.dispatchers else spec.dispatchers[0]
+
+
+def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:
+    family = FAMILIES.get(model.family)
+    dispatcher = dispatcher_of(runtime, spec)
+    named = {
+        "gated": model.gated_mlp,
+        "qk_norm": model.qk_norm,
+        "qk_norm_wide": model.qk_norm_wide,
+        "rotary": model.rotary,
+        "dropout": spec.dropout and family is not None and family.dropout,
+        "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
+        "compiled": runtime.compile,
+        "fused_layers": runtime.compile or "layers" in runtime.fused,
+        "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
+        "scores_after": model.family in spec.scores_after,
+        "q_lora": bool(model.latent and model.latent.q_lora_rank),
+        dispatcher: True,
+        "fused_dispatch": dispatcher in FUSED_DISPATCH,
+        **{f"fused_{part}": part in runtime.fused for part in ("loss", "linear_loss")},
+        "fused": bool({"loss", "linear_loss"} & {*runtime.fused}),
+        attention_implementation(runtime): True,
+    }
+    return frozenset(name for name, holds in named.items() if holds)
