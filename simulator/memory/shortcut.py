@@ -79,7 +79,7 @@ class ShortReplay(RankReplay):
         before, output = [dict(one.slots) for one in instances], self.outputs.get(where)
         allocated, peak = memory.allocated_bytes, memory.peak_allocated_bytes
         memory.peak_allocated_bytes = allocated
-        log = _Log(memory)
+        log = PassLog(memory)
         self.memory = log  # type: ignore[assignment]
         super().run(action)
         self.memory = memory
@@ -111,7 +111,7 @@ class ShortReplay(RankReplay):
         self._give(blocks)
 
 
-class _Log:
+class PassLog:
     """An allocator that notes what a pass asks of it."""
 
     def __init__(self, memory: GrowingAllocator) -> None:

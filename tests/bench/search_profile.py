@@ -28,6 +28,7 @@ PARTS = {
     "traffic_of": "traffic",
     "simulate_plan": "simulations",
     "MemoryReplay._replayed": "replays of the allocator",
+    "MemoryReplay._by_rules": "replays of the allocator",
     "MemoryReplay.__init__": "replays, prepared",
     "enumerate_nodes": "enumeration",
     "_screen_memory": "screening of memory",

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from simulator.memory.allocator import BLOCK, Block, CachingAllocator, OutOfMemory
 from simulator.memory.growing import GrowingAllocator
+from simulator.memory.shortcut import PassLog
 
 MIB = 1 << 20
 STEPS = st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 10), st.sampled_from("ab")), max_size=60)
@@ -90,6 +91,26 @@ def test_growing_pools_give_the_blocks_of_growing_segments(steps) -> None:
         assert memory.allocated_bytes == reference.allocated_bytes
         assert memory.peak_reserved_bytes == reference.peak_reserved_bytes
     assert dict(memory.streams()) == dict(reference.streams())
+
+
+@given(STEPS, STEPS)
+def test_requests_that_have_room_in_one_run_map_nothing(before, steps) -> None:
+    """Whatever holes there are, and wherever tensors between lie."""
+    memory = GrowingAllocator()
+    live = [memory.allocate(size, "a") for size, _, _ in before]
+    for _, victim, _ in before:
+        if victim < len(live):
+            memory.free(live.pop(victim))
+    log, new, mapped = PassLog(memory), [], dict(memory.streams())
+    room = {("a", which): memory.room_bytes(("a", which)) for which in (0, 1)}
+    for size, victim, _ in steps:
+        if victim < len(new):
+            log.free(new.pop(victim))
+        new.append(log.allocate(size // 8, "a"))
+
+    if all(room[key] >= nbytes for key, nbytes in log.room_bytes().items()):
+        event("has room")
+        assert dict(memory.streams()) == mapped
 
 
 @given(STEPS, st.booleans())

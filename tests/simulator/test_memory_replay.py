@@ -30,6 +30,7 @@ from simulator.memory.plan_memory import PlanMemory
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tensors import Act, Passes
+from simulator.pipeline.schedules.table import Kind
 from simulator.runtimes.stated import resolve
 from simulator.step.held import saved_bytes, tensors_bytes
 from tests.bench.learn_intervals import fresh_runs
@@ -139,6 +140,29 @@ def test_a_step_lets_go_of_all_that_it_asked_for_but_gradients_and_state(plan) -
 
         assert memory.allocated_bytes == after
         assert memory.reserved_bytes >= memory.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, dp_shard=2, schedule="GPipe"),
+        Plan(pp=4, dp_shard=2, schedule="Interleaved1F1B", virtual_stages=4),
+        Plan(pp=4, dp_shard=2, schedule="InterleavedZeroBubble", virtual_stages=4, recompute="selective-op"),
+    ],
+    ids=str,
+)
+def test_backward_passes_that_leave_nothing_behind_are_left_out(plan, monkeypatch) -> None:
+    """What is held is the same to the byte."""
+    _, replay = replayed(plan, layers=16, batch=32 * plan.data_parallel)
+    run, whole = RankReplay.run, []
+    monkeypatch.setattr(RankReplay, "run", lambda self, action: (whole.append(action), run(self, action)))
+
+    found = [replay.rank(rank) for rank in range(plan.pp)]
+    backwards = sum(action.kind is not Kind.FORWARD for row in replay.schedule.table for action in row)
+    played = sum(action.kind is not Kind.FORWARD for action in whole)
+
+    assert found == [replay.rank(rank, every_event=True) for rank in range(plan.pp)]
+    assert played < 0.75 * backwards
 
 
 def test_one_rank_that_gathers_its_parameters_from_the_host_never_holds_more_than_a_few_layers() -> None:
