@@ -25,7 +25,7 @@ from ui.question import state
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
-# The first four fit a phone; the last takes what room is left.
+# The first four fit a phone; the last takes the remaining width.
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=35, help=f"= : {TIED}."),
     "chips": st.column_config.TextColumn("plan"),
@@ -44,7 +44,7 @@ def show(question: state.Inputs) -> None:
         st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
     second = data.second(result, chosen)
     left, right = st.columns([11, 9], gap="large")
-    with right:  # first what a tick changes
+    with right:  # first the parts that a tick changes
         if second is None:
             _detail(question, result, chosen)
         else:
@@ -57,7 +57,7 @@ def show(question: state.Inputs) -> None:
 def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) -> None:
     table = rows.plan_rows(result)
     shown = [plan_words.plan_name(one.plan) for one in (chosen, second) if one is not None]
-    # The best plan is shown where nobody chose one: its row has a tick only if a person gave it one.
+    # Without a choice the best plan is shown; its row has a tick only if the user ticked it.
     by_hand = chosen.rank > 1 or second is not None or st.session_state.get("best_ticked")
     panels.section(f"{len(table)} plans, best first", "Tick one to see it, two to compare them.")
     panels.plan_table(
