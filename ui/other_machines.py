@@ -58,7 +58,7 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 
 @st.cache_resource(max_entries=16, show_spinner=False)
 def _as_it_is(_result: SearchResult, key: str) -> EstimateTable:
-    """Return the listed plans as costed by the analytical model. `key` identifies the question and the plans."""
+    """Return the listed plans by the analytical model. `key` names the question and the plans."""
     del key
     return _result.question.estimate([ranked.plan for ranked in _result.plans])
 

@@ -45,7 +45,7 @@ def show(question: state.Inputs) -> None:
     _numbers(question, result)
 
 
-@st.fragment  # a slider runs only this part of the page
+@st.fragment  # a slider runs this part of the page only
 def _machine(question: state.Inputs, result: SearchResult) -> None:
     panels.section(
         "Another machine",

@@ -25,7 +25,7 @@ from ui.question import state
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
-# The first four fit a phone; the last takes the remaining width.
+# The first four fit a phone; the last takes what room is left.
 _COLUMNS = {
     "place": st.column_config.TextColumn("#", width=35, help=f"= : {TIED}."),
     "chips": st.column_config.TextColumn("plan"),
