@@ -10,7 +10,7 @@ from ui import panels
 from ui.background import waiting
 from ui.question import state
 
-# It lies over the page, which draws the same a second or two later, and then goes.
+# It covers the page until, a second or two later, the page has drawn the same, and is then removed.
 _STYLE = """<style>
   #at_once { position: fixed; inset: 0 0 0 290px; z-index: 100; padding: 2.6rem; background: #FFFFFF; color: #0B0F14;
     font: 15px/1.6 "Source Sans", sans-serif; }
@@ -27,7 +27,7 @@ _GOES = """<script>{
 
 
 def block(words: Mapping[str, str]) -> str:
-    """Return HTML for the first page; nothing where the question is not answered yet."""
+    """Return HTML for the first page; empty if the question is not answered yet."""
     question = state.of_link(words)
     result = None if question is None else waiting.finished("search", question.key)
     if question is None or result is None:

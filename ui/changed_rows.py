@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from planner.search.whole_run import WholeRun
     from simulator.config.estimate import Estimate, Interval
 
-LEAST_CHANGE = 0.005  # of a step that is called longer or shorter
+LEAST_CHANGE = 0.005  # relative difference from which a step is called longer or shorter
 
 
 def size_rows(sizes: Sequence[Size], ranked: RankedPlan, seq_len: int) -> list[SizeRow]:

@@ -98,7 +98,7 @@ def search(question: Inputs) -> SearchResult | None:
 
 
 def prepare() -> None:
-    """Answer the question with which the explorer opens, and simulate its plan, before anybody opens it."""
+    """Answer the initial question of the explorer, and simulate its plan, before any user opens it."""
     if service.server() is None:
         question = Inputs()
         options = SearchOptions(objective=question.objective, top=LISTED)
@@ -145,7 +145,7 @@ def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) 
 def _elsewhere(
     question: Inputs, options: SearchOptions, flags: Flags | None = None
 ) -> Callable[[], PendingAnswer] | None:
-    """Return what starts a search on the service of `planner ui --server`; None where this explorer works by itself."""
+    """Return a function that starts a search on the service of `planner ui --server`; None without a service."""
     if service.server() is None:
         return None
     stated = flags or question.flags()
@@ -162,7 +162,7 @@ def _elsewhere(
 def checked(question: Inputs, text: str, name: str, launch: str, *, of_the_file: frozenset[str]) -> JsonObject | None:
     """Return what `planner check --json` answers about a configuration, or None after showing progress.
 
-    What it is asked for is the question's, but for what is left to the file. Raises PlannerError.
+    Its settings are those of the question, except those left to the file. Raises PlannerError.
     """
     if serving_engine(text) and launch:
         raise UserError("a command that starts a server needs no other line", remedy="leave the line out")
@@ -254,7 +254,7 @@ def published() -> tuple[JsonObject, ...]:
 
 
 def nearest_published(question: Inputs) -> panels.Near | None:
-    """Return the published run nearest to a question and how far off its prediction is. Raises PlannerError."""
+    """Return the published run nearest to a question and the error of its prediction. Raises PlannerError."""
     machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
     kind = machine.slowest_kind if plannable(machine) else None
     if kind is None:
@@ -287,10 +287,10 @@ class Answer:
 
 
 def frame(asked: Inputs, *, choose: bool) -> bool:
-    """Get the answer that a page is about to show, and let the user choose one of its plans where `choose`.
+    """Get the answer for a page, and with `choose` let the user choose one of its plans.
 
-    While a search runs, that is the analytical model's answer once there is one. Before it, returns False: the page
-    shows the last answer meanwhile, and ends here where there is none.
+    While a search runs, that is the analytical model's answer as soon as it exists. Before that, returns False: the
+    page still shows the last answer, or ends here if there is none.
     """
     last: Answer | None = results().get("answer")
     result = search(asked)
@@ -316,7 +316,7 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
 
 def _choose(result: SearchResult) -> None:
     names = [plan_name(ranked.plan) for ranked in result.plans]
-    # What nobody chose is the best plan of this answer, and not the one that was the best before plans were simulated.
+    # Without a choice the best plan of this answer is shown, not the one that was best before plans were simulated.
     wanted = state.link().get("plan")
     st.session_state["plan"] = wanted if wanted in names else names[0]
     if wanted not in {None, *names}:
@@ -325,7 +325,7 @@ def _choose(result: SearchResult) -> None:
 
     def choose() -> None:
         name = st.session_state["plan"]
-        if name in names:  # the browser may still have the plans of the answer before this one
+        if name in names:  # the browser may still have the plans of the previous answer
             choose_plan(name, best=name == names[0])
 
     about = "Best first; every page shows the chosen one."

@@ -52,7 +52,7 @@ class StepDifference:
 
 
 def step_difference(first: Estimate, second: Estimate) -> StepDifference:
-    """Return in which terms the second step is longer or shorter, those that round to nothing left out."""
+    """Return the terms in which the second step is longer or shorter, without those that round to zero."""
     last_s = min(last_digit_s(one.step_s) for one in (first, second)) / 10
     unit = seconds_text(last_s, last_s).split()[1]
     terms = [term for term in difference(first, second) if term.unit == "s" and abs(term.delta) >= last_s / 2]

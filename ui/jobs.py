@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 WAITS = frozenset({"queued", "running"})
 SHOWN = 20
-ASKED = 200  # the newest jobs, among which are those of a page
+ASKED = 200  # newest jobs, which include those of a page
 
 
 def ready(without: str) -> bool:
-    """Return whether jobs can be started; say what is missing otherwise. `without` is how the same is done in a
+    """Return whether jobs can be started; if not, show the reason. `without` is the way to do the same in a
     terminal.
     """
     if missing := service.missing():
@@ -64,7 +64,7 @@ def begin(command: str, said: JsonObject) -> None:
 
 
 def chosen(commands: Sequence[str]) -> JobDocument | None:
-    """Return the job that the link names, if it is one of these commands; say where there is none."""
+    """Return the job named by the link, if it is one of these commands; show a message if there is none."""
     job = st.query_params.get("job")
     if not job:
         return None
@@ -116,7 +116,7 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
 
 
 def ending(found: JobDocument) -> JsonObject | None:
-    """Return the answer of a job that has ended; say how it ended where that is without one."""
+    """Return the answer of a job that has ended; show how it ended if it has none."""
     if found["state"] == "cancelled":
         panels.empty("Stopped", "The run was stopped before it ended.", icon=":material/stop_circle:")
         return None

@@ -1,5 +1,5 @@
-"""The ledger of fresh runs (`examples/validation/fresh.jsonl`), by draw: how far off predictions were that were written
-down before anything ran.
+"""The ledger of fresh runs (`examples/validation/fresh.jsonl`), by draw: errors of predictions that were recorded
+before any run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The listed plans on machines that are not there: with other rates of links, memory or arithmetic."""
+"""The listed plans on hypothetical machines: with other rates of links, memory or arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Widgets that all pages share: headings, figures, findings, errors, and panels for when there is nothing to draw."""
+"""Widgets that all pages share: headings, figures, findings, errors, and panels for missing content."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ Figure = tuple[str, str, str] | tuple[str, str, str, str] | tuple[str, str, str,
 
 
 class Near(NamedTuple):
-    """The published run nearest to a question: how far off its predicted step is, and what it was, in words."""
+    """The published run nearest to a question: the error of its predicted step, and its description."""
 
     off: str
     sentence: str
@@ -141,7 +141,7 @@ def plan_chart(drawn: Drawing, *, key: str, alt: str, chosen: Sequence[str], on_
     """Show a chart whose points are plans, with rings around those `chosen`; `on_pick` gets the name of one that is
     clicked.
     """
-    # A chart remembers its last click and tells of another one only. With another choice it is another chart.
+    # A chart remembers its last click and reports only a different one. So each choice has a chart of its own.
     own = f"{key} {' '.join(chosen)}"
 
     def pick() -> None:
@@ -196,7 +196,7 @@ def plan_table(
     columns = {**columns, "chips": st.column_config.TextColumn("plan", width=min(230, 22 + 6 * longest))}
     wanted = [i for i, row in enumerate(rows) if row["plan"] in ticked]
     present = st.session_state.get(key, {}).get("selection", {}).get("rows", [])
-    if sorted(present) != wanted:  # chosen elsewhere, or the rows are others than before
+    if sorted(present) != wanted:  # chosen elsewhere, or the rows have changed
         st.session_state[key] = {"selection": {"rows": wanted, "columns": [], "cells": []}}
 
     def pick() -> None:
@@ -217,7 +217,7 @@ def plan_table(
 
 
 def empty(title: str, about: str, *, icon: str = ":material/inbox:") -> None:
-    """Say why there is nothing to show, and what would change that."""
+    """Show why there is nothing to show, and what would change that."""
     with st.container(border=True):
         st.markdown(f"##### {icon} {title}")
         st.markdown(about)
@@ -255,7 +255,9 @@ def _show_reasons(error: PlannerError) -> None:
 
 
 def in_words(remedy: str) -> str:
-    """Return a remedy for somebody who has fields, not flags: `--gpus 128` becomes `128 GPUs`; a command line stays."""
+    """Return a remedy for pages, which have fields instead of flags: `--gpus 128` becomes `128 GPUs`; command lines are
+    kept.
+    """
     return "; ".join(part if COMMAND.search(part) else _fields(part) for part in remedy.split("; "))
 
 
@@ -291,7 +293,7 @@ SOURCE_WORDS = {"fitted": "calibrated"}
 
 
 def purpose() -> None:
-    """Say what this program is for."""
+    """Show what this program is for."""
     st.markdown(PURPOSE)
 
 
@@ -322,7 +324,7 @@ def file_field(
     *,
     most_bytes: int = uploads.MAX_BYTES,
 ) -> None:
-    """Let a person upload a machine or a model, and make it the question's; say why where it cannot be used."""
+    """Let the user upload a machine or a model, and use it for the question; show why if it cannot be used."""
     st.file_uploader(
         label, type=types, key=key, on_change=_use_file, args=(key, kind), max_upload_size=most_bytes // MIB
     )
@@ -358,7 +360,7 @@ def _use(name: str, content: bytes, key: str, kind: uploads.Kind | None = None) 
 
 
 def take_files_of_link() -> None:
-    """Keep the files that a link brings, and take them out of the address; say where they cannot be read."""
+    """Store the files in a link, and remove them from the address; show an error if they cannot be read."""
     word = st.query_params.get(share_link.PARAMETER)
     if not word:
         return
@@ -394,7 +396,7 @@ def share(question: state.Inputs) -> None:
 
 
 def not_here(unknown: Sequence[state.Unresolved]) -> None:
-    """Say which words of a link stand for nothing here, and offer what would help; the link stays as it is."""
+    """Show the words of a link that are unknown here, and offer remedies; the link is not changed."""
     for word in unknown:
         with st.container(border=True):
             file = word.key in {"cluster", "model"}

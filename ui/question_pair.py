@@ -20,7 +20,7 @@ PRECISIONS = {"as the framework does": None, "parameters in float32": "float32",
 
 
 def show_questions(question: state.Inputs, result: SearchResult) -> None:
-    """Ask for what the second question has otherwise, and show both answers."""
+    """Ask for the differences of the second question, and show both answers."""
     panels.section("What the other question has", "Model, sequence and batch are the same.")
     other = other_question(question, result)
     if replace(other, global_batch=question.global_batch) == question:
@@ -79,14 +79,14 @@ def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, f
 
 
 def title(question: state.Inputs) -> str:
-    """Return what tells a question from another: machine, GPUs, framework, precision."""
+    """Return the distinguishing properties of a question: machine, GPUs, framework, precision."""
     parts = [question.cluster, f"{question.gpus} GPUs" if question.gpus else "", question.framework]
     parts += ["compiled" if question.compile else "", question.param_dtype or ""]
     return " · ".join(part for part in parts if part)
 
 
 def sentence(faster: float, first: RankedPlan, second: RankedPlan) -> str:
-    """Return which question is faster and which needs fewer GPU hours; overlapping ranges leave it open."""
+    """Return which question is faster and which needs fewer GPU hours; undecided if ranges overlap."""
     a, b = first.estimate.step_s, second.estimate.step_s
     if a.low <= b.high and b.low <= a.high:
         time = f"The other takes {1 / faster:.2g} times as long, but the ranges overlap: no clear winner"

@@ -75,7 +75,7 @@ def plan_rows(result: SearchResult) -> list[PlanRow]:
 
 
 def ranges_finding(table: Sequence[PlanRow]) -> str:
-    """Return what the ranges of the listed plans tell, for who cannot see them."""
+    """Return a description of the ranges of the listed plans, for users who cannot see them."""
     if not table:
         return "No plan"
     first = table[0]
@@ -87,7 +87,7 @@ def ranges_finding(table: Sequence[PlanRow]) -> str:
 
 
 def known_to_s(result: SearchResult) -> float:
-    """Return the place of the last digit that is known of the listed steps, in seconds."""
+    """Return the place value of the last significant digit of the listed steps, in seconds."""
     return min(last_digit_s(ranked.estimate.step_s) for ranked in result.plans)
 
 
@@ -99,7 +99,7 @@ def range_text(step: Interval) -> str:
 
 
 def step_figure(estimate: Estimate) -> tuple[str, str]:
-    """Return a step to the digits that are known, and its range."""
+    """Return a step rounded to its significant digits, and its range."""
     step = estimate.step_s
     return seconds_text(step.value, last_digit_s(step)), range_text(step)
 
@@ -116,7 +116,7 @@ def _why(ranked: RankedPlan) -> str:
 
 
 def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
-    """Return what the plan of least memory costs in time, compared with the fastest one; None where that is little."""
+    """Return the additional time of the plan with the least memory over the fastest one; None if it is small."""
     times = slowest.step_s.value / fastest.step_s.value if fastest.step_s.value else 1.0
     if times < 1.2:
         return None
@@ -171,7 +171,9 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
 
 
 def machine_figures(cluster: Cluster, health: Health) -> list[tuple[str, str, str]]:
-    """Return the figures of a machine: label, value with unit, and where it comes from. Unknown is not none."""
+    """Return the figures of a machine: label, value with unit, and where it comes from. Unknown values are shown as
+    unknown, not as zero.
+    """
     known = plannable(cluster)
     kind = cluster.slowest_kind if known else None
     dtype = next((n for n in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(n)), "bfloat16")

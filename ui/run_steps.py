@@ -21,8 +21,8 @@ QUANTITIES = {
 
 
 def points_of(records: str, run: str) -> list[StepPoint]:
-    """Return what is known of each timed step. The last line may be half written; lines that are no records are left
-    out.
+    """Return the recorded quantities of each timed step. The last line may be incomplete; lines that are not records
+    are left out.
     """
     whole = records[: records.rfind("\n") + 1].splitlines()
     steps = [found for line in whole if (found := _record(line)).get("kind") == "step"]

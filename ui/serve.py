@@ -1,4 +1,5 @@
-"""The server of the explorer: Streamlit behind a check of who asks. `python -m ui.serve PORT`, started by `planner ui`.
+"""The server of the explorer: Streamlit behind a check of each request's origin. `python -m ui.serve PORT`, started by
+`planner ui`.
 
 It answers only requests made to this machine by a loopback name and from its own pages: a web page elsewhere whose name
 resolves to 127.0.0.1 (DNS rebinding) sends its own name as Host, and one that connects across sites its own Origin.
@@ -65,8 +66,8 @@ def _dotted(table: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]
 
 @cache
 def _page() -> str:
-    """Return Streamlit's page with the address of its server, which it would look for below a page's path first, and
-    with the scripts that it will ask for.
+    """Return Streamlit's page with the address of its server, which it would otherwise search below the page's path
+    first, and with the scripts that it will load.
     """
     page = (SCRIPTS.parents[1] / "index.html").read_text(encoding="utf-8")
     asked = [name for name in _with_imports(DRAWING) if name not in page]
@@ -96,7 +97,7 @@ async def _index(request: Request) -> HTMLResponse:
     return HTMLResponse(page, headers={"Cache-Control": "no-cache"})
 
 
-@lru_cache(1024)  # more than Streamlit has; whoever asks for other names does not fill the memory
+@lru_cache(1024)  # more than Streamlit has; requests for other names must not fill the memory
 def _script(name: str) -> bytes | None:
     path = SCRIPTS / name
     return path.read_bytes() if path.parent == SCRIPTS and path.suffix == ".js" and path.is_file() else None
@@ -127,7 +128,9 @@ def explorer() -> App:
 
 
 def _warm() -> None:
-    """Prepare what the first session would otherwise wait for. A failure shows up again on the page that needs it."""
+    """Prepare results for which the first session would otherwise wait. A failure is shown again on the page that needs
+    it.
+    """
     for name in PAGES_NEED:
         with contextlib.suppress(Exception):
             import_module(name)

@@ -1,4 +1,4 @@
-"""What can be handed to others: a report as one HTML file, and all exports as one archive."""
+"""Files for others: a report as one HTML file, and all exports as one archive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.export.draft import Exported, Target
     from planner.search.result import RankedPlan, SearchResult
 
-DATED = (1980, 1, 1, 0, 0, 0)  # of all files in an archive, so that equal content makes an equal archive
+DATED = (1980, 1, 1, 0, 0, 0)  # date of all files in an archive, so that equal content makes an equal archive
 
 _STYLE = """
 :root { color-scheme: light dark; font-family: system-ui, sans-serif; line-height: 1.5; }

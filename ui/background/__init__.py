@@ -1,1 +1,1 @@
-"""What pages wait for: worker processes of this machine, and jobs of the service."""
+"""Work that pages wait for: worker processes of this machine, and jobs of the service."""

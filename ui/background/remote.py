@@ -1,4 +1,4 @@
-"""Searches on the service of `planner ui --server`, read back as the results that a search here has."""
+"""Searches on the service of `planner ui --server`, with the same results as a search in this process."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ if TYPE_CHECKING:
 
 
 class RemoteJob:
-    """A job of a service, as `planner.jobs.processes.Job` is one of this machine: `result` or `error` once it has
-    ended.
-    """
+    """A job of a service, with the interface of `planner.jobs.processes.Job`: `result` or `error` once it has ended."""
 
     def __init__(self, client: Client, command: str, said: JsonObject, read: Callable[[JsonObject], Any]) -> None:
         self.started = time.monotonic()
         self.line = ""
         self.result: Any = None
-        self.early: Any = None  # a service answers once
+        self.early: Any = None  # a service has no preliminary answers
         self.error: PlannerError | None = None
         self._client, self._read = client, read
         self._ended = False
         self._job = client.submit(command, said)
 
     def ask(self, patience_s: float) -> bool:
-        """Return whether the job has ended, after waiting for so long at most."""
+        """Return whether the job has ended, after waiting for at most `patience_s`."""
         if self._ended:
             return True
         try:
@@ -64,7 +62,7 @@ class RemoteJob:
 
 
 def search_request(question: Inputs, *, top: int, flags: Flags | None = None, price: float | None = None) -> JsonObject:
-    """Return the flags of `planner suggest` for a question, with uploads as files. `flags` are others than its own."""
+    """Return the flags of `planner suggest` for a question, with uploads as files. `flags` replace its own."""
     stated = flags or question.flags()
     said = {
         "model": uploads.sent(question.model),
@@ -84,8 +82,8 @@ def search_request(question: Inputs, *, top: int, flags: Flags | None = None, pr
 
 
 def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchResult:
-    """Return the result that a service answered for `flags`. Raises BadInput, and ServiceError for another
-    version's.
+    """Return the result of a service's answer for `flags`. Raises BadInput, and ServiceError for an answer of another
+    version.
     """
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ServiceError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"
-PATIENCE_S = 5.0  # for a service that does not answer, while a person waits
+PATIENCE_S = 5.0  # seconds to wait for a service that does not answer, while a user waits
 
 
 class Jobs(Protocol):
@@ -97,12 +97,12 @@ class RemoteService:
 
 
 def server() -> str | None:
-    """Return the address of the service that this explorer asks; None where it works by itself."""
+    """Return the address of the service that this explorer uses; None if it works without one."""
     return os.environ.get(SERVER) or None
 
 
 def missing() -> list[str]:
-    """Return the packages that jobs need and that are not installed."""
+    """Return the packages that jobs need and that are missing."""
     return [name for name in NEEDS if find_spec(name) is None]
 
 
@@ -120,7 +120,7 @@ def client() -> Client:
 
 @st.cache_resource(show_spinner=False)
 def queue() -> Queue:
-    """Return the queue in this process, at work."""
+    """Return the queue of this process, started."""
     from planner.service.queue import Queue as Shared  # noqa: PLC0415 - needs the extra `service`
 
     folder = platformdirs.user_data_path("meshwright", appauthor=False) / "service"

@@ -1,4 +1,4 @@
-"""Running jobs that sessions share: one for a question, whoever asks it, which ends when its last session leaves."""
+"""Running jobs that sessions share: one per question, which ends when its last session leaves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Shared:
 
 
 class SharedJobs:
-    """Jobs by kind and question. `is_open` says whether a session still has a page, which a reload ends."""
+    """Jobs by kind and question. `is_open` returns whether a session still has a page; a reload closes it."""
 
     def __init__(self, is_open: Callable[[str], bool]) -> None:
         self._is_open = is_open
@@ -39,7 +39,7 @@ class SharedJobs:
         self._jobs: dict[tuple[str, str], _Shared] = {}
 
     def join(self, session: str, kind: str, key: str, start: Callable[[], PendingAnswer]) -> PendingAnswer:
-        """Return the job of a question, started if it does not run; those that closed pages have left are ended."""
+        """Return the job of a question, started if it is not running; ends jobs that only closed pages waited for."""
         with self._lock:
             shared = self._jobs.get((kind, key))
             if shared is None or isinstance(shared.job.error, Stopped):
@@ -51,14 +51,14 @@ class SharedJobs:
             return shared.job
 
     def leave(self, session: str, kind: str, key: str) -> None:
-        """Take a session off a job; one that nobody waits for ends."""
+        """Remove a session from a job; a job without sessions is ended."""
         with self._lock:
             if (kind, key) in self._jobs:
                 self._jobs[kind, key].sessions.discard(session)
                 self._end_if_left((kind, key))
 
     def ended(self, kind: str, key: str) -> None:
-        """Take note that a job has ended: who asks again starts another."""
+        """Record that a job has ended: the next request starts another."""
         with self._lock:
             self._jobs.pop((kind, key), None)
 

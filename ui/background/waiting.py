@@ -28,10 +28,10 @@ MAX_RESULTS = {
     "sizes": 32,
     "serve": 32,
     "pareto": 16,
-}  # search results have kilobytes, a long trace tens of megabytes
-PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
-GLANCE_S = 0.05  # between two looks whether there is an early answer
-SERVER = "server"  # in the place of a session: what this server asks before anybody does
+}  # search results take kilobytes, a long trace tens of megabytes
+PATIENCE_S = 0.8  # seconds before the panel appears, so that fast results do not flicker
+GLANCE_S = 0.05  # seconds between two checks for an early answer
+SERVER = "server"  # the session of requests that this server makes before any user does
 
 
 @st.cache_resource(show_spinner=False)
@@ -70,10 +70,11 @@ def ask(
     start: Callable[[], PendingAnswer] | None = None,
     patience_s: float | None = None,
 ) -> Any:
-    """Return the result of a job, or None after showing its progress. Raises what the job raises.
+    """Return the result of a job, or None after showing its progress. Raises the job's errors.
 
-    `start` starts it elsewhere than in a process here; the page waits for it PATIENCE_S, or `patience_s`. Sessions
-    that ask for the same share a job. A session waits for one of a kind: asking for another key leaves it.
+    `start` starts the job elsewhere than in a process of this machine; the page waits for it for PATIENCE_S, or
+    `patience_s`. Sessions that request the same result share a job. A session waits for one job of each kind: a request
+    with another key leaves the earlier job.
     """
     finished = _finished()
     if (kind, key) in finished:
@@ -89,7 +90,7 @@ def ask(
         kept.clear()
         begin = start or partial(Job, workers(), kind, *arguments)
         job = kept[key] = _shared().join(_session(), kind, key, begin)
-    to_the_end_s = st.session_state.get("_patience_s")  # who tests pages waits for no early answers
+    to_the_end_s = st.session_state.get("_patience_s")  # tests of pages do not wait for early answers
     if to_the_end_s is None:
         ended = _answers(job, PATIENCE_S if patience_s is None else patience_s)
     else:
@@ -104,12 +105,12 @@ def ask(
 
 
 def finished(kind: str, key: str) -> Any:
-    """Return a result that is kept; None where there is none."""
+    """Return a cached result; None if there is none."""
     return _finished().get((kind, key))
 
 
 def prepare(kind: str, key: str, *arguments: Any) -> None:
-    """Work out what the first session will ask, which joins the job if it is there before the end."""
+    """Compute the result that the first session will request; a session that comes earlier joins the job."""
     job = _shared().join(SERVER, kind, key, partial(Job, workers(), kind, *arguments))
     while not job.ask(1.0):
         pass
@@ -126,13 +127,13 @@ def _answers(job: PendingAnswer, patience_s: float) -> bool:
 
 
 def early(kind: str, key: str) -> Any:
-    """Return what a job of this session that still runs has answered early; None where it has not."""
+    """Return the early answer of a running job of this session; None if there is none."""
     job = state.results().get(kind, {}).get(key)
     return None if job is None else job.early
 
 
 def _keep(kind: str, key: str, job: PendingAnswer) -> None:
-    """Keep the result of a job that has ended for all sessions; of each kind only the newest MAX_RESULTS."""
+    """Cache the result of a job for all sessions; of each kind only the newest MAX_RESULTS."""
     _shared().ended(kind, key)
     if job.error is not None:
         return

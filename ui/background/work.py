@@ -1,5 +1,5 @@
-"""What worker processes work out (`planner.jobs.fork_server`): searches and simulated steps, by the functions of the
-command line.
+"""Functions that worker processes run (`planner.jobs.fork_server`): searches and simulated steps, as on the command
+line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SimulatedStep:
 
     line: Timeline
     step_s: float
-    micro_batches: tuple[int, int]  # drawn, and of the whole step
+    micro_batches: tuple[int, int]  # spans that are drawn, and spans of the whole step
     path: tuple[int, ...]
     path_s: dict[str, float]
     memory: Samples
@@ -87,7 +87,7 @@ class ServingAnswers:
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
-    """Return what `planner suggest` answers; early, as the analytical model does."""
+    """Return the result of `planner suggest`, and before it that of the analytical model."""
     return answer(flags, framework, options, progress=progress, early=getattr(progress, "early", None))
 
 
@@ -116,7 +116,9 @@ def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedSte
 
 
 def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
-    """Return what the busiest GPU port and the busiest share of the NICs send over time, where they send anything."""
+    """Return the rates of the busiest GPU port and of the busiest share of the NICs over time, if they send
+    anything.
+    """
     names = {"port": "NVLink, out" if cluster.slowest_kind.nvlink_links else "PCIe, out", "nic": "network, out"}
     best: dict[str, tuple[float, Samples]] = {}
     for counter in run.trace.counters:
@@ -131,7 +133,7 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
 
 
 def sizes(progress: Progress, question: Question, ranked: RankedPlan) -> tuple[Size, ...]:
-    """Return what a plan takes with other sequences and micro batches, powers of two around what it has."""
+    """Return the plan with other sequence lengths and micro batches, powers of two around its own."""
     progress("other lengths and micro batches")
     length, size = question.workload.seq_len, ranked.plan.micro_batch_size
     lengths = [found for power in range(-2, 3) if (found := int(length * 2.0**power)) * 2.0**-power == length]

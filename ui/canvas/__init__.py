@@ -1,1 +1,1 @@
-"""Timelines on a canvas: what the browser gets, and the component that draws it."""
+"""Timelines on a canvas: the data sent to the browser, and the component that draws it."""

@@ -1,4 +1,4 @@
-"""The timeline as a part of a page: `timeline.js` draws what `ui.canvas.payload` says."""
+"""The timeline component of a page: `timeline.js` draws the payload of `ui.canvas.payload`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOUNT = st.components.v2.component(
 
 
 def window_of(key: str, length_s: float) -> tuple[float, float]:
-    """Return the window (s) that the browser asked for; the whole step where it asked for none, or for nonsense."""
+    """Return the window (s) that the browser requested; the whole step without a valid request."""
     kept = st.session_state.get(key)
     asked = kept.get("window") if isinstance(kept, dict) else getattr(kept, "window", None)
     if isinstance(asked, list) and len(asked) == 2 and all(isinstance(one, int | float) for one in asked):

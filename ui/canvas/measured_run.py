@@ -25,8 +25,8 @@ from ui.charts.timeline import LANES
 from ui.charts.timeline import timeline as columns
 
 KEY = "run_timeline"
-PREDICTED, MEASURED = 0, 1  # which side a lane is of
-_KEPT = re.compile(r"^run/(run\.json|records/rank\d+\.trace\.json)$")  # of what planner apply writes
+PREDICTED, MEASURED = 0, 1  # the side (prediction or run) of a lane
+_KEPT = re.compile(r"^run/(run\.json|records/rank\d+\.trace\.json)$")  # files written by planner apply
 
 
 @st.cache_resource(max_entries=8, show_spinner="Reading the run")

@@ -1,4 +1,6 @@
-"""What the browser gets of a step: lanes of spans as columns of numbers, and quantities over the same time axis."""
+"""The data of a step sent to the browser: lanes of spans as columns of numbers, and quantities over the same
+time axis.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from topology.codec import JsonObject
 from ui.charts.look import FONT, ink_on, paper
 from ui.charts.timeline import COLOURS, KINDS, LANES, Timeline, bars
 
-MOST_SPANS = 120_000  # more are merged for the window that is shown, and sent again where the window is another
+MOST_SPANS = 120_000  # more spans are merged for the visible window, and sent again for another window
 MERGED = 12_000  # bars of such a window
 PATH = "critical path"
 

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
     from ui.background.work import SimulatedStep
 
-MANY_RANKS = 8  # with more, only the compute lane of each is shown at first
+MANY_RANKS = 8  # with more ranks, only the compute lane of each is shown at first
 KEY = "step_timeline"
-LEAST_GB_PER_S = 0.01  # less would be drawn as nothing
-MOST_GPUS = 16  # of a node that is drawn link by link
+LEAST_GB_PER_S = 0.01  # smaller loads would not be visible
+MOST_GPUS = 16  # most GPUs of a node that is drawn link by link
 _PATH_WORDS = {tr.COMPUTE: "compute", tr.COMMUNICATION: "communication", tr.COPY: "copies", tr.HOST: "the host"}
 
 

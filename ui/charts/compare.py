@@ -10,7 +10,7 @@ from planner.pictures.palette import GOOD, VERMILION
 from ui.charts.look import Figure, finished, paper, table
 from ui.charts.row_types import TermRow
 
-LABEL_PX = 62  # of the words next to a bar
+LABEL_PX = 62  # pixels of the words next to a bar
 
 
 def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
@@ -19,7 +19,7 @@ def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
     Rows: name, delta, text.
     """
     p = paper(dark)
-    # On a phone, too, there is room for the words next to the longest bar.
+    # Also on a phone there is room for the words next to the longest bar.
     most = max((abs(row["delta"]) for row in rows), default=1.0)
     reach = f"{most} * max(width, 130) / max(width - {2 * LABEL_PX}, 50)"
     base = alt.Chart(table(rows)).encode(

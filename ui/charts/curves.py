@@ -1,4 +1,4 @@
-"""Charts of what would be: steps on a changed machine, and time and cost over the number of GPUs."""
+"""Charts of hypothetical questions: steps on a changed machine, and time and cost over the number of GPUs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     filled = filled.encode(opacity=alt.Opacity("tokens_per_s:Q", scale=depth, legend=None))
     hollow = base.transform_filter(~fits).mark_rect(cornerRadius=3, fillOpacity=0, stroke=BAD, strokeOpacity=0.45)
     here = base.transform_filter(alt.datum.here).mark_rect(cornerRadius=3, fillOpacity=0, stroke=p.ink, strokeWidth=2.5)
-    # The unit is in the words above the chart: cells of a phone have no room for it.
+    # The unit is in the words above the chart, since cells on a phone have no room for it.
     short = base.transform_calculate(short="replace(datum.upper, ' tokens/s', '')")
     upper = short.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("short:N"))
     lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text=alt.Text("lower:N"))

@@ -77,16 +77,16 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     return finished(alt.layer(bars, rule, label), dark, height=row * len(stages) + 150)
 
 
-SAVING_PX = 118  # of the words before a bar
+SAVING_PX = 118  # pixels of the words before a bar
 
 
 def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Figure:
-    """Draw what changes of one setting free: a bar from what the plan holds down to what it would, in GiB, blue where
-    the step takes no more time; and what a GPU has.
+    """Draw the memory that changes of one setting free: a bar from the plan's present memory down to that after the
+    change, in GiB, blue if the step is as short; and the memory of a GPU.
     """
     p = paper(dark)
     most = max([capacity_gib, *(row["from_gib"] for row in rows)]) * 1.04
-    # On a phone, too, there is room for the words before the longest bar.
+    # Also on a phone there is room for the words before the longest bar.
     share = f"{SAVING_PX} / max(width, {2 * SAVING_PX})"
     least = min((row["to_gib"] for row in rows), default=0.0)
     begin = alt.ExprRef(f"min(0, ({least} - {most} * {share}) / (1 - {share}))")
@@ -111,7 +111,7 @@ def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Fi
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> Figure:
     """Draw how a step's time builds up from the model's FLOPs at peak. Rows, in order: name, seconds, share, meaning,
-    colour; the last has `total` and starts at zero again. `last_s` is the place of the last digit that is known.
+    colour; the last has `total` and starts at zero again. `last_s` is the place value of the last significant digit.
     """
     p = paper(dark)
     values = []
@@ -149,7 +149,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
     bars = base.mark_bar(height=20, cornerRadius=2).encode(
         x=x, x2=alt.X2("to:Q"), color=alt.Color("colour:N", scale=None)
     )
-    # Where there is room on a narrow page: behind short bars, before those that end far right, inside the longest.
+    # Where a narrow page has room: behind short bars, before those that end far right, inside the longest.
     behind = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(
         x=alt.X("to:Q"), text=alt.Text("text:N")
     )

@@ -1,4 +1,4 @@
-"""What the links of the machine carry over a step: on one node link by link, and on several nodes as a fabric."""
+"""Loads of the machine's links over a step: on one node link by link, and on several nodes as a fabric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.pictures.palette import BLUE, GREY, ORANGE, SKY, VERMILION
 from simulator.config.plan import Plan
 from ui.charts.look import Figure, finished, paper, table
 
-# Mean load over the step: what a colour stands for begins here.
+# Mean loads over the step from which each colour is used.
 LEVELS = (
     (0.0, "under 1 %", GREY),
     (0.01, "1 to 10 %", SKY),
@@ -28,7 +28,7 @@ MOST_NODES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """What every GPU sends in a step, in bytes by kind of link (`planner.explain.traffic`), in the order of GPUs."""
+    """Bytes that every GPU sends in a step by kind of link (`planner.explain.traffic`), in the order of GPUs."""
 
     sent_bytes: tuple[Mapping[str, float], ...]
     step_s: float
@@ -57,7 +57,7 @@ def level(share: float) -> tuple[str, str]:
 
 
 def percent(share: float) -> str:
-    """Return a share in words, without saying all or nothing where it is not."""
+    """Return a share in words; only exact ones are called all or nothing."""
     if 0 < share < 0.01:
         return "under 1 %"
     return "over 99 %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
@@ -97,7 +97,7 @@ def _is_nic(cable: Cable, nics: set[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """The same load on nodes `first` to `last`: of each GPU's links inside the node, and of the network."""
+    """Equal loads of nodes `first` to `last`: of each GPU's links inside the node, and of the network."""
 
     first: int
     last: int
@@ -168,7 +168,7 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
     )
     tooltip = [alt.Tooltip("node:N"), alt.Tooltip("what:N"), alt.Tooltip("load:N", title="mean load")]
     base = alt.Chart(table(gpus)).encode(x=alt.X("x:Q", axis=None, scale=scale), y=y)
-    # As large as the room between two GPUs lets them be, and no larger than the row.
+    # As large as the distance between two GPUs allows, and at most the height of the row.
     size = alt.ExprRef(f"pow(min(20, 0.86 * width / {edge + 1.2}), 2)")
     squares = base.mark_point(shape="square", filled=True, opacity=1, size=size).encode(color=colours, tooltip=tooltip)
     links = alt.Chart(table(cables)).encode(y=y, tooltip=tooltip)

@@ -7,15 +7,15 @@ from typing import Any
 
 import altair as alt
 
-# Not used here. altair checks whether pandas is imported, and must not find it half imported by another session.
+# Imported early, although not used here: altair checks for pandas, and must not find it half imported by a session.
 import pandas as pd  # noqa: F401
 from altair.utils import schemapi
 
 from planner.pictures.palette import DARK, LIGHT, Paper, colour
 from topology.units import in_gb_per_s
 
-# A page draws a dozen charts whenever it runs, and checking them against the schema takes two thirds of that. Tests
-# check them (`to_dict`).
+# A page draws a dozen charts in each run, and validating them would take two thirds of the time. Tests validate them
+# (`to_dict`).
 schemapi.disable_debug_mode()
 alt.theme.enable("none")  # sizes come from pages
 

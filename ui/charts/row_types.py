@@ -1,4 +1,4 @@
-"""The rows of tables and charts: what stands in their columns; and the documents of jobs."""
+"""Types of the rows of tables and charts, and of the documents of jobs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlanOnMachine(TypedDict):
 
 
 class SizeRow(TypedDict):
-    """A plan with one length of sequences and one micro batch: what is drawn of it, and what is said."""
+    """A plan with one sequence length and one micro batch: the drawn value and its words."""
 
     length: str
     micro_batch: str
@@ -94,7 +94,7 @@ class PartRow(TypedDict):
 
 
 class TermRow(TypedDict):
-    """By how much a term of two plans differs."""
+    """The difference of two plans in a term."""
 
     name: str
     delta: float

@@ -1,4 +1,4 @@
-"""Charts of serving: where the time of a token goes, and what users get against what a GPU gives."""
+"""Charts of serving: where the time of a token goes, and the rate of a user against the throughput of a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.serving.reports.plan_text import words
 from topology.units import two_digits
 from ui.charts.look import Figure, finished, paper, picked, table
 
-LABEL_PX = 90  # of the words next to a bar
+LABEL_PX = 90  # pixels of the words next to a bar
 
 
 def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
@@ -42,7 +42,8 @@ def parts(seconds: Mapping[str, float], *, dark: bool) -> Figure:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log: bool, dark: bool) -> Figure:
-    """Draw points with a line an engine through those that none of its own beats, and a ring around the chosen one.
+    """Draw points with a line per engine through its points that no other of its points beats, and a ring around the
+    chosen one.
 
     Rows have `plan` (a name), `engine`, `user` and `value` (numbers), `first` (whether it is on the line), and `words`.
     """

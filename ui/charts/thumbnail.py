@@ -1,4 +1,4 @@
-"""A simulated step in a few lines: what each lane does over its time, to be opened as the whole timeline."""
+"""A small picture of a simulated step: the activity of each lane over time, with a link to the whole timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shown_ranks(line: Timeline) -> tuple[int, ...]:
 
 
 def thumbnail(line: Timeline, *, last_s: float, dark: bool) -> Figure:
-    """Draw the lanes of some ranks. `last_s` is the place of the last digit that is known of a step."""
+    """Draw the lanes of some ranks. `last_s` is the place value of the last significant digit of a step."""
     ranks = shown_ranks(line)
     found = bars(line, window=(0.0, line.length_s), lanes=set(LANES), ranks=set(ranks), most=MOST_BARS)
     rows = [

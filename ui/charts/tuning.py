@@ -1,6 +1,4 @@
-"""Charts of a tuning: what was believed of the finalists after each trial, and the chance that something better is
-left.
-"""
+"""Charts of a tuning: beliefs about the finalists after each trial, and the probability that a better plan is left."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from ui.charts.look import Figure, finished, paper, table
 
 
 def posterior(found: History, *, dark: bool) -> dict[str, Figure]:
-    """Draw a chart a plan, by its number and name: the middle and the 80 % range of its step over the number of trials,
-    a point once measured. All have the same scales.
+    """Draw a chart for each plan, with its number and name: the middle and the 80 % range of its step over the number
+    of trials, and a point once it was measured. All have the same scales.
     """
     ends = [end for one in found.finalists for end in (one.low, one.high, one.measured_s) if end]
     scale = alt.Scale(type="log", zero=False, nice=False, domain=[min(ends), max(ends)] if ends else [0.1, 1])

@@ -30,9 +30,7 @@ class Sent:
 
 
 def packed(choices: Sequence[str]) -> str:
-    """Return the uploads among `choices` as a word of a link; nothing where there are none. Raises BadInput if too
-    long.
-    """
+    """Return the uploads among `choices` as a word of a link; empty if there are none. Raises BadInput if too long."""
     found = [upload for choice in choices if (upload := uploads.find(choice))]
     if not found:
         return ""

@@ -95,13 +95,13 @@ class Inputs:
 
 
 def source_of(choice: str) -> str:
-    """Return the name or path that a choice in the sidebar stands for."""
+    """Return the name or path for a choice in the sidebar."""
     upload = uploads.find(choice)
     return str(upload.path) if upload else choice
 
 
 def file_name(choice: str) -> str:
-    """Return the name of a choice as a file has it that was uploaded."""
+    """Return the name of a choice; for an upload the name of the uploaded file."""
     upload = uploads.find(choice)
     return upload.name if upload else choice
 
@@ -176,14 +176,14 @@ FIELDS = {
 }
 
 
-# words of a link, and what they are of a question
+# words of a link, and the field of the question for each
 _ASKED = {key: key for key in ("cluster", "gpu", "gpus", "model", "framework", "objective", "compile")}
 _ASKED |= {"seq": "seq_len", "batch": "global_batch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unresolved:
-    """A word of a link that stands for nothing here."""
+    """A word of a link that is unknown here."""
 
     key: str
     label: str
@@ -191,10 +191,10 @@ class Unresolved:
 
 
 def follow_link() -> tuple[Unresolved, ...]:
-    """Set the question to that of the URL where a link was opened or Back was pressed.
+    """Set the question to that of the URL if a link was opened or Back was pressed.
 
-    Else the URL is the one that the browser had when a person changed something: what this program wrote after that may
-    not have arrived there, and stays. Returns the words that stand for nothing here; the URL is then left as it is.
+    Otherwise the URL is that of the browser at the user's last change: later changes by this program may not have
+    arrived there, and are kept. Returns the words that are unknown here; the URL is then unchanged.
     """
     words, known = _words(), results().get("link")
     if words == known:
@@ -234,9 +234,7 @@ def _words() -> dict[str, str]:
 
 
 def write_link(**values: Any) -> None:
-    """Write values to the URL, those that are defaults by leaving them out. One change of a person is one step of
-    Back.
-    """
+    """Write values to the URL, without those that are defaults. One change by the user is one step of Back."""
     texts = {key: _text(value) for key, value in values.items() if value != FIELDS[key].default}
     words = {key: word for key, word in (results().get("link") or _words()).items() if key not in values} | texts
     results()["link"] = {key: words[key] for key in FIELDS if key in words}
@@ -269,9 +267,10 @@ def choose_best() -> None:
 
 
 def ask(*, row: bool, training: bool) -> Inputs:
-    """Draw the question and return it: what decides most in a row on the page where `row`, the rest in the sidebar.
+    """Draw the question and return it: with `row` the most important fields in a row on the page, the rest in the
+    sidebar.
 
-    What only training asks for is not drawn where not `training`, and stays as it was.
+    Without `training`, fields for training only are not drawn and keep their values.
     """
     if row:
         first, second, third, fourth = st.columns(4, gap="small")

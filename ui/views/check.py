@@ -65,7 +65,7 @@ def _given() -> tuple[str, str]:
 
 
 def _chosen_instead(question: state.Inputs, named: frozenset[str]) -> frozenset[str]:
-    """Return what the question shall say although the file says it, too: nothing that was not chosen here."""
+    """Return the settings of the question that replace those of the file: only those chosen here."""
     words = {"model": f"model {question.model}", "cluster": f"cluster {question.cluster}"}
     words |= {"gpus": f"{question.gpus} GPUs"} if question.gpus else {}
     offered = [key for key in words if key in named]

@@ -88,7 +88,7 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
 
 
 def _savings(result: SearchResult, ranked: RankedPlan) -> None:
-    """Show what frees how much."""
+    """Show the memory freed by changes of one setting."""
     found = saving_rows(data.savings(result, ranked), ranked.estimate)
     panels.section(
         "What frees how much", "One setting changed, on the same GPUs; blue where the step takes no more time."
@@ -172,7 +172,7 @@ def _memory_finding(memory: MemoryEstimate) -> str:
 
 
 def _spread(ranks: Sequence[Mapping[str, Any]], axis: str) -> str:
-    """Return over how many nodes the ranks of one group of an axis lie."""
+    """Return the number of nodes over which the ranks of one group of an axis are spread."""
     nodes: dict[int, set[int]] = {}
     for row in ranks:
         nodes.setdefault(row["node"], set()).add(row[axis])

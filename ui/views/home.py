@@ -51,7 +51,7 @@ def _plans(question: state.Inputs) -> None:
     result, chosen = data.answer()
     second = data.second(result, chosen)
     left, right = st.columns([11, 9], gap="large")
-    with right:  # first what a tick changes
+    with right:  # first the parts that a tick changes
         if second is None:
             _detail(question, result, chosen)
         else:
@@ -64,7 +64,7 @@ def _plans(question: state.Inputs) -> None:
 def _table(result: SearchResult, chosen: RankedPlan, second: RankedPlan | None) -> None:
     table = rows.plan_rows(result)
     shown = [plan_words.plan_name(one.plan) for one in (chosen, second) if one is not None]
-    # The best plan is shown where nobody chose one: its row has a tick only if a person gave it one.
+    # Without a choice the best plan is shown; its row has a tick only if the user ticked it.
     by_hand = chosen.rank > 1 or second is not None or st.session_state.get("best_ticked")
     panels.section(f"{len(table)} plans, best first", "Tick one to see it, two to compare them.")
     panels.plan_table(

@@ -32,7 +32,7 @@ def show(question: state.Inputs) -> None:
 
 
 def _fresh() -> None:
-    """Show the draws of the ledger, whose rows nobody knew when they were predicted."""
+    """Show the draws of the ledger, whose measurements were unknown when they were predicted."""
     found = ledger.draws()
     if not found:
         return

@@ -103,7 +103,7 @@ def _gpus_words(count: int) -> str:
 
 
 def _contradiction(by: str, image: str, *, submit: bool) -> str:
-    """Return what in the form does not go together, and what to change; nothing where all does."""
+    """Return the contradictions in the form, and what to change; empty if there are none."""
     if by == "local":
         return "A job is submitted to Slurm, Ray or Kubernetes: choose one of them as the launcher." if submit else ""
     if by == "trainjob" and not image.strip():

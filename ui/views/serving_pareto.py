@@ -1,4 +1,4 @@
-"""Part of the serving page: what users get against what a GPU gives, of all deployments and engines."""
+"""Part of the serving page: the rate of a user against the throughput of a GPU, for all deployments and engines."""
 
 from __future__ import annotations
 
