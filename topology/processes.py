@@ -64,7 +64,7 @@ def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> tuple[int, ...
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(grace_s)
     tree |= set(descendants(process.pid))
-    process.kill()  # before those that it could start again
+    process.kill()  # first the process, since it could start its children again
     kill(tree)
     deadline = time.monotonic() + grace_s
     while (left := [one.pid for one in tree if alive(one)]) or process.poll() is None:

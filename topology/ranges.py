@@ -23,7 +23,7 @@ SHOWN = 40  # characters of a value in a message
 
 COUNT: Range = (0, 1 << 53)  # exact as a float
 NUMBER: Range = (-1e18, 1e18)
-# By the end of a name; of several that match, the longest stands first.
+# By the end of a name; the longest matching end comes first.
 BY_UNIT: tuple[tuple[str, Range], ...] = (
     ("bytes_per_s", (0, 1e15)),
     ("tokens_per_s", (0, 1e15)),

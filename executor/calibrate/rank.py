@@ -40,7 +40,8 @@ from topology.errors import BadInput, PlannerError
 from topology.profile.profile import CollectiveSample
 from topology.profile.samples import HostSample, Sample
 
-# Once, in the process from which ranks are forked, since it takes seconds; that process must not fail if it is missing.
+# Imported once, in the process from which ranks are forked, since it takes seconds; without it that process must still
+# start.
 with suppress(Exception):
     import torchtitan.train  # noqa: F401
 

@@ -262,10 +262,10 @@ def _double(counts: Counts) -> int | None:
 
 
 def _numbers(counts: Counts) -> tuple[list[int], int]:
-    """Return numbers of GPUs, each twice the one before, from the first whose memory may do, and the least that a
-    deadline leaves: fewer are too slow at the peak of their arithmetic.
+    """Return numbers of GPUs, each twice the one before, from the first that may hold the model's state; and the
+    smallest number that meets the deadline at the peak rate of its arithmetic.
 
-    Raises Infeasible where that are more than are tried.
+    Raises Infeasible if that is more than MOST_GPUS.
     """
     question, goal = counts.question, counts.goal
     in_time = 1

@@ -65,9 +65,9 @@ class Efficiency:
 
 
 # Thread-block tiles a library chooses from: rows, columns, and the arithmetic rate relative to the largest. A tile
-# reads 1/rows + 1/columns operands for each output. Each 1/256 above what the largest tile reads costs a tenth of the
-# rate. Source: 343 products of one H200 (examples/profiles/h200x4.json), described within 2.8 % with any loss from 0.05
-# to 0.15.
+# reads 1/rows + 1/columns operands for each output. The rate falls by a tenth for each 1/256 more than the largest tile
+# reads. Source: 343 products of one H200 (examples/profiles/h200x4.json), described within 2.8 % with any loss from
+# 0.05 to 0.15.
 TILE_LOSS = 0.1
 TILES = tuple(
     (rows, columns, 1.0 - TILE_LOSS * (256.0 / rows + 256.0 / columns - 3.0))

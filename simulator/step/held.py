@@ -125,8 +125,8 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 
 
 def autocast_remembers(runtime: Runtime) -> bool:
-    """Return whether 16-bit copies of weights stay to the end of a forward pass: those of weights with gradients
-    (torch, aten/src/ATen/autocast_mode.cpp: cached_cast) and are not cast inside a compiled block.
+    """Return whether 16-bit copies of weights stay until the end of a forward pass. Copies of weights with gradients do
+    (torch, aten/src/ATen/autocast_mode.cpp: cached_cast), unless they are cast inside a compiled block.
     """
     return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
 

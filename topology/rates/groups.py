@@ -173,12 +173,12 @@ def sibling_groups(rates: NodeRates, shape: GroupShape) -> tuple[tuple[int, ...]
     if per_group == 1:
         usable = rates.on_fabric if shape.siblings <= len(rates.on_fabric) else tuple(range(count))
         return tuple((gpu,) for gpu in usable[: shape.siblings])
-    # The blocks that are contiguous in rank: the groups themselves, or, with a stride, what lies between neighbours.
+    # Blocks of contiguous ranks: the groups themselves, or as many interleaved groups as the stride.
     order = gpu_order(rates, shape.stride if shape.stride > 1 else per_group, per_group * shape.siblings)
     groups = []
     for base in range(0, len(order) - block + 1, block):
         groups += [order[base + offset : base + block : shape.stride] for offset in range(shape.stride)]
-    if not groups:  # the stride does not fit: spread the group over what there is
+    if not groups:  # the stride does not fit: spread the group over all GPUs in the order
         step = max(1, len(order) // per_group)
         groups = [order[: step * per_group : step]]
     return tuple(groups[: shape.siblings])

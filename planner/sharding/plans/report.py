@@ -84,7 +84,7 @@ def _schedules(done: Scheduled) -> list[JsonObject]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the best answer so far is wanted, and the bytes that a rank may hold when the backward pass begins."""
+    """Deadline for the best answer so far, and the bytes that a rank may hold at the beginning of the backward pass."""
 
     deadline: Deadline = NO_DEADLINE
     memory_bytes: float | None = None
