@@ -41,7 +41,7 @@ from simulator.config.estimate import NORMAL_80
 from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
-STARTING_S = 16.0  # share of a budget for starting processes: importing torch from a cold disk, joining groups
+STARTING_S = 16.0  # seconds of a budget in which processes start: import torch from a cold disk, join groups
 MEASURED_BELOW = 0.8  # share of a term's spread; a term with more left was hardly measured
 LEAST_CHANGE = 0.01  # share of a step that an assumption must be able to change to be listed
 

@@ -33,7 +33,7 @@ PLAIN: dict[str, Any] = {
     "parallel_residual": False,
     **dict.fromkeys(("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "qk_norm_wide"), False),
 }
-NARROW_TOKENS = 256  # sequences in a rank's micro batch
+NARROW_TOKENS = 256  # tokens of a rank's micro batch
 NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
 EXPERTS = MixtureOfExperts(experts=64, experts_per_token=8, ffn=768)
 DEPTH, SEQUENCES = 32, 16  # layers of the typical models, in a step

@@ -27,7 +27,7 @@ from topology.cluster import Cluster, NodeGroup
 from topology.errors import BadInput, PlannerError, UserError
 from topology.rates.known import require_plannable
 
-MOST_NODES = 2048  # GPUs assumed if a configuration leaves their number open
+MOST_NODES = 2048  # most nodes tried if a configuration leaves its number of GPUs open
 # Flags, and the facts of a configuration that must not contradict them.
 GIVEN = {
     "gpus": "gpus",

@@ -24,7 +24,7 @@ from topology.time_limit import limited
 
 KINDS = frozenset({".toml", ".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"})
 PASSED_OVER = frozenset({"node_modules", "site-packages", "__pycache__", "venv"})  # and hidden ones
-MOST_FILES = 5000  # suffixes of the files looked at
+MOST_FILES = 5000  # most files of a folder that are looked at
 MOST_BYTES = 1 << 18  # largest file in bytes: configurations are shorter, data is longer
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 

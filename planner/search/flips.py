@@ -37,7 +37,7 @@ STEPS = 2  # plans are costed at this many rates per octave, since one may win i
 PRECISION = 1 / 512  # precision in the exponent of two: 0.14 % of the rate
 PAST = 1 / 64  # in the exponent of two, beyond a rate that was found: both plans are predicted again 1.1 % further on
 TRIES = 3  # predictions of one flip point
-MAX_INSTRUCTIONS = 30_000  # simulations for all flip points of one answer: about half a second
+MAX_INSTRUCTIONS = 30_000  # instructions of all simulations for the flip points of one answer: about half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ class Configuration:
     limits: Limits = field(default_factory=dict)
     cluster: str | None = None
     in_a_comment: bool = False
-    leaves_open: frozenset[str] = frozenset()  # keys for seq_len and global_batch
+    leaves_open: frozenset[str] = frozenset()  # which of seq_len and global_batch it does not say
     elsewhere: tuple[str, ...] = ()  # decisions about a plan that the text does not contain
     known: frozenset[str] = frozenset()  # keys besides the table's that a misspelt key may have meant
 

@@ -25,7 +25,7 @@ from topology.errors import BadInput, PlannerError, UserError
 LAUNCHERS = ("local", "torchrun", "slurm", "ray", "kubernetes", "jobset", "trainjob")
 IN_CONTAINERS, ON_VOLUMES = ("kubernetes", "jobset", "trainjob"), ("kubernetes", "jobset")
 PORT = 29400  # torchrun's own default
-PORTS = 1000  # first of the ports used, so that jobs that share a node have different ones
+PORTS = 1000  # ports from PORT on: jobs that share a node meet at different ones
 SLURM_PORT = f"$(({PORT} + SLURM_JOB_ID % {PORTS}))"
 # A DNS label, which Kubernetes requires; Slurm accepts any name.
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
