@@ -193,14 +193,15 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit ccb097fb. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
+made with. Ours are of commit 4a172c1b. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
 (microsoft/vidur @7d47513) the tables of attention (data/profiling/compute/*/attention.csv, 10 to 17 MB each) are left out of the
-copy that could be had; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS pointers in their place, and two
+copy that could be had, while those of products and collectives are there; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS pointers in their place, and two
 (sw5sh/cs378-assignment3, adi-anirudh/vidur_hbf_hbm_backend) have those of Llama 2 7B and Llama 3 8B on A100, readable in parts of
 16 kB only. These, Llama 2 70B and Llama 3 70B are the models of these points that it profiles: offline throughput of vLLM in
-2024, no first tokens.
+2024, no first tokens. The errors that its authors publish are of traces of their own, which no point here states.
 
-@AHEAD@
+aiconfigurator is ahead by a point in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
+which two are of a release whose kernels were compiled while requests waited, and nowhere in first tokens.
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"
