@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.collectives import nccl_model
-from simulator.collectives.cost import NET_PEER_CHANNELS
+from simulator.collectives.channels import NET_PEER_CHANNELS
 from simulator.collectives.curves import P2P_CHANNELS
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats

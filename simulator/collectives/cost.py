@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.collectives import nccl_model
+from simulator.collectives.channels import channel_count
 from simulator.collectives.communicator import Communicator, Fabric, communicator, on_fitted_links, on_slower_ports
-from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
+from simulator.collectives.curves import Floats
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
 from simulator.collectives.measured import MeasuredCollectives, Ratios
@@ -45,12 +46,6 @@ SPREAD_BEYOND_FIT = 0.31  # NVLink with more ranks than the tables fitted, or a 
 SPREAD_NETWORK = 0.35
 SPREAD_CUSTOM = 0.37  # kernels outside NCCL: one machine
 SPREAD_FLAT = 0.28  # PCIe and xGMI: of the worst machine, since efficiencies were read off the others' peaks
-
-# Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
-NET_PEER_CHANNELS = 2
-# NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
-_BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
-_NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,23 +435,3 @@ def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
     count = len(piece)
     behind = np.minimum.accumulate(times[count:][::-1])[::-1]
     return np.asarray(np.minimum(times[:count], np.append(behind[1:], np.inf)[piece]))
-
-
-def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
-    """Return NCCL's channels for one call: one CTA, so one SM, each. Small messages get fewer."""
-    if algorithm == "p2p":
-        if op == "send_recv" and comm.nodes > 1:
-            return NET_PEER_CHANNELS
-        if op == "send_recv":
-            return int(peer_channels(comm.ranks, np.array([size]))[0])
-        peers = max(1, min(comm.ranks, P2P_CHANNELS))
-        return int(min(P2P_CHANNELS, peers * peer_channels(comm.ranks, np.array([size / comm.ranks]))[0]))
-    if algorithm in {"nvls", "nvls_tree"}:
-        return _NVLS_CHANNELS.get(comm.nccl.generation, 16)
-    if algorithm == "copy_engine":
-        return 0
-    if algorithm in {"one_shot", "two_shot"}:
-        return 24  # assumed: what torch's symmetric-memory all-reduces launch
-    most = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(comm.nccl).channels)
-    per_channel = _BYTES_PER_CHANNEL[protocol] * (comm.ranks if protocol == "LL" else 1)
-    return int(np.clip(np.ceil(size / per_channel), 1, most))
