@@ -23,6 +23,7 @@ answer may be from the best.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,6 +131,7 @@ class BestFirst:
         self.screening, self.screened, self.bounds = screening, screened, bounds
         self.nearly, self.nearest = nearly, nearest
         self.variants, self.grid = bounds.variants, bounds.grid
+        self._grids = int(self.grid.max(initial=-1)) + 1
         self.objective, self.report = objective, progress or ignore
         self.deadline, self.expired = deadline, expiry(deadline)
         self.step_bound = bounds.step_bound
@@ -150,9 +152,8 @@ class BestFirst:
         self._within = self.bounds.may_fit(self.screening)
         self.within = np.nonzero(self._within)[0]
         self._put_in_order()
-        grids = int(self.grid.max(initial=-1)) + 1
         self.threshold = Threshold(
-            self.keep, one_per_grid=self.one_per_grid, grids=grids, listed=self.ties, groups=self._groups
+            self.keep, one_per_grid=self.one_per_grid, grids=self._grids, listed=self.ties, groups=self._groups
         )
         self.step[:] = np.inf
         self._add(self.within[self.costed[self.within]])
@@ -226,9 +227,10 @@ class BestFirst:
 
     def _below(self, further: float) -> Rows:
         """Return the plans whose bound is no more than the limit of the list and so much, relative, lowest first."""
-        bound, more = self.bound[self.left], 1 + further
-        rows = self.left[: np.searchsorted(bound, self.threshold.value * more, side="right")]
-        return rows[bound[: len(rows)] <= self.threshold.of(self.grid[rows]) * more]
+        more = 1 + further
+        end = bisect_right(self.left, self.threshold.value * more, key=self.bound.__getitem__)
+        rows = self.left[:end]
+        return rows[self.bound[rows] <= self.threshold.of(self.grid[rows]) * more]
 
     def _same_tables(self, rows: Rows, *, ahead: bool) -> Rows:
         """Return the plans that may come near the list and go through the schedule tables of some, or of the next ones
