@@ -212,7 +212,7 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
         return
     for column, (quantity, now) in zip(st.columns(len(varied), gap="large"), varied, strict=True):
         plans = tuple(r.plan for r in (best, other) if r is not None)
-        flip = next((flip for flip in (other.flips if other else ()) if flip.quantity == quantity), None)
+        found = next((flip for flip in (other.flips if other else ()) if flip.quantity == quantity), None)
         with column:
             panels.section(
                 f"Step time over {quantity}",
@@ -223,10 +223,10 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
                 other_machines.rate_curves(result, plans, quantity),
                 quantity=quantity,
                 now=now,
-                flip=None if flip is None else (flip.at, f"flips at {flip_at(flip)}"),
+                flip=None if found is None else (found.at, f"flips at {flip_at(found)}"),
                 dark=panels.dark(),
             )
-            flips_at = f"they change places at {flip_at(flip)}" if flip else "they do not change places near it"
+            flips_at = f"they change places at {flip_at(found)}" if found else "they do not change places near it"
             about = f"Step time over {quantity}, {now / 1e9:.3g} GB/s as it is; {flips_at}"
             panels.chart(drawn, key=f"sensitivity_{quantity}", alt=about)
 
