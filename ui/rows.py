@@ -350,9 +350,9 @@ def run_row(run: RunSummary) -> dict[str, str | float | None]:
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:
     """Return what tells saved runs from each other; their ids, too, where nothing else does."""
-    told = [[run.plan, run.model, f"{run.gpus} x {run.device}", run.taken_at[:16].replace("T", " ")] for run in runs]
-    differs = [len(set(column)) > 1 for column in zip(*told, strict=True)]
-    names = [", ".join(word for word, tells in zip(words, differs, strict=True) if tells) for words in told]
+    about = [[run.plan, run.model, f"{run.gpus} x {run.device}", run.taken_at[:16].replace("T", " ")] for run in runs]
+    differs = [len(set(column)) > 1 for column in zip(*about, strict=True)]
+    names = [", ".join(word for word, tells in zip(words, differs, strict=True) if tells) for words in about]
     alike = len(set(names)) < len(names) or not all(names)
     return [f"{name} ({run.id[:6]})".strip() if alike else name for run, name in zip(runs, names, strict=True)]
 
