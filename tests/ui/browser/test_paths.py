@@ -97,7 +97,7 @@ def test_marks_of_a_chart_and_rows_of_the_table_are_the_same_plans(page, address
     settled(page)
     assert "plan=" in page.url
     assert ticked(page) == [3]
-    # The tick has run its part of the page alone; the links beside it lead to the same plan.
+    # The tick has run its part of the page alone; the links to other pages lead to the same plan.
     links = page.locator("[data-testid='stSidebar'] [data-testid='stPageLink'] a")
     assert all("plan=" in link.get_attribute("href") for link in links.all())
 
