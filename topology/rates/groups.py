@@ -185,8 +185,8 @@ def sibling_groups(rates: NodeRates, shape: GroupShape) -> tuple[tuple[int, ...]
 
 
 def gpu_order(rates: NodeRates, block: int, need: int) -> tuple[int, ...]:
-    """Return GPU positions so that each run of `block` is a group with fast links: at least `need` groups, more if they
-    fit.
+    """Return GPU positions so that each run of `block` is a group with fast links: at least `need` positions, more if
+    they fit.
 
     GPUs off the fabric come last, and only if `need` cannot be met without them.
     """
