@@ -25,11 +25,11 @@ from types import FrameType
 from topology.errors import Unproved
 
 # CPU seconds in which a command finishes and shows what it has found, and the largest part of a limit kept back for it.
-# On a busy machine the same work takes longer, so the deadline moves forward in proportion.
+# On a busy machine the same work takes longer, so the deadline comes earlier in proportion.
 ENDING_S, MOST_EARLIER = 0.25, 0.25
 LEAST_S = 0.1  # CPU seconds from which the share of a processor that this process gets can be estimated
 LATE_S = 0.005  # by how much an alarm is set after the deadline, so that it never comes before it
-FOREVER_S = 1e9  # the longest time that an alarm accepts
+FOREVER_S = 1e9  # the longest time for which an alarm is set
 
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 _began: ContextVar[tuple[float, float] | None] = ContextVar("began", default=None)  # wall and CPU seconds

@@ -20,7 +20,7 @@ from executor.launch.records import median_and_spread
 from simulator.calibration.items import ContentionItem, OperatorItem
 from topology.profile.samples import Conditions, ContentionSample
 
-CALLS = 12  # seconds of the shorter of the two; the other one runs at least as long
+CALLS = 12  # number of calls of the shorter of the two; the other one runs at least as long
 
 
 def measure_pair(

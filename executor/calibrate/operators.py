@@ -33,7 +33,7 @@ SETTLE_S, SETTLED_SAMPLE_S = 0.15, 0.25
 LIMITED = frozenset({"matmul", "attention"})
 BURST_REST_S = 0.5
 LAUNCHES = 400
-COMPILING_S = 20.0  # seconds for measuring a function of one kernel
+COMPILING_S = 20.0  # seconds that compiling a function of one kernel may take
 
 
 def versions(device: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from simulator.overlap.modes import GATHER, SLICES
 from topology.profile.samples import Conditions, OverlapSample
 
 ROUNDS = 5
-CALL_S = 8e-3  # number of calls in a row that are timed together
+CALL_S = 8e-3  # about the seconds of the calls in a row that are timed together
 MOST_CALLS = 100
 HOST_CALLS = 3
 PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")

@@ -1,10 +1,10 @@
 """Calibrate a machine: the jobs of a request, in order, on pools of ranks that are started once.
 
-Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
-some of the GPUs run at the same time on different GPUs if they do not disturb each other: host times are measured while
-nothing reads clocks. Code is compiled during other measurements. Every sample is written to `--records` at once, so a
-run that is stopped, killed or out of time leaves a valid profile with fewer samples; a job that fails or does not end
-is recorded with its cause, and its pool is restarted. Never imports torch.
+Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs that
+need fewer GPUs than there are run at the same time on different ones if they do not disturb each other: host times are
+measured while nothing reads clocks. Code is compiled during other measurements. Every sample is written to `--records`
+at once, so a run that is stopped, killed or out of time leaves a valid profile with fewer samples; a job that fails or
+does not end is recorded with its cause, and its pool is restarted. Never imports torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Place = tuple[str, tuple[int, ...]]  # the kind of a pool, and its GPUs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure. Returns 0 when the jobs are done or time is over, 1 if there is no device, 130 on Ctrl-C."""
+    """Measure. Returns 0 when the jobs are done or time is over, 1 if nothing can be measured, 130 on Ctrl-C."""
     parser = measurement_parser("executor.calibrate.run")
     parser.add_argument("--request", required=True, help="JSON: {jobs: [{kind, name, ranks, seconds, items}]}")
     parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
@@ -167,7 +167,7 @@ class PoolScheduler:
         """Start the pools of all jobs at once, compiling ones first, since later that would disturb measurements of
         hosts.
 
-        There are at most as many pools for a number of ranks as jobs.
+        Of each kind and number of ranks there are no more pools than jobs.
         """
         counts = Counter((job.use, int(job.job["ranks"])) for job in waiting)
         for job in sorted(waiting, key=lambda job: not job.compiling):
@@ -317,7 +317,7 @@ def environment(device: str) -> dict[str, str]:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # cores of each rank, so that others can measure at the same time
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # workers of each rank, so that others can measure at the same time
     }
     # Compiled code is cached in torch's default folder, although ranks have temporary folders of their own.
     with suppress(KeyError, OSError):

@@ -37,7 +37,7 @@ class CallCounter:
         self._issued = 0
         self._due: deque[tuple[int, str]] = deque()
         self._seen = 0
-        self._since: float | None = None  # when the count last changed while a call was outstanding
+        self._since: float | None = None  # since when a call is outstanding and the count is the same; None: no call is
 
     def issue(self, what: str) -> int:
         """Register a call; return the number that its stream must write at `address` when it ends."""

@@ -123,7 +123,7 @@ class SmiFaults:
 
 
 def _complaint() -> str:
-    """Return nvidia-smi's output if it fails."""
+    """Return the output of nvidia-smi, which has a message if it fails; empty if it cannot be run."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False

@@ -124,8 +124,8 @@ class Workspace:
         """Return the workspace for copies in captured graphs, for the call that is being captured.
 
         Nothing can be allocated during capture, so the first capture takes over the memory of earlier eager calls, and
-        the next eager call allocates anew. The two cannot share memory: a graph may be replayed at any time, when
-        products still read the buffers of eager calls.
+        the next eager call allocates anew. The two cannot share memory: this class does not see replays of a graph,
+        whose products may still read its buffers when a later call writes.
         """
         if self.graphs is None or any(self.graphs.lacks(set_bytes, flags)):
             if any(self.lacks(set_bytes, flags)):

@@ -28,7 +28,7 @@ def why_no_meeting(meeting: Rendezvous, node: str, patience_s: float) -> str:
     host, _, port = meeting.endpoint.rpartition(":")
     ours = meeting.address == host if meeting.address else _leads_here(host, int(port))
     server = _listen(int(port)) if ours else None
-    if server is None:  # distinct also for a second agent on one machine
+    if server is None:  # also on a second agent of one machine, which finds the port in use
         return _visit(meeting, node, patience_s)
     with server:
         return _host(server, meeting, node, patience_s + HOST_S)

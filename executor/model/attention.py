@@ -73,8 +73,8 @@ class CausalAttention(nn.Module):
 
 
 def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return attention by the flash kernel with a window; the public function takes only a mask, and then computes all
-    scores.
+    """Return attention by the flash kernel with a window; the public function takes only a mask of all scores, all of
+    which it reads.
     """
     tokens = q.shape[2]
     out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above

@@ -23,7 +23,7 @@ FLAGGED_SAVE_BYTES = 768 * 2**10
 TWO_SHOT_SAVES_BYTES = 1.5 * 2**20
 FLAGS = 2 * MAX_PROGRAMS  # flags per source rank, for two exchanges
 MAX_COLUMNS = 16384  # one row is held in the registers of one program
-WORDS = 256  # numbers per program of the kernel with flagged words
+WORDS = 256  # words of 4 bytes per program of the kernel with flagged words
 ALIGNMENT = 16
 
 

@@ -23,7 +23,7 @@ from simulator.overlap.modes import LARGE_BYTES, relayed
 # took 445 and 451 instead of 452 and 467 us while the host kept up, and 558 instead of 454 us when it did not: eight
 # products and their signals cost the host 260 to 550 us.
 FOUR_PIECES_PRODUCT = 2**38
-TILE = (128, 256)  # rows of a tile of the library's products
+TILE = (128, 256)  # rows and columns of a tile of the library's products
 
 
 class CopyEngine(Nccl):

@@ -25,7 +25,7 @@ from executor.kernels.prepared_kernel import PreparedKernel
 
 MAX_PIECES = 8
 ROWS_OF_TILES = 256
-FLAG_RANGE = MAX_PIECES * 64  # flags per set: for up to 64 ranks, today's largest NVLink domain
+FLAG_RANGE = MAX_PIECES * 64  # flags per set: for up to 64 ranks of one NVLink domain
 
 ADD_BLOCK = 4096
 

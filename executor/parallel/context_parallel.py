@@ -167,7 +167,8 @@ def combine(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
 class _Ring:
     """The context-parallel group, this rank's neighbours in it, and how keys are communicated.
 
-    `rows` is CAUSAL or ALL for a sequence that is split in rank order, and empty for zigzag.
+    `rows` is CAUSAL (causal attention) or ALL (to all keys) for a sequence that is split in rank order, and empty for
+    causal attention in zigzag.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: str, rows: str = "") -> None:

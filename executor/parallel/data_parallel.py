@@ -28,7 +28,7 @@ def apply_fsdp(
     precision: MixedPrecisionPolicy,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard each block, then [norm, output] as one unit, the embedding as one, and the root.
+    """Shard each block, the embedding, and [norm, output] together, each as a unit, and then the root with the rest.
 
     `mesh` has one axis (shards) or two (replicas, shards). With expert parallelism the experts are a separate unit on
     `expert_mesh`. Tied embeddings stay in the root's unit, since a parameter can belong to one unit only.

@@ -34,7 +34,7 @@ class OptimizerInBackward:
         self.seen: dict[str, Tensor] = {}
         self._local: dict[str, tuple[nn.Parameter, torch.optim.Optimizer]] = {}
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-        # A reference to the parameter from here would keep it and its states alive: gc cannot collect hooks.
+        # With a strong reference to this object, a hook would keep its parameter and states alive: gc cannot see hooks.
         update = weakref.WeakMethod(self._update)
 
         def hook(parameter: nn.Parameter, name: str) -> None:

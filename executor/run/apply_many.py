@@ -131,8 +131,8 @@ def _launch_batch(runs: list[Run], budget_s: float) -> tuple[bool, list[Run], li
     made = []
     for index, run in enumerate(runs):
         took = _seconds(run)
-        # The first run that did not finish is the one that ended the processes; starting them counts for the run
-        # before.
+        # The first run that did not finish is the one that ended the processes. Its time starts where the run before
+        # ended; only if there is none, it includes the start of the processes.
         own_s = done.seconds if began_at is None else max(0.0, ended_at - began_at)
         ended = replace(done, seconds=own_s) if took is None else _as_finished(done, took)
         over_at = float("inf") if took is None else (run.records / "rank0.jsonl").stat().st_mtime

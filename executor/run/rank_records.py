@@ -57,7 +57,7 @@ class RankRecords:
 
     @property
     def peak_memory(self) -> dict[str, int]:
-        """Return the largest value of each peak in bytes over timed steps, or over all steps if none was timed."""
+        """Return the largest value of each peak in bytes over timed steps, or over all records if none was timed."""
         peaks: dict[str, int] = {}
         for entry in self.of("step") or self.entries:
             for key, value in entry.items():

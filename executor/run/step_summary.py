@@ -56,7 +56,7 @@ def summarise_steps(request: Request, by_rank: Sequence[RankRecords]) -> JsonObj
 
 
 def _busiest_host(by_rank: Sequence[RankRecords]) -> JsonObject | None:
-    """Return the load record of the node with the most cores busy with other processes; None if there is no record."""
+    """Return the load record of the node with the largest share of its cores busy for others; None without records."""
     found = [entry for records in by_rank for entry in records.of("host")]
     return max(found, key=lambda one: (one["others"] + one["stolen"]) / one["cores"], default=None)
 

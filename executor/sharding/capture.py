@@ -37,7 +37,7 @@ class Captured:
     """The graph, the values of its constants by name, and how the module's results are arranged.
 
     `results` has for each leaf of `result_tree` its index among the graph's outputs, or a constant (None, a number).
-    `call` is the form of the call, and `modes` the training modes of the modules.
+    `call` is the form of the call, and `training` the mode of the module.
     """
 
     graph: CapturedGraph

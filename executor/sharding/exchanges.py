@@ -96,7 +96,7 @@ def _process_group(groups: Sequence[Sequence[int]], mesh: DeviceMesh | None, axe
 
 def group_of(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     """Return this rank's group over some axes of a mesh."""
-    names = [name for name in mesh.mesh_dim_names or () if name in axes]  # a sliced mesh has groups in its own order
+    names = [name for name in mesh.mesh_dim_names or () if name in axes]  # in the mesh's order, as slicing it requires
     if len(names) == 1:
         return mesh.get_group(names[0])
     part = mesh if len(names) == mesh.ndim else mesh[tuple(names)]
@@ -284,7 +284,7 @@ def run_overlapped(
     """Return the rank's piece of a product that overlaps with gathering its operand or summing its result, or of
     attention around a ring.
 
-    The mode must run on this device: on the CPU, modes that need copy engines run as one exchange and one product.
+    On the CPU, modes that need copy engines run as one exchange and one product instead.
     """
     if kernel.op == RING_ATTENTION:
         *tensors, causal = kernel.args

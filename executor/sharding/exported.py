@@ -42,7 +42,7 @@ from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks with some of the rows can add up theirs.
 _DECOMPOSED = get_decompositions([torch.ops.aten._native_batch_norm_legit_functional.default])  # noqa: SLF001
-_NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # deepcopy's errors for open files, locks and results of operators
+_NOT_COPIED = (TypeError, RuntimeError, copy.Error)  # by deepcopy: files, locks, operators' results, types that refuse
 _EXPERTS = (
     "a module whose control flow and sizes do not depend on values of tensors; for experts, instead of a loop that "
     "takes each one's tokens, tokens sorted by expert and torch.nn.functional.grouped_mm, or of transformers "

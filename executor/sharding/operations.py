@@ -83,13 +83,13 @@ def _only_computes(overload: Any) -> bool:
 
 
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-_WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # under their captured names
+_WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # captured without it only
 _CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"))
 
 
 def _patches(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A convolution whose windows do not overlap, computed as one product: cuDNN's kernels for it are many times
-    slower.
+    """A convolution whose windows adjoin without overlap or gaps, computed as one product: cuDNN's kernels for it are
+    many times slower.
     """
     window, images = weight.shape[2:], len(x)
     places = [size // width for size, width in zip(x.shape[2:], window, strict=True)]
@@ -134,7 +134,7 @@ def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
 
 
 def _repeat_interleave(context: Context, x: torch.Tensor, times: int, dim: int) -> torch.Tensor:
-    """Every element repeated, for this rank's part of the result."""
+    """Every element `times` times, or as many of these as this rank's piece of the result has."""
     before = x.shape[dim]
     return x.repeat_interleave(context.shape[dim] // before if before else times, dim)
 
@@ -250,11 +250,11 @@ def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scal
 
 
 def _laid_out(gradient: torch.Tensor, *, strides: tuple[int, ...]) -> torch.Tensor:
-    """A gradient with the strides of its result. torch 2.11 caches cuDNN's plans of the backward pass by the layouts of
-    queries, keys and values (aten/src/ATen/native/cudnn/MHA.cpp:
+    """A gradient with the strides of its result.
 
-    MHACacheKeyWrapper), so it would read a gradient with other strides as if it had those of the first one. Nothing is
-    copied if only the strides of dims of one element differ.
+    torch 2.11 caches cuDNN's plans of the backward pass by the layouts of queries, keys and values
+    (aten/src/ATen/native/cudnn/MHA.cpp: MHACacheKeyWrapper), so it would read a gradient with other strides as if it
+    had those of the first one. Nothing is copied if only the strides of dims of one element differ.
     """
     both = zip(gradient.shape, gradient.stride(), strides, strict=True)
     if all(size == 1 or ours == wanted for (size, ours, wanted) in both):

@@ -69,13 +69,11 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
 
 
 def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
-    """Compare the kernels that the plan uses in half precision; in wider types they were compared with the
-    whole plan.
-    """
+    """Compare the kernels that the plan uses in half precision; wider types are compared in the check of the plan."""
     dtype = DTYPES[request.runtime.activation_dtype]
     found = []
     method = cp_method(request.plan, request.runtime)
-    if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # runs the kernel of one rank
+    if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # all_to_all runs one rank's kernel
         found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype, method=method))
     if dtype.itemsize < 4 and request.model.moe is not None:
         autocast = autocast_type(request.plan, request.runtime) is not None

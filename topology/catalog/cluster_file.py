@@ -52,7 +52,7 @@ from topology.codec import JsonObject, convert, is_file, parse_json, read_json, 
 from topology.errors import BadCluster, BadInput
 from topology.units import GIB
 
-_JOINED = re.compile(r"[+,;&]|\band\b")  # of one cluster, whose nodes may have GPUs of different kinds
+_JOINED = re.compile(r"[+,;&]|\band\b")  # between kinds of nodes of one cluster, in a text that describes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ def _pairs(pairs: Sequence[tuple[float, ...]], node: Node, where: str) -> list[t
 
 
 def _slower(kind: GpuKind, share: float) -> GpuKind:
-    """Return the kind with compute rates multiplied by a share, as heat or a power limit lowers clocks."""
+    """Return the kind with compute rates multiplied by a share, as by heat or a power limit; memory keeps its rate."""
 
     def scaled(rates: dict[str, float]) -> dict[str, float]:
         return {dtype: rate * share for dtype, rate in rates.items()}

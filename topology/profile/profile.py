@@ -40,7 +40,7 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
 FASTEST_S = 1e-8
-# Most samples of one kind and most layers: all are fitted together, within seconds. A calibration measures some 700
+# Most samples of one kind, and most of layers: all are fitted together, within seconds. A calibration measures some 700
 # operators and 70 layers.
 MOST_SAMPLES, MOST_LAYER_RUNS = 20_000, 512
 # Layers at most this wide measure host time: nobody trains so narrow a model. Samples with several layers give the host

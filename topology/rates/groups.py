@@ -20,7 +20,7 @@ from topology.rates.partition import best_partition
 
 # NCCL takes 10 Gb/s for a port whose speed it cannot read: NVIDIA/nccl @5067397c src/graph/topo.cc.
 UNKNOWN_NIC_BYTES_PER_S = 10e9 / 8
-MAX_SCORED_EXACTLY = 2000  # sets of GPUs of one size that are compared, enough for all of a node with 12 GPUs
+MAX_SCORED_EXACTLY = 2000  # most sets of GPUs of one size that are scored exactly: all of a node with 12 GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +185,8 @@ def sibling_groups(rates: NodeRates, shape: GroupShape) -> tuple[tuple[int, ...]
 
 
 def gpu_order(rates: NodeRates, block: int, need: int) -> tuple[int, ...]:
-    """Return GPU positions so that each run of `block` is a group with fast links: at least `need` groups, more if they
-    fit.
+    """Return GPU positions so that each run of `block` is a group with fast links: at least `need` positions, more if
+    they fit.
 
     GPUs off the fabric come last, and only if `need` cannot be met without them.
     """

@@ -36,7 +36,7 @@ Edge = tuple[str, str]
 
 
 def gpu_kinds_of(cluster: Cluster, node: Node) -> dict[str, GpuKind]:
-    """Return the kind of each GPU, by its vertex."""
+    """Return the kind of each GPU of a node, by its vertex."""
     kinds = {kind.name: kind for kind in cluster.gpu_kinds}
     return {gpu.vertex: kinds[gpu.kind] for gpu in node.gpus}
 
