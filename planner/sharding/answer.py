@@ -110,7 +110,8 @@ def answer_request(
 
 def _ways_to_experts(request: Request) -> list[Request]:
     """Return the request's variants: with its graph unchanged, in which ranks compute the rows of their own experts
-    among those of all tokens, and with routed experts as operators to which tokens can be sent.
+    among those of all tokens, and with routed experts as operators to which tokens can be sent; or only the one for
+    which `routes` asks.
     """
     routed = request.graph
     if request.stages is None and request.routes != ALL_GATHER:

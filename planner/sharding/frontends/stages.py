@@ -156,7 +156,7 @@ def cut_by_time(
         )
     messages = {at: 2 * float(pricing.seconds("send_recv", (axis,), np.array([sent[at]]))[0]) for at in cuts}
     ends = [*cuts, len(operators)]
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages and end: (slowest time, its start)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages so far, and end: (slowest time, last start)
     for _ in range(count):
         found: dict[int, tuple[float, int]] = {}
         for end in ends:
