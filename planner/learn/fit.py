@@ -66,15 +66,15 @@ HOST_COSTS = (
     "ep_layer_s",
     "rest_s",
 )
-LEAST_BEHIND = 0.2  # least share of kernels in the runs that the fit of kernels starts from
+LEAST_BEHIND = 0.2  # share of the runs, the fastest compared with the description, that the first kernel factor is from
 # Share of a rank's usable memory above which its allocator flushes and retries; the step then says nothing of other
 # costs. The rest is communicators and fragments. Source: assumed.
 FULL = 0.9
-FEWEST = 3  # least runs with a time or a memory for a fit
+FEWEST = 3  # fewest runs with a time or a memory for a fit
 
 
 def unnamed(model: Model) -> Model:
-    """Return a model without its name; cases then get their own names."""
+    """Return a model without its name, since a case may name its model after itself."""
     return replace(model, name="", assumed=())
 
 
@@ -273,7 +273,7 @@ OCCURS: dict[str, Callable[[Case], bool]] = {
 
 
 def _occurring(usual: Answer, cases: Sequence[Case]) -> tuple[str, ...]:
-    """Return the costs that the steps of `cases` depend on."""
+    """Return the costs that the step of any of `cases` depends on."""
     return tuple(
         name
         for name, value in usual.items()
@@ -328,7 +328,8 @@ def _fit_steps(known: Runs, usual: Answer, memory: Fit, *, compiled: bool, start
     def missed(logs: Floats) -> Floats:
         return known.steps([answer(one) for one in logs], full, compiled=compiled)[:, timed]
 
-    # Hosts and collectives only add to kernels, so the runs with the smallest ratio show kernels best.
+    # Hosts and collectives only add to kernels, so the runs with the shortest steps relative to the prediction show
+    # kernels best.
     begin = dict.fromkeys(names, 0.0)
     free = timed & ~full
     if free.any():
@@ -380,7 +381,7 @@ def errors(runs: Sequence[Measured], found: Fit, *, compiled: bool) -> tuple[lis
 
 def left_out_errors(runs: Sequence[Measured], whole: Fit, like: str, *, compiled: bool) -> dict[str, float | None]:
     """Return mean absolute errors of runs whose group was left out of the fit: by model, else by number of GPUs, else
-    single runs.
+    by run.
     """
     keys = [run.group for run in runs]
     if len(set(keys)) < 2:

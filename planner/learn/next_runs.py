@@ -32,10 +32,10 @@ FARTHEST = 100.0  # distance of a candidate while there are no runs: beyond all 
 def ask_next(
     runs: Sequence[Measured], unmeasured: Sequence[Case], found: Fit, like: str, *, compiled: bool
 ) -> list[JsonObject]:
-    """Return the plans whose runs would narrow the fit most, best first, each with the uncertainty of its step; as many
-    as `ENOUGH` requires.
+    """Return the plans whose runs would narrow the fit most, best first, each with the uncertainty of its step.
 
-    Candidates are cases without a measurement if there are any, else neighbours of cases that were run.
+    As many as `runs` are fewer than `ENOUGH`, at least `LEAST`. Candidates are cases without a measurement if there are
+    any, else neighbours of cases that were run.
     """
     ran = [run.case for run in runs]
     candidates = _few([*(unmeasured or _neighbours(ran))])
@@ -63,7 +63,7 @@ def _distances(places: Floats) -> Floats:
 
 
 def _few(cases: list[Case]) -> list[Case]:
-    """Return some of many candidates, evenly over their list, since files are sorted by model and degree."""
+    """Return at most MOST_CANDIDATES, drawn by a hash of their names, since files are sorted by model and degree."""
     return sorted(cases, key=lambda case: codec.fingerprint(case.id))[:MOST_CANDIDATES]
 
 

@@ -35,7 +35,7 @@ class Solution:
 
 
 def solve(missed: Callable[[Floats], Floats], start: Floats, spreads: Floats, *, loss: Loss = "soft_l1") -> Solution:
-    """Return the parameters that minimise `missed`, each with a prior around 0 of its spread.
+    """Return the parameters that minimise `missed`, each held near 0 by a prior of the given spread.
 
     `missed` takes several sets of parameters, shape (sets, parameters), and returns residuals, shape (sets, residuals).
     A residual counts as its square near 0; far beyond 1 it counts linearly with soft L1, 2 (sqrt(1 + r^2) - 1), or

@@ -38,8 +38,8 @@ from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import BadInput, Infeasible, UserError
 
-_HIDDEN = 0.5  # shares of exchanges hidden behind products, in additional choices that are tried
-_MOST_TIGHTENED = 8  # choices tried until a program fits
+_HIDDEN = 0.5  # share of exchanges that products hide, in additional choices that are tried
+_MOST_TIGHTENED = 8  # most choices that are tried until a program fits
 _MAX_CUTS = 32  # programs with other stages that are simulated
 WHOLE = "whole"  # one exchange, after or before a product
 
@@ -110,7 +110,8 @@ def answer_request(
 
 def _ways_to_experts(request: Request) -> list[Request]:
     """Return the request's variants: with its graph unchanged, in which ranks compute the rows of their own experts
-    among those of all tokens, and with routed experts as operators to which tokens can be sent.
+    among those of all tokens, and with routed experts as operators to which tokens can be sent; or only the one for
+    which `routes` asks.
     """
     routed = request.graph
     if request.stages is None and request.routes != ALL_GATHER:
@@ -182,8 +183,8 @@ def _fitting(request: Request, captured: CapturedProblem, tried: _Tried, given: 
     Placements beyond those of the problem `given` are tried too; their bound is not one of all choices.
 
     The memory of a choice is counted at the beginning of the backward pass. At its peak a program may need more, for
-    gradients of activations and moved copies. Then choices with less memory are tried, in small steps, to find the
-    fastest that fits. The bound is that for the full limit.
+    gradients of activations and moved copies. Then choices with less memory are tried, at first with little less, to
+    find the fastest that fits. The bound is that for the full limit.
     """
     problem, closest = captured.problem, None
     limit = problem.memory

@@ -98,7 +98,7 @@ class Belief:
         mean, variance = float(self.mean[row]), float(self.covariance[row, row])
         sign, spread = (1.0 if above else -1.0), math.sqrt(max(variance, 1e-18))
         z = sign * (mean - log_limit) / spread
-        ratio = math.exp(-(z**2) / 2 - math.log(2 * math.pi) / 2 - log_ndtr(z))  # moments of the truncated Gaussian
+        ratio = math.exp(-(z**2) / 2 - math.log(2 * math.pi) / 2 - log_ndtr(z))  # for its truncated moments
         moved, shrunk = sign * spread * ratio, variance * (1 - ratio * (ratio + z))
         along = self.covariance[:, row] / max(variance, 1e-18)
         return Belief(

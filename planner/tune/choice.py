@@ -66,8 +66,8 @@ def choose(
 ) -> list[Chosen]:
     """Return the next plan to try, and those worth trying with the same start of processes; empty for none.
 
-    If trials are `counted`, and not only their seconds, a low cost is no reason for a trial. All but the first must end
-    within `left_s` seconds; the first is always made, since nothing would be known without it.
+    If trials are `counted`, and not only their seconds, a low cost is no reason for a trial. Trials must end within
+    `left_s` seconds, except the first of a tuning, without which nothing would be known.
     """
     least = 1.0 if counted else COMPANION
     rows = untried(candidates, beliefs, trials)

@@ -60,8 +60,8 @@ def tune(
 ) -> View:
     """Return the result; `trials` were made earlier (in a resumed tuning).
 
-    `record` is called with each trial as soon as it ends, `show` after every change. Raises KeyboardInterrupt when
-    interrupted, after recording the last trial.
+    `record` is called with each trial as soon as its result is known, `show` after every change. Raises
+    KeyboardInterrupt when interrupted, after recording the last trial.
     """
     made, began = list(trials), clock()
     while True:

@@ -29,7 +29,7 @@ from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
 
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
-# Least length of requests as a share of the stated lengths: if a row states random lengths, and otherwise. Requests of
+# Least length of requests as a share of the stated lengths: if a row states that share, and otherwise. Requests of
 # exactly one length would begin and end together for ever, unlike those of real clients.
 STATED, UNSAID = 0.8, 0.9
 EACH = 10  # requests per client if a row does not state how many were sent

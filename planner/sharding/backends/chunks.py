@@ -48,7 +48,7 @@ class Site:
     exchange: str
     move: TensorMove
     blocks: int
-    rows: int  # number of elements of a rank's piece that chunks divide
+    rows: int  # number of rows of a rank's piece, which chunks divide
     shared: bool = False
     kernels: bool = False
 

@@ -53,11 +53,11 @@ _NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices", 
 
 @dataclass(slots=True)
 class BackwardWriter:
-    """Writes the backward pass of the works in `out`. `gradients` has the finished ones, by buffer."""
+    """Writes the backward pass of the works in `out`. `gradients` has those found so far, by buffer."""
 
     out: Writer
     wanted: Mapping[str, Layout]  # buffers of inputs whose gradients are requested, with the final layout of each
-    gradients: dict[str, str] = field(default_factory=dict)  # the latest partial sum, by buffer
+    gradients: dict[str, str] = field(default_factory=dict)  # the sum so far, by buffer
     finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`, if a gradient reaches it
     _needed: set[str] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class BackwardWriter:
                 "no result depends on anything that a gradient is asked of", remedy="a parameter among inputs"
             )
         for name in outputs:
-            if name not in self._needed:  # rows by expert, an unchanged input: it needs no gradient
+            if name not in self._needed:  # expert numbers, or an unchanged input: its gradient is not used
                 seeds.append(self._part(name, whole=self._copied(name)))
                 continue
             seeds.append(self._contribution(name, whole=self._copied(name)))
@@ -217,8 +217,8 @@ class BackwardWriter:
         self._add_up(source, part)
 
     def _reduce(self, work: Work, exchange: Exchange) -> None:
-        """Write the reduction of a piece's gradient to the rank with the piece; the last one sums those of all
-        ranks.
+        """Write the reduction of a piece's gradient to the rank with the piece; the result of the last reduction has
+        the gradients of all ranks' pieces.
         """
         (source,), (target,) = work.reads, work.writes
         sums, left = self._reduced.pop(source, ("", self.out.mesh.size(exchange.axes)))

@@ -33,9 +33,9 @@ class ForwardWriter:
     plan: ShardingPlan
     statements: Mapping[str, Statement]
     out: Writer
-    # By result: products in this number of chunks.
+    # By result: products or attention in chunks, with the number of chunks or the name of the way.
     chunks: Mapping[str, tuple[Site | RingSite, int | str]] = field(default_factory=dict)
-    split: frozenset[str] = frozenset()  # inputs with a value for every micro batch
+    split: frozenset[str] = frozenset()  # inputs with a separate value for every micro batch
     micro_batches: int = 1
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)
     inputs: dict[str, str] = field(

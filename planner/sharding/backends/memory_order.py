@@ -33,7 +33,8 @@ from simulator.sharded.program import OVERLAPPED, RING_ATTENTION, Buffer, Exchan
 
 Order = tuple[int, ...]  # dims, outermost first; empty means the order of the dims
 Strides = tuple[int, ...]
-_MOST_GROUPS = 8  # equal exchanges that are tried with the order of dims and without, those that copy most first
+# Groups of exchanges alike, those that copy most, that are tried with their dim outermost and in the order of dims.
+_MOST_GROUPS = 8
 _CUT = (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 _ELEMENTS = frozenset(("bias", "cast", "clone", "rotary"))
 _ATTENTION = ("attention", RING_ATTENTION)
@@ -119,8 +120,8 @@ def strides_of(shape: Sequence[int], order: Order = ()) -> Strides:
 
 @cache
 def order_of(shape: Sequence[int], strides: Strides) -> Order:
-    """Return the order of dims by stride; dims of one element can be anywhere, and broadcast dims are sorted as in the
-    shape.
+    """Return the order of dims by stride; dims of one element can be anywhere. A tensor with broadcast dims has the
+    order of its dims.
     """
     wide = [dim for dim, size in enumerate(shape) if size > 1]
     if any(not strides[dim] for dim in wide):

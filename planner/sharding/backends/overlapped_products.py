@@ -76,7 +76,7 @@ class _Product:
         return self.site.move.steps[-1 if self.site.exchange == ALL_GATHER else 0]
 
     def in_chunks(self, count: int) -> None:
-        """Gather every chunk before it, or reduce it afterwards, at the same time as other chunks' products."""
+        """Gather every chunk before its product, or reduce it after that, during the products of other chunks."""
         site, name = self.site, self.step.option.result
         gathers = site.exchange == ALL_GATHER
         start = self.start if gathers else self.operands[site.operand]
@@ -160,7 +160,7 @@ class _Product:
         self._join(made, site.result, result, site.result_dim, 1)
 
     def by_reductions(self) -> None:
-        """Multiply the rows of every rank, and add all ranks' parts while the next ones are multiplied."""
+        """Multiply the rows of one rank after another, and add all parts on that rank during the next one's product."""
         site, after = self.site, self.exchange.after
         one = self.exchange.collectives[0]
         at = self.operands[site.operand]

@@ -126,7 +126,8 @@ class Recomputation:
 
 
 def _place_exchanges(out: list[Work], start: int, to: int | None) -> None:
-    """Let exchanges among the works from `start` on begin after the kernel before them, or before work `to` if given.
+    """Let exchanges among the works from `start` on begin after the kernel before them, and before work `to` if
+    it is given.
 
     Otherwise they would begin, and take their memory, as early as possible.
     """

@@ -43,7 +43,7 @@ from topology.units import GIB
 
 _LINEAR = "aten.linear.default"
 _PRODUCTS = frozenset((_LINEAR, "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
-_LONGEST = 2_000  # steps of a plan whose program is simulated repeatedly
+_LONGEST = 2_000  # most steps of a plan whose program is simulated repeatedly
 
 
 class TooLargeError(Infeasible):
@@ -65,10 +65,10 @@ class Written:
 
     program: RunnableProgram
     works: tuple[Work, ...]
-    chunks: Chunks = field(default_factory=dict)  # by result: products in this number of chunks
+    chunks: Chunks = field(default_factory=dict)  # by result: in how many chunks a product runs, or in which way
     again: frozenset[str] = frozenset()  # buffers that the backward pass recomputes
     peak_bytes: int = 0  # bytes of all buffers of a rank, including inputs and gradients
-    tried: Tried = field(default_factory=dict)  # of products that can overlap with their exchange: each mode's time
+    tried: Tried = field(default_factory=dict)  # by product that can overlap: the program's time in each way
     copied: Mapping[str, int] = field(default_factory=dict)  # by result of a kernel: bytes it copies for memory orders
 
 
@@ -96,8 +96,9 @@ def write_program(
     """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in
     `gradients`.
 
-    `chunks` gives the number of chunks of products by result (`chunks.py`). A gradient ends in the layout of its
-    tensor. With `memory` values that do not fit are recomputed. Raises Infeasible if the program cannot be run.
+    `chunks` gives by result the number of chunks of a product, or the way in which it runs (`chunks.py`). A gradient
+    ends in the layout of its tensor. With `memory` values that do not fit are recomputed. Raises Infeasible if the
+    program cannot be run.
     """
     problem = captured.problem
     out = _writer(problem)

@@ -51,7 +51,7 @@ class Work:
     chunk: tuple[str, int] = ("", 1)
     after: tuple[str, ...] = ()
     stage: int = 0
-    micro_batch: int = -1  # None for work that is done once for all of them
+    micro_batch: int = -1  # -1 for work that is done once for all micro batches
 
 
 def is_message(work: Work) -> bool:
@@ -175,7 +175,7 @@ def describe(
 
 
 def primitive(step: RedistributionStep, before: Layout, buffer: str, mesh: Mesh) -> Kernel | Exchange:
-    """Return the effect of a primitive on a rank's piece in `buffer`."""
+    """Return the kernel or exchange by which a primitive changes a rank's piece in `buffer`."""
     after = step.after
     reducer = step.collectives[0].reducer if step.collectives else ""
     if step.kind == PERMUTE:
@@ -225,8 +225,8 @@ def _added(less: DimSpec, more: DimSpec) -> tuple[int, tuple[str, ...]]:
 
 
 def permuted_from(before: Layout, after: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return by rank the rank that holds, before a permute, the piece that it holds afterwards. Raises Infeasible if
-    none is found.
+    """Return for each rank the rank that has, before a permute, the piece that the former has afterwards. Raises
+    Infeasible if none is found.
 
     A piece is identified by the indices of its mesh axes in every dim; pending sums stay where they are unless axes
     swap.

@@ -1,8 +1,9 @@
 """Names for the dims of a captured graph, and maps from names to mesh axes: one for parameters, one for compute.
 
 As in Haliax (`haliax.partitioning.fsdp(param_map, compute_map)`), a parameter is stored in the layout of the parameter
-map and used in that of the compute map; inputs and results of the computation have the layout of the compute map. FSDP
-is then
+map and used in that of the compute map; inputs and results of the computation have the layout of the compute map.
+
+FSDP is then
 
     axes       {"x": "batch seq embed", "*.weight": "out embed"}
     parameters {"embed": "data"}
@@ -26,8 +27,8 @@ UNNAMED = "_"
 
 
 def named_inputs(graph: CapturedGraph, axes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the dims of inputs. `axes` has them by name or pattern, of the tensor or of the module's
-    parameter.
+    """Return the names of the dims of inputs. `axes` has them by name or pattern, of the tensor in the graph or in
+    the module.
 
     The first pattern that matches is used; `_` leaves a dim without a name. Raises BadInput if the number of dims
     differs or a pattern matches nothing.

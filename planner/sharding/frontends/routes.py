@@ -34,7 +34,7 @@ class _OtherFormError(Exception):
 def with_routes(graph: CapturedGraph, kept: Collection[str], *, send: bool = False) -> CapturedGraph:
     """Return the graph with routed experts as single nodes; tensors in `kept`, which users name, stay in the graph.
 
-    With `send` tokens are sent to experts at any cost.
+    With `send` tokens are sent to experts even if that costs more.
     """
     for node in graph.nodes:
         if _is(node, "sort", "argsort") and node.index in {None, 1} and len(node.shape) == 1:

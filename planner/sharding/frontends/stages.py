@@ -6,7 +6,7 @@ that are not named are on the stage of the operator before them. Without `of`, t
 The graph is that of one micro batch. Every micro batch passes all stages, forward in order and backward in reverse
 order, and gradients of parameters are summed over micro batches. `schedule` is `gpipe`, all forward and then all
 backward (Huang et al., arXiv 1811.06965), or `1f1b`, in which a stage runs backward passes as early as possible and
-holds at most as many micro batches as stages follow it (Narayanan et al., arXiv 2104.04473, section 2.2).
+holds at most one micro batch more than there are later stages (Narayanan et al., arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def cut_by_time(
         )
     messages = {at: 2 * float(pricing.seconds("send_recv", (axis,), np.array([sent[at]]))[0]) for at in cuts}
     ends = [*cuts, len(operators)]
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages and end: (slowest time, its start)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # by stages so far, and end: (slowest time, last start)
     for _ in range(count):
         found: dict[int, tuple[float, int]] = {}
         for end in ends:

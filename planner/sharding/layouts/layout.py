@@ -88,7 +88,7 @@ class SplitMesh:
 
 
 def split_mesh(coarse: Mesh, split: Mapping[str, Mapping[str, int]]) -> SplitMesh:
-    """Return `coarse` with axes split into named parts. Raises BadInput if the product of the parts is not the axis."""
+    """Return `coarse` with axes split into named parts. Raises BadInput unless the parts multiply to its size."""
     for axis, parts in split.items():
         if axis not in coarse.names or not parts or prod(parts.values()) != coarse.size(axis):
             raise BadInput(
@@ -163,7 +163,7 @@ def local_size(size: int, spec: DimSpec, mesh: Mesh) -> int:
 
 
 def has_empty_pieces(size: int, spec: DimSpec, mesh: Mesh) -> bool:
-    """Return whether some ranks have no element of a dim: the last uneven pieces are smaller, or empty."""
+    """Return whether some ranks have no element of a dim: if pieces are uneven, the last ones are smaller, or empty."""
     for item in spec:
         ranks = 1 if isinstance(item, int) else mesh.size(item)
         size = size // item if isinstance(item, int) else size - (ranks - 1) * -(-size // ranks)

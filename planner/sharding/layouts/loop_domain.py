@@ -133,8 +133,8 @@ class LoopDomain:
         return self
 
     def swizzle(self, axis: int, device: str) -> LoopDomain:
-        """Let ranks along a mesh axis take turns at the pieces of a loop axis. Raises BadInput if that is not
-        possible.
+        """Let each rank along a mesh axis begin with its own piece of a loop axis and go around. Raises BadInput if
+        that is not possible.
         """
         at, device = self._at(axis), self._device(device)
         if at.device or at.uneven or at.extent != self.mesh.size(device):

@@ -212,7 +212,7 @@ class Redistributor:
                             )
 
     def _reductions(self, layout: Layout) -> Iterator[RedistributionStep]:
-        sums = {"sum", "mask"} if "sum" in dict(layout.pending).values() else set()  # also of a single rank's elements
+        sums = {"sum", "mask"} if "sum" in dict(layout.pending).values() else set()  # a sum also ends `mask`
         for reducer in dict.fromkeys("sum" if reducer in sums else reducer for _, reducer in layout.pending):
             axes = [axis for axis, how in layout.pending if how == reducer or (reducer == "sum" and how in sums)]
             for length in range(1, len(axes) + 1):

@@ -15,13 +15,14 @@ from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
 from simulator.kernels.roofline import Roofline
 
 Sizes = Mapping[str, NDArray[np.float64]]
-# Matrix products in the gradients of attention, relative to the two of the forward pass: scores again, the gradient of
-# the weights, and the three results, in one kernel (Dao, arXiv 2307.08691, algorithm 2). These five are divided evenly
-# among the three gradients.
+# Matrix products of [m, k] by [k, n] for each of the three gradients of attention. One kernel computes five: scores
+# again, the gradient of the weights, and the three results (Dao, arXiv 2307.08691, algorithm 2), divided evenly among
+# the gradients. The forward pass has two.
 _BACKWARD_PRODUCTS = ATTENTION_BACKWARD * 2 / 3
 # Attention to pieces of the keys, with statistics exchanged between ranks, takes several kernels: scores are computed
 # three times, and products, masks, exponentials and sums read and write them in float32
-# (`executor/sharding/merged.py`), 26 times forward and 21 times backward; below, backward is twice the forward's bytes.
+# (`executor/sharding/merged.py`), 26 times forward and 21 times backward. Below, the backward pass is counted as twice
+# the forward pass's bytes, so this is a third of both.
 _SCORE_PASSES = 47 / 3
 
 

@@ -51,7 +51,7 @@ class AxisFlow:
     sizes: dict[str, int]
     given: frozenset[str] = frozenset()
     unsharded: dict[str, str] = field(default_factory=dict)  # axis -> why
-    contradicted: set[str] = field(default_factory=set)  # of those: functions that read only a part of it, or its order
+    contradicted: set[str] = field(default_factory=set)  # of those: axes that are read in part, or in order
     merged: dict[str, str] = field(default_factory=dict)  # axis -> function
     positional: set[str] = field(default_factory=set)
     created: set[str] = field(default_factory=set)

@@ -206,7 +206,7 @@ def _capture_instance_norm(call: AtenCall) -> list[Statement]:
 
 
 def _capture_weight_norm(call: AtenCall) -> list[Statement]:
-    """`v * (g / |v|)`, a norm for every element of one dim, along which it passes."""
+    """`v * (g / |v|)`, a norm for every element of one dim; that dim passes."""
     v, g, dim = call.tensor(0), call.tensor(1), call.argument(2, 0)
     rank = len(call.shape(0))
     axes = axes_but(rank, [d for d in range(rank) if d != dim % rank])

@@ -98,8 +98,8 @@ class Phase:
     """One kernel of an operator that exchanges statistics, or the reduction of one.
 
     `reads` are operands or the names of earlier phases, `reduce` the reducer; the output of a kernel before its
-    reduction `waits` for that reduction. The last phase has no name: it writes the operator's result. `shape` and
-    `layout` are those of a phase's output.
+    reduction is pending the reducer in `waits`. The last phase has no name: it writes the operator's result. `shape`
+    and `layout` are those of a phase's output.
     """
 
     name: str = ""
@@ -143,7 +143,7 @@ class Op:
     several: bool = False  # it has several results
     rearranges: bool = False  # a rearrangement of one tensor's elements
     back: Callable[[str, View], str] | None = None  # for a view: the formula that takes a gradient back through it
-    partials: Partials | None = None  # from arguments and gradient to the arguments' gradients
+    partials: Partials | None = None  # for a pointwise function: the gradients of its arguments, from them and its own
     gradient: Gradient | None = None
     gradient_axes: Rule | None = None  # of `NAME_bwd(gradient, ...)`
     aten: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated, made
 from planner.sharding.ops.op import Op
 
-ROUTED = "routed"  # numbers of experts, tensors by expert, by token, others, operators, the result
+ROUTED = "routed"  # a node of expert numbers, tensors by expert, tensors by token, others, operators, the result
 SENT = "sent"  # the same, with tokens always sent to their experts
 ROUTED_OF, SENT_OF = f"{ROUTED}_of(", f"{SENT}_of("  # prefix of their formulas
 
@@ -33,7 +33,7 @@ def _capture(call: AtenCall) -> list[Statement]:
 
 
 def _whole(number: int, rank: int, first: str) -> list[str]:
-    """Return the axes of operand `number`: the `first` may be sharded, the others are needed whole."""
+    """Return the axes of operand `number`: axis `first` may be sharded, the others are needed whole."""
     axes = [f"x{number}{LETTERS[d]}^" for d in range(rank)]
     return [first, *axes[1:]] if first else axes
 

@@ -1,6 +1,6 @@
 """The solver's answer: the sharded graph in program order, operators and the redistributions before and after them.
 
-Back ends only read a `ShardingPlan`:
+Back ends need nothing but a `ShardingPlan`:
 
     plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending
       (`layouts.layout.Layout`)

@@ -266,8 +266,8 @@ def _shard_as_results(
 
 
 def finished_outputs(problem: ShardingProblem, kept: Sequence[Sequence[ShardingOption]]) -> dict[str, Layout]:
-    """Return the layouts of unpinned outputs that need operands whose sums are pending: those of the operands after an
-    all-reduce. An output that can be a pending sum itself stays one.
+    """Return the layouts of unpinned outputs that need finished sums of pending operands: those that follow from the
+    operands after an all-reduce. An output that can be a pending sum itself stays one.
     """
     layouts, found = dict(problem.input_layouts), dict[str, Layout]()
     for operator, options in zip(problem.operators, kept, strict=True):

@@ -26,7 +26,7 @@ from planner.sharding.solver.sparse_rows import Integers, Numbers, SparseRows
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import Infeasible
 
-Pairs = tuple[str, int, int, int]  # key of redistributions: passing, result or use; class of tensors; consumer
+Pairs = tuple[str, int, int, int]  # redistributions: passing, result or use; class of tensors; class and operand
 MAX_VARIABLES = 400_000
 EXACT_BITS = 48  # costs beyond 2**48 units are rounded, since solvers compute in doubles
 

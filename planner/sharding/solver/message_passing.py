@@ -326,7 +326,7 @@ class MessagePassing:
         return found
 
     def _left_of_pairs(self) -> dict[Pairs, Numbers]:
-        """Return by edge the remaining costs of pairs and of the later node's labels."""
+        """Return by edge what remains of each pair's cost together with that of the later node's label."""
         found = {}
         for edge in self.edges:
             later = edge.ends[1]

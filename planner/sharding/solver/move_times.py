@@ -39,7 +39,7 @@ class _LayoutGraph:
     layouts: list[Layout] = field(default_factory=list)
     expanded: int = 0
     edges: list[tuple[int, int, int, float]] = field(default_factory=list)  # source, target, primitive, share of bytes
-    # kind, mesh axes, number, and whether rows are gathered or scattered
+    # kind, mesh axes, how many run, and whether rows are gathered or scattered
     primitives: dict[tuple[str, tuple[str, ...], int, bool], int] = field(default_factory=dict)
     _sliced: dict[Layout, float] = field(default_factory=dict)
 

@@ -51,8 +51,8 @@ class Pricing(Protocol):
     def collectives(
         self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
     ) -> Cost:
-        """Return the cost of collectives, and of local slices of `sliced_bytes`; with `duals` including the backward
-        pass.
+        """Return the cost of collectives, and of local slices whose results have `sliced_bytes`; with `duals` including
+        the backward pass.
         """
 
     def operators(

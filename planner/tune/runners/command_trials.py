@@ -1,8 +1,7 @@
-"""Trials by any training command:
+"""Trials by any training command: `{config}` is replaced by the plan's export, and steps are read from its output.
 
-`{config}` is replaced by the plan's export, and steps are read from its output. The command is a list of words, without
-a shell. It and all its processes are ended after enough steps or when its time is over. The cause of a failure is read
-from its output.
+The command is a list of words, without a shell. It and all its processes are ended after enough steps or when its time
+is over. The cause of a failure is read from its output.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class JobTrials(StartedTrials):
                 return
 
     def left_over(self, starts: Sequence[TrialStart], candidates: Sequence[Candidate]) -> Iterator[Trial]:
-        """Yield submitted trials whose process was killed: they are followed, not repeated."""
+        """Yield trials that a killed process of the tuning had submitted: they are followed, not repeated."""
         by_key = {one.key: one for one in candidates}
         begun = []
         for start in {one.key: one for one in starts}.values():

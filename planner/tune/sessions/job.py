@@ -57,7 +57,7 @@ class TuneJob:
         if self.launcher == "slurm":
             return self._slurm(directory)
         made = ON_KUBERNETES[self.launcher](job, self._command())
-        return replace(made, advice=(*made.advice[:-1], self._after()))  # it saves no run
+        return replace(made, advice=(*made.advice[:-1], self._after()))  # it leaves no run to save
 
     @property
     def _gpus(self) -> int:

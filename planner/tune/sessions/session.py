@@ -28,7 +28,7 @@ from topology.health.diagnose import Health, diagnose
 from topology.probe.from_machine import probe_machine
 
 MOST_BEGUN = 2  # times that a trial of a plan may begin without an end before the plan is taken as the cause
-MOST_RESTARTS = 4  # preemptions of a job by its scheduler, each of which ended a trial for reasons other than its plan
+MOST_RESTARTS = 4  # restarts of a job by its scheduler, each of which ended a trial for reasons other than its plan
 RESTARTS = "SLURM_RESTART_COUNT"
 
 Tell = Callable[[str], None]
