@@ -82,8 +82,8 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
     there_is = f"{gib_text(limit_gib * GIB)} GiB available to a rank"
     capacity_rule = alt.Chart(table([{"limit": limit_gib, "text": there_is}]))
     limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y=alt.Y("limit:Q"))
-    label = capacity_rule.mark_text(align="left", dy=-7, color=p.quiet, fontSize=11).encode(
-        y=alt.Y("limit:Q"), x=alt.value(6), text=alt.Text("text:N")
+    label = capacity_rule.mark_text(align="right", dx=-6, dy=-7, color=p.quiet, fontSize=11).encode(
+        y=alt.Y("limit:Q"), x=alt.value("width"), text=alt.Text("text:N")
     )
     return finished(alt.layer(line, limit, label, points, numbers, ring), dark, height=380)
 

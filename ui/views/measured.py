@@ -120,7 +120,7 @@ _GROUPS: dict[str, Callable[[RunSummary], str]] = {
     "plan": lambda run: run.plan,
 }
 _RUNS = {
-    "ended": st.column_config.TextColumn(width=130),
+    "ended": st.column_config.TextColumn(width=170),
     "step": st.column_config.NumberColumn("step error, %", format="%+.1f"),
     "memory": st.column_config.NumberColumn("memory error, %", format="%+.1f"),
 }
