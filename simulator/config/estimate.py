@@ -55,8 +55,8 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
 
 
 def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -> float:
-    """Return the largest prediction in bytes for which a plan fits `capacity` with probability `sure` (SURE or
-    RATHER_SURE).
+    """Return the largest prediction in bytes for which a plan fits `capacity` with a `probability` of SURE or
+    RATHER_SURE.
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
