@@ -34,7 +34,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
-# What is found once of ranks and follows from the recompute modes of their layers.
+# Cached properties of `RankMemory` that depend on the recompute modes of layers.
 FROM_MODE = ("again", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
