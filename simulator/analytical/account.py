@@ -246,9 +246,9 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
 
 
 class PipelinePlans:
-    """Plans through one pipeline whose steps have the same operations, or repeat the same micro batches. With
-    `assigned`, the layers and modes of their stages may differ. They are walked through one table, or through two where
-    micro batches repeat.
+    """Plans through one pipeline whose steps have the same operations; plans with more micro batches repeat those of
+    the others. With `assigned`, the layers and modes of their stages may differ. They are walked through one table, or
+    through two where micro batches repeat.
     """
 
     def __init__(self, inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> None:

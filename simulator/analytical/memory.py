@@ -94,7 +94,7 @@ def memory_columns(
 
 
 def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
-    """Return the same of ranks that are described."""
+    """Return the least peak memory of the pipeline ranks that `ranks` describes."""
     context, layout = ranks.context, ranks.layout
     peak, reserved = least_bytes(ranks)
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
@@ -198,8 +198,8 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
 
 
 def _whole(held: Floats, alone: NDArray[np.bool_]) -> Floats:
-    """Return for how many micro batches a rank holds all its activations; with several stages, those in flight may
-    differ by stage.
+    """Return for how many of the `held` micro batches in flight a rank surely keeps everything. With several stages
+    only one is sure, since a micro batch may be in flight on some of them only.
     """
     return np.where(alone, held, held >= 1)
 

@@ -34,7 +34,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
-# What is found once of ranks and follows from the recompute modes of their layers.
+# Cached properties of `RankMemory` that depend on the recompute modes of layers.
 FROM_MODE = ("again", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
@@ -182,8 +182,8 @@ class RankMemory:
 
     @cached_property
     def stage_ends(self) -> Floats:
-        """Parameters that stay gathered at the start of a backward pass, besides those of the unit that computes: a
-        stage keeps its last unit, which its backward pass needs first.
+        """Bytes that stay gathered when the first micro batch begins its backward pass, besides the unit that computes:
+        each further stage keeps its last unit, which its backward pass needs first.
         """
         table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
         smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
@@ -345,7 +345,7 @@ class RankMemory:
 
     @cached_property
     def kept_gradients(self) -> Floats:
-        """Gradients of the inputs of frozen layers that stay until the backward pass ends; the first layer has none."""
+        """Bytes of the gradients of frozen layers' inputs that stay until the backward pass ends, but the first's."""
         again = sum(
             (np.add(*counts) for mode, counts in self.layout.by_mode.items() if self.spec.recompute[mode].recomputes),
             np.zeros_like(self.shared),

@@ -37,7 +37,7 @@ class PassClocks:
     kernels_s: Floats
     host_s: Floats
     waits_s: Floats  # from the device's start until the host goes on, where the host waits for the device
-    slack_s: Floats  # by how much the device ends later where the host comes last
+    slack_s: Floats  # where the host comes last, the device ends this much later than `device_s` after the host's clock
     lead_s: Floats
     drain_s: Floats
     sent_s: Floats  # seconds of its collectives on the stream of shards

@@ -178,7 +178,7 @@ class _LeastPasses:
         return _LeastPass(total, first, shards, replicas)
 
     def _busy_s(self, unit: Unit, kind: PassKind) -> tuple[UnitTraffic, Floats, Floats]:
-        """Return the traffic of a unit, what its kernels take, and with the copies of its gradients behind them."""
+        """Return (a unit's traffic, seconds of its pass, seconds of its pass and the copies of its gradients)."""
         key = unit.block, unit.wrapped, id(unit.words), kind.action, kind.first, kind.last, kind.paired
         if key not in self._busy:
             traffic = self.units_s[unit.block]

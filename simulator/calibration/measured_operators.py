@@ -134,7 +134,7 @@ class MeasuredOperators:
 
 def _unique(*columns: Floats | float) -> tuple[tuple[int, ...], Floats, Any]:
     """Return (broadcast shape of the columns, distinct rows, index of each entry's row); values are rounded to three
-    digits.
+    decimals.
     """
     arrays = np.broadcast_arrays(*(np.asarray(column, dtype=np.float64) for column in columns))
     stacked = np.round(np.stack([array.ravel() for array in arrays], axis=1), 3)

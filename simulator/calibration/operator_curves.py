@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 SMOOTHING_DOUBLINGS = 0.7
 PRIOR_SAMPLES = 0.3
 
-# Smaller effects in measured products, which matter where a time is known to a few percent.
+# Further tiles that measured products show, which matter where a time is known to a few percent.
 FITTED_TILES = (*TILES, (192.0, 128.0, 0.96), (128.0, 192.0, 0.96))
 
 
@@ -80,7 +80,7 @@ class MatmulCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCurve:
-    """One head width and direction: a rate, half reached at `ramp` blocks of queries times heads."""
+    """One head width and direction: a rate, of which half is reached at `ramp_s` keys."""
 
     flops: float
     ramp_s: float

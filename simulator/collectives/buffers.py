@@ -56,7 +56,7 @@ def communicator_bytes(groups: GroupTimes) -> Floats:
 
 
 def _bytes(groups: GroupTimes, shape: GroupShape, *, rings: int = 0, peers: bool = False) -> float:
-    """Return the bytes of one group's connections: rings, trees, or every peer of the group."""
+    """Return the bytes of one group's connections: those of `rings` rings or trees, or those to all `peers`."""
     if shape.ranks <= 1:
         return 0.0
     if peers:

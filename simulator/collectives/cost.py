@@ -178,7 +178,7 @@ class CollectiveModel:
 
     def loads(self, op: str, sizes: Floats, shape: GroupShape) -> Floats:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), shape (2, sizes), as
-        `choose_many` runs it; sizes in one row, each of which is found once. Nothing where nothing joins the ranks.
+        `choose_many` runs it; sizes in one row, each of which is cached. Zero where the ranks are not connected.
         """
         known = self._loads.setdefault((op, shape), {})
         asked = sizes.tolist()

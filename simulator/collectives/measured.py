@@ -4,7 +4,7 @@ A straight line in log-log between two measured sizes is wrong where the protoco
 model knows these sizes, so the *ratio* measured / model is interpolated in log-log, which bends the model through the
 samples. A time cannot decrease with size inside a region, so it is kept between its neighbours.
 
-Outside the measured range the ratio of the last sample fades by half for every factor of 64 in size, as latency says
+Outside the measured range the ratio at the nearer end fades by half for every factor of 64 in size, as latency says
 nothing of bandwidth. Other group sizes and operations get half of the ratio for each step away, since part of an error
 belongs to the machine (a slow host, a link at half rate) and part to the curve.
 """
@@ -34,7 +34,7 @@ NOISE = 0.033  # two runs of one point differ by 3.3 % in the median (public tab
 # Beyond the measured range a correction is halved for every such factor in size. Source: assumed.
 FADE = 64.0
 DEVICE_ALONE = (LaunchMode.GRAPH, LaunchMode.QUEUED)
-# A size counts as measured when a sample lies within this factor on both sides. Source: assumed.
+# Factor by which a size may lie below the smallest or above the largest sample and count as measured. Source: assumed.
 REACH_BYTES = 4.0
 
 

@@ -226,7 +226,7 @@ class _Table:
         ]
         if not rows:
             raise _SkipTableError("no row says how many bytes it moved")
-        # For one node: the bandwidths of rows that do not give a time.
+        # Bus bandwidth over bytes per second, for rows that give no time; those of one node print it instead.
         factor = steps_and_share(op, gpus)[1] if op not in {"send_recv", "broadcast"} else 1.0
         return _Table(
             machine=str(table.get("machine", "")),

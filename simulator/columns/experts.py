@@ -30,9 +30,9 @@ def expert_split(given: PlanColumns, default: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRanks:
-    """How ranks share experts, one array per field: `tp` ranks of tensor parallelism, each with other tokens where
+    """How ranks share experts, as columns of plans: `tp` ranks of tensor parallelism, each with other tokens where
     `apart`; `ep` ranks among which the experts are divided; `etp` ranks that split each expert; the `capacity` of an
-    expert over its mean load, 0 without a limit. Where it `pads`, an expert always computes its full capacity. `domain`
+    expert over its mean load, 0 without a limit. With `pads`, an expert always computes its full capacity. `domain`
     ranks reach each other without a network.
     """
 

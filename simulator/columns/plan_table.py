@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTable(PlanColumns):
     """Columns of one length: those of the plans, their sizes as floats by name (`table["tp"]`), micro batches, and the
-    number of ranks that shard each kind of state. `schedule` is 1F1B where a plan names none.
+    number of ranks that shard each kind of state. `schedule` is the default where a plan with a pipeline names none.
 
     `columns["etp"]` is how many ranks split each expert, the runtime's default where a plan states none.
     `plans`, if given, are the same rows as objects, for what columns do not have: layers and recomputation by stage.

@@ -55,8 +55,8 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
 
 
 def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -> float:
-    """Return the largest prediction in bytes for which a plan fits `capacity` with probability `sure` (SURE or
-    RATHER_SURE).
+    """Return the largest prediction in bytes for which a plan fits `capacity` with a `probability` of SURE or
+    RATHER_SURE.
 
     `high_factor` times a prediction is the upper end of its 80% range.
     """
@@ -71,7 +71,7 @@ class MemoryEstimate:
     `fits` compares the predicted values; `fit` also uses the 80 % range of reserved memory, which has the same relative
     width as that of the allocated peak. NCCL uses `communicator_bytes` of the capacity once its groups communicate. An
     allocator that needs more than the rest returns cached memory and retries, `retries_per_step` times; such a plan may
-    run but never surely fits. `headroom_bytes` is what both leave free, negative where bytes are missing.
+    run but never surely fits. `headroom_bytes` is what allocator and NCCL leave free, negative where bytes are missing.
     `fragmentation` is the share of reserved memory that was not allocated at the peak. `host_bytes` is the most host
     memory that a rank's offloaded state takes; the node has `host_capacity_bytes` per GPU, where known. `paged_bytes`
     of optimizer state move between GPU and host as memory allows, which takes `paging_s` of a step.

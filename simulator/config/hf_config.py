@@ -407,7 +407,7 @@ def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
 def _stretched(reader: ConfigReader) -> int:
     """Return the positions that a scaled rotary embedding reaches: the factor times the number it was trained with.
 
-    For Llama 3.1's kind, and where no original number is given, this is `max_position_embeddings`.
+    0 for Llama 3.1's kind and where no original number is given: there `max_position_embeddings` includes the factor.
     """
     scaling = reader.config.get("rope_scaling") or reader.config.get("rope_parameters")
     kinds = ("yarn", "linear", "dynamic")

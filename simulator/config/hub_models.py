@@ -21,7 +21,7 @@ _CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")  # a folder of huggin
 ON_THE_HUB = re.compile(r"([\w.-]{1,60}/[\w.-]{1,96})(?:@([\w.-]{1,64}))?", re.ASCII)
 _SITE = re.compile(r"^(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 _SUFFIX = re.compile(r"-(it|pt|instruct|base|chat|hf)$")
-_MOST_WORDS = 3  # endings of names that say how a copy is quantised: "-unsloth-bnb-4bit"
+_MOST_WORDS = 3  # most endings of a name that say how a copy is quantised: "-unsloth-bnb-4bit" has three
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,9 @@ def _by_letters() -> dict[str, str]:
 
 
 def name_of_file(path: Path, config: Any) -> str:
-    """Return the name of a file's model: its name on the Hub for a file in the cache of huggingface_hub, else the name
-    in the file, else its kind and size if no folder was given, else the folder.
+    """Return the name of a file's model. For a config.json this is its name on the Hub if the file is in the cache of
+    huggingface_hub. Else, if no folder was given, it is the name in the file, or its kind and size. Else it is the
+    folder.
     """
     if path.name != "config.json":
         return path.stem

@@ -130,7 +130,7 @@ class Model:
     mlp_bias: bool = False
     head_bias: bool = False
     latent: LatentAttention | None = None
-    attention_gate: bool = False  # attention's output is gated, by as many columns as queries have (qwen3-next)
+    attention_gate: bool = False  # a gate on attention's output, from as many more columns as queries have (qwen3-next)
     linear: LinearAttention | None = None  # layers that have linear attention in the place of softmax attention
     moe: MixtureOfExperts | None = None
     sliding_window: int = 0
@@ -406,7 +406,9 @@ def causal_keys(seq_len: float, window: int = 0) -> float:
 
 
 def evenly(number: int, layers: int) -> tuple[int, ...]:
-    """Return `count` layers spread evenly, the first layer first: every other one, or five of six, as in Gemma."""
+    """Return the indices of `number` layers spread evenly over all, from the first on: every other one, or five of six,
+    as in Gemma.
+    """
     return tuple(i for i in range(layers) if -(-(i + 1) * number // layers) > -(-i * number // layers))
 
 

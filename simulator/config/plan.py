@@ -232,7 +232,7 @@ class Plan:
 
 # Every field of a plan, by name and in the order of `Plan`.
 PLAN_FIELDS: Mapping[str, PlanField] = fields_of(Plan)
-# Degrees, stages per rank and the micro batch: whole numbers that every plan has, whose product is bounded.
+# Degrees, stages per rank and the micro batch: whole numbers that every plan has, and that multiply.
 SIZES = tuple(name for name, known in PLAN_FIELDS.items() if known.kind is Kind.COUNT and not known.optional)
 
 

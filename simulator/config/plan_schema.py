@@ -95,7 +95,7 @@ def entry(default: Any, words: str = "", **known: Any) -> Any:
 
 
 def degree(words: str, **known: Any) -> Any:
-    """Return a field with default 1 whose value is at most the number of GPUs."""
+    """Return a field with default 1 whose value is from 1 to `MAX_GPUS`."""
     return entry(1, words, least=1, most=MAX_GPUS, **known)
 
 

@@ -52,7 +52,7 @@ FUSED_KERNELS = {
     "unsloth": ("layers", "loss", "adapters"),
 }
 
-DEFAULT_RUNTIME = "torchtitan"  # for a source that names no kernel
+DEFAULT_RUNTIME = "torchtitan"  # where no runtime is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

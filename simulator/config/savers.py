@@ -1,4 +1,4 @@
-"""Memory savers: options of a run that reduce memory without changing the step's result.
+"""Memory savers: options of a run that reduce the memory of the same training step.
 
 `chunked_loss` computes head and loss for a piece of the tokens at a time (torchtune's LinearCrossEntropyLoss, TRL's
 chunked_nll, torchtitan's ChunkedLossWrapper); `fused_linear_loss` in kernels that give the gradients of tokens and head

@@ -387,7 +387,7 @@ class _Queue:
     def take(self) -> _Op:
         op = self.items.popleft()
         if isinstance(op.instruction, Launch):
-            # A remainder of a sum of whole numbers is zero.
+            # An empty queue holds exactly none, whatever rounding has left of the sum.
             self.launches = self.launches - op.cost.launches if self.items else 0.0
             if self._full is not None:
                 self._full.succeed()

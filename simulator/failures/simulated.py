@@ -10,7 +10,7 @@ import simpy
 from simulator.failures.goodput import Failures
 
 HISTORIES = 60
-MOST_FAILURES = 20_000  # events of all simulated runs together: about a second of simulation
+MOST_FAILURES = 20_000  # failures in all simulated runs together: about a second of simulation
 
 
 class _Run:

@@ -58,7 +58,7 @@ STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
-LEAST_S = 0.1e-3  # stands for a described cost of zero, which has no logarithm
+LEAST_S = 0.1e-3  # stands for any smaller described cost, since zero has no logarithm
 # Error of any cost in addition to its spread, since a described cost near zero says little (assumed).
 UNSURE_S = 0.35e-3
 LEVEL = 3.0  # multiple of the described costs at which every narrow run waits for its host
@@ -190,8 +190,8 @@ def as_host_fields(costs: Mapping[str, float]) -> Costs:
 
 
 def fit_hosts(groups: Sequence[HostRuns], alone: HostAlone | None = None) -> HostFit:
-    """Return the costs of every group's runtime and the speed of their common host. `alone` has measurements on its
-    CPU, from which the fit starts.
+    """Return the costs of every group's runtime and the speed of their common host. Measurements on its CPU, `alone`,
+    replace the descriptions around which costs and speed are fitted.
     """
     if not groups:
         return HostFit(speed=1.0 if alone is None else alone.speed, costs=[])

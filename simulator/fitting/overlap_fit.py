@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simulator.overlap.modes import OverlapRates, Parts, mode_s
 
 SPAN = 4.0  # largest factor by which a rate may leave its start; beyond it the rate would mean something else
-HELD = 0.01  # relative error that a change by e counts as: a rate without samples stays at its start
+HELD = 0.01  # relative error that a change by a factor of e counts as: a rate without samples stays at its start
 OUTLIER = 0.02  # relative error beyond which a time is treated as an outlier
 RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
 

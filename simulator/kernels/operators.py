@@ -3,10 +3,10 @@
     matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
-    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks, "pass_back"
-    sends
+    collective = "all_gather", tensor = "t h", over = "tp"
+                                        a collective; "ring" passes a tensor's shards round its ranks, "pass_back" sends
                                         a gradient to the next rank in the backward pass
-    waits = true the host reads a value from the device, and waits for it
+    waits = true                        the host reads a value from the device, and waits for it
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
 numbers or columns of a plan table, so the same description costs one plan or ten thousand.
@@ -56,8 +56,9 @@ class OperatorSpec:
     `backward_allocates` those of its backward pass, none if it overwrites the incoming gradient. A product whose weight
     is `packed` reads a copy of it (its `reads`), which a `transient` operator makes and which is freed after the
     product; products of an `adapter` come in addition to those of the model. `replayed`: a CUDA graph launches it
-    together with what precedes it. For each expert but the first the host issues `by_expert` more launches; kernels
-    that run `one_by_one` run once per expert. A product with `again` is first computed again in its backward pass.
+    together with the operator before it. For each expert but the first the host issues `by_expert` more launches;
+    kernels that run `one_by_one` run once per expert. A product with `again` is first computed again in its backward
+    pass.
     """
 
     name: str

@@ -84,7 +84,7 @@ TILES = tuple(
 )
 # Without tensor cores an operand is reused more often before it is loaded again. Source: assumed.
 SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
-SIMT_RAMP_K = 32.0  # four of eight loads in flight before the first product
+SIMT_RAMP_K = 32.0  # elements along k: four loads of eight elements each are in flight before the first product
 # A product with few tiles can be split along k and the partial results added; each halving costs 7 %. Source: the same
 # products, which 4 to 7 % describe equally well.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
@@ -103,10 +103,10 @@ GROUPED_TILE = 256.0
 # alike.
 ALIGNED = 8.0
 UNALIGNED = 0.045
-# Clipping and updating one parameter: the bytes counted for it in float32, and its arithmetic in float32 operations.
-# Source: both for 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element on H200 and 0.0089 to
-# 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of examples/validation/fresh.jsonl:
-# `multi_tensor_apply`).
+# Clipping and updating one parameter: the bytes counted for it in float32, and the number of float32 operations that
+# take as long as its arithmetic. Source: both for 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an
+# element on H200 and 0.0089 to 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of
+# examples/validation/fresh.jsonl: `multi_tensor_apply`).
 UPDATE_BYTES = 40.0
 UPDATE_FLOPS = 560.0
 # Sources of a kernel's time, best first.
