@@ -8,7 +8,7 @@ from typing import Any
 
 from ui.charts.look import words
 
-OTHER_FRAMEWORK, OTHER_GPU = 4.0, 3.0  # maximum distance in doublings of GPUs or parameters
+OTHER_FRAMEWORK, OTHER_GPU = 4.0, 3.0  # each counts as this many doublings of GPUs or parameters
 
 
 def nearest(

@@ -37,7 +37,7 @@ class KvHeads(StrEnum):
 
     DIVIDE = "divide"  # refused
     REPLICATE = "replicate"  # copies heads; the degree must be a multiple of their number
-    SLOW = "slow"  # accepts it, but does not divide attention
+    SLOW = "slow"  # accepts it, but attention gains nothing from more ranks than key/value heads
 
 
 class ExpertGrid(StrEnum):
@@ -77,9 +77,9 @@ class Framework:
     ep_overlap_versions: tuple[str, ...] = ()  # versions that have these; empty: all
     cp_methods: tuple[str, ...] = ()  # methods of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # uses torch.distributed.pipelining, with its checks
-    undescribed_recomputes: tuple[str, ...] = ()  # if no description in `simulator.runtimes` has its name
+    undescribed_recomputes: tuple[str, ...] = ()  # its recompute modes, if `simulator.runtimes` does not describe it
     any_recompute: bool = False  # other recompute words are passed on to the runtime
-    default_recompute: str = "none"  # the schedule of a run that states none
+    default_recompute: str = "none"  # the recompute mode of a run that states none
     fsdp_needs: str = ""  # the option that turns dp_shard, or a ZeRO stage above 1, into FSDP
     interleaves_by_rank: bool = False  # interleaved schedules require a multiple of pp micro batches
     sequence_over_tensor: bool = False  # a sequence must divide by 2 x cp x tp, with or without sequence parallelism
@@ -93,7 +93,7 @@ class Framework:
     repeats_keys: bool = False  # even over more ranks than there are key/value heads
     zero_pipeline: bool = True  # supports ZeRO-2 and 3 with pipeline parallelism
     one_axis: bool = False  # allows one of tp, cp and ep, and pipelines with tp only
-    ddp_alone: bool = False  # plain replication excludes all other parallelism
+    ddp_alone: bool = False  # plain replication (dp_replicate alone) excludes tp and pp
     overlap_needs_compile: bool = False
     overlap_needs_eager: bool = False
     parameter_offload: bool = False  # parameters, gradients and optimizer state may be kept in host memory
@@ -135,7 +135,7 @@ class Framework:
 
     @property
     def tools(self) -> ToolsSpec:
-        """The program that runs its plans: target of exports, and source of logs."""
+        """Our tools for its plans: what runs them, the target of exports, and the format of logs."""
         return ToolsSpec() if self.costed_as else runtime_spec(self.name).tools
 
     @property
@@ -146,7 +146,7 @@ class Framework:
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """The recompute modes in its description; the last one saves least."""
+        """The recompute modes in its description; the last one keeps least in memory."""
         if self.undescribed_recomputes:
             return self.undescribed_recomputes
         return tuple(word for word in LEANER if word in runtime_spec(self.name).recompute)
@@ -291,8 +291,8 @@ DEEPSPEED = Framework(
     parameter_offload=True,  # offload_param, with ZeRO-3
     optimizer_offload_stages=(1, 2, 3),  # offload_optimizer
     # AutoTP has groups of its own, Ulysses a mesh of data and sequence ranks that must fill the world, and AutoEP is
-    # compatible with neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A
-    # PipelineModule's topology supports only layers that are tensor-parallel by themselves.
+    # compatible with neither (module_inject/auto_ep_folding.py, and Transformers' plans for experts). Besides data and
+    # pipeline ranks, a PipelineModule's topology has ranks only for layers that are tensor-parallel by themselves.
     one_axis=True,
     adapters=KINDS,  # by peft
     packed_bases=("nf4", "gptq"),

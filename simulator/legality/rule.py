@@ -138,7 +138,7 @@ class Rule:
     broken: Callable[[PlanColumns, RuleFacts], Mask]
     say: Callable[[Plan, RuleFacts], tuple[str, str, tuple[int, ...]]]
     applies: Callable[[RuleFacts], bool]
-    policy: str = ""  # for policies: the one field that the rule judges
+    policy: str = ""  # for rules at the level of policies: the one field that the rule judges
 
     def problem(self, plan: Plan, facts: RuleFacts) -> Problem:
         message, field, nearest = self.say(plan, facts)

@@ -127,7 +127,7 @@ def plan_problems(plan: Plan, facts: RuleFacts) -> Iterator[Problem]:
 
 
 def _ranks_without_layers(plan: Plan) -> tuple[int, ...]:
-    """Return the pipeline ranks without a layer, the embedding or the head."""
+    """Return the pipeline ranks that hold no layer, no embedding and no head."""
     rank_of = [rank_of_stage(stage, plan.pp, plan.schedule or "") for stage in range(len(plan.layers_per_stage))]
     holding = {rank for rank, layers in zip(rank_of, plan.layers_per_stage, strict=True) if layers}
     return tuple(rank for rank in range(plan.pp) if rank not in holding | {rank_of[0], rank_of[-1]})

@@ -284,8 +284,8 @@ class PairWriter:
     code: CodeWriter
     steps: StepWriter
     _owed: list[Step] = field(default_factory=list)  # weight gradients of the layer before
-    _rest: list[Step] = field(default_factory=list)  # of the forward layer before, after its second exchange
-    _tokens: str = ""  # when they are
+    _rest: list[Step] = field(default_factory=list)  # steps of the forward layer before that follow its second exchange
+    _tokens: str = ""  # the event at the end of that exchange
 
     def layer(self, forward: Parts, backward: Parts) -> None:
         """Write a layer of each pass; `NOTHING` stands for a missing one."""

@@ -79,8 +79,8 @@ def simulate_plan(
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
     scaled to the simulated step; with `micro_batches` the run (not the estimate) is of a step with that many, and marks
-    the ends of passes (`lower_training`). `progress` is called with the share that is done; an exception that it raises
-    ends the simulation.
+    the ends of passes (`lower_training`). `progress` is called with a text on how far the simulation is; an exception
+    that it raises ends the simulation.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError if the global batch does not divide.
     """

@@ -107,6 +107,6 @@ def summed(run: Sequence[KernelStep], name: str) -> KernelStep:
 
 
 def piece_of(kernel: KernelStep, ranks: int, seconds: float) -> KernelStep:
-    """Return one of the launches, of `seconds` each, into which a kernel is divided by rank."""
+    """Return one of the pieces, of `seconds` each, into which a kernel is divided: as many as `ranks`."""
     name, shape, dtype = kernel.key
     return replace(kernel, key=(f"{name}/{ranks}", shape, dtype), cost=replace(kernel.cost, seconds=seconds))

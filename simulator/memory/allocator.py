@@ -149,7 +149,7 @@ class ExpandablePool(Pool):
         return min(-(-wanted // self._page) * self._page, self.unmapped[hole])
 
     def _map(self, hole: int, wanted: int) -> int:
-        """Map the first pages of a hole, at most enough for `wanted` bytes; return the bytes mapped."""
+        """Map the first pages of a hole, enough for `wanted` bytes if it has as many; return the bytes mapped."""
         size = self._pages(hole, wanted)
         left = self.unmapped.pop(hole) - size
         if left:
@@ -160,7 +160,7 @@ class ExpandablePool(Pool):
         return size
 
     def _unmap(self, low: int, high: int) -> None:
-        """Unmap those of the pages that are free."""
+        """Unmap the pages from `low` to `high`, which must not be among the free blocks."""
         self.unmapped[low] = high - low
         if high == self._end:
             self.unmapped[low] += self.unmapped.pop(high)

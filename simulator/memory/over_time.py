@@ -13,7 +13,7 @@ from simulator.program.trace import Counter, Trace
 
 
 def with_memory(scenario: Scenario, plan: Plan, run: Run, micro_batches: int) -> Trace:
-    """Return the trace of a run whose passes are marked, with the memory of every rank that is shown."""
+    """Return the trace of a run of `micro_batches` with marked passes, with the memory of every rank that is shown."""
     replay, counters = MemoryReplay(scenario, plan, micro_batches=micro_batches), list(run.trace.counters)
     for rank in run.trace.ranks:
         ends = [at for name, at in run.events_s[rank].items() if name.startswith(MARK)]

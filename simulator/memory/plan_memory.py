@@ -22,7 +22,8 @@ from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import forks, on_cores
 from topology.rates.host import HostRates, host_rates
 
-# That replaying a pass of a unit takes of one core; most passes of pipelines are replayed in part.
+# Seconds of one core to replay a pass of a unit, without and with a pipeline; most passes of pipelines are replayed in
+# part.
 PASS_S, PIPED_PASS_S = 1.5e-4, 6e-5
 
 
@@ -228,8 +229,8 @@ class PlanMemory:
 
     @cached_property
     def flush_s(self) -> float:
-        """Expected seconds of retries in a step. A plan that runs out of memory is costed without, unless runs of its
-        runtime showed what a full GPU costs.
+        """Expected seconds of retries in a step. A plan that runs out of memory is costed as if it had enough, unless
+        runs of its runtime showed what a full GPU costs.
         """
         if self._known.flush_s is None and not self.fits:
             return 0.0
@@ -312,7 +313,7 @@ class PlanMemory:
 
     @cached_property
     def _state(self) -> list[float]:
-        """Described bytes of state on every pipeline rank; zero where state has no factor of its own."""
+        """Described bytes of state on every pipeline rank; zero if activations have no factor of their own."""
         if self._known.activations == 1.0:
             return [0.0] * self.plan.pp
         return [float(nbytes) / self._known.reserved for nbytes in self._bound.state_bytes[0, : self.plan.pp]]

@@ -147,7 +147,7 @@ class PlanTensors:
         used, stored, trained = (float(each[0]) for each in (unit.elements, unit.stored.all, unit.trained.all))
         packed, param, compute = (bytes_of(kind) for kind in ("packed", "param", "compute"))
         own = bytes_of("trained") / param
-        wide = self._wide_bytes() / param  # elements of a frozen, unpacked weight, in units of the stored type
+        wide = self._wide_bytes() / param  # stored numbers per element of a frozen weight that is not packed
 
         def held(weight: Weight) -> Held:
             n = weight.elements

@@ -60,7 +60,7 @@ class RankReplay:
         self.wrapped = {unit.name: Wrapped(elements=plan.elements(unit)) for unit in self.units}
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
-        self.logits: list[Block] = []  # metrics that a trainer keeps until the next ones
+        self.logits: list[Block] = []  # logits that a trainer keeps for metrics until there are others
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
         self.reducing: list[Block] = []
         self.passing: list[Block] = []  # freed by the host, but still to be used by the device

@@ -46,10 +46,10 @@ FORWARDS_FIRST = 8, 16
 
 
 def replayed_micro_batches(plan: Plan, micro_batches: int) -> int:
-    """Return the least number of micro batches with the peak memory of a step with `micro_batches`.
+    """Return a number of micro batches that shows the peak memory of a step with `micro_batches`.
 
     After a few rounds the ranks of a pipeline repeat themselves: no more micro batches are in flight, with or without
-    gradients (tests/simulator/test_schedules_memory.py).
+    gradients (tests/simulator/test_pipeline.py).
     """
     if plan.pp == 1:
         return min(micro_batches, 2)

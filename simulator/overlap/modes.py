@@ -123,7 +123,7 @@ class OverlapRates:
     signal_s: float = 6e-6
     """Seconds until a waiting stream or kernel sees a flag, or for a barrier of all ranks."""
     hop_ratio: float = 0.77
-    """Factor, by pair of ranks, of a hop that all ranks make at once, over a hop between two ranks alone."""
+    """Time of a hop that all ranks make at once, over that of a hop between two ranks alone: for each pair of ranks."""
     cold: float = 1.04
     """Factor of a product that follows a collective, over one that follows a product: caches and clocks differ."""
     gap_s: float = 8.5e-6

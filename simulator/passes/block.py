@@ -79,7 +79,7 @@ def block_passes(
     )
 
 
-# Share of the SMs that messages in transit leave to a kernel.
+# Largest share of the SMs that messages in transit hold; a kernel at the same time keeps the rest.
 MOST_HELD = 0.95
 
 

@@ -128,7 +128,7 @@ class Ring:
 
     @property
     def issue_s(self) -> Floats:
-        """The host's seconds for hops and pieces; without a ring there is one piece."""
+        """The host's seconds for hops, and for all pieces but the first, which a kernel without a ring has as well."""
         launch_s = 0.0 if self.kernel is None else self.kernel.issue_s
         return np.where(self.rows, (self.ranks - 1) * (2 * self.call_s + launch_s), 0.0)
 

@@ -90,9 +90,9 @@ def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[fl
     `PipelineSpec`.
 
     Megatron-LM subtracts them from the layers of their stages, down to none
-    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). With `ends_fill_stages` the head counts
-    if the layers then divide, else both ends do; if the layers still do not divide, every stage is stated
-    (`needs_layout`).
+    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build). With `ends_fill_stages`, if layers do
+    not divide, the head counts if they then divide, else both ends do; if they still do not divide, every stage is
+    stated (`needs_layout`).
     """
     if spec.ends_fill_stages and model_layers % stages:
         return (0.0, 1.0) if (model_layers + 1) % stages == 0 else (1.0, 1.0)
@@ -220,8 +220,8 @@ def _count_modes(
 
 
 def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
-    """Return the least number of micro batches in flight on a pipeline rank when the first of them begins its backward
-    pass, shape (plans, columns of `rank`), in units of one micro batch through all of the rank's layers.
+    """Return the most micro batches in flight on a pipeline rank when a backward pass begins: a lower bound, exact for
+    most schedules. Shape (plans, columns of `rank`), in units of one micro batch through all of the rank's layers.
 
     `rank` has pipeline ranks, -1 for none; by default every rank. Raises BadPlan for a schedule that is not known.
     """
@@ -230,7 +230,7 @@ def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats
 
 
 def beside_gradients(table: PlanTable, rank: NDArray[np.int64] | None = None) -> Floats:
-    """Return that number once all of the rank's parameters have gradients; 0 where this never happens."""
+    """Return the same once all of the rank's parameters have gradients; 0 where this never happens."""
     return _by_schedule(table, rank, (table.micro_batches > 1).astype(np.float64), lambda kind: kind.beside_gradients)
 
 

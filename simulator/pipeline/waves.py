@@ -36,7 +36,7 @@ class Ends:
     target: Ints
 
     def take(self, some: Flags) -> Ends:
-        """Return the ends that `which` selects."""
+        """Return the ends that `some` selects."""
         return Ends(*(getattr(self, each.name)[some] for each in fields(Ends)))
 
 

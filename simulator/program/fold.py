@@ -80,7 +80,7 @@ def endpoint(instruction: Transfer) -> Endpoint:
 
 
 def meeting_keys(rank_class: RankClass) -> list[Hashable]:
-    """Return for each instruction the index of its transfer; None if it is no transfer.
+    """Return for each instruction the key of the transfer that it is part of; None if it is no transfer.
 
     Members of a group meet in the order in which their hosts issue collectives on it, whatever the streams: a
     communicator is one queue. Messages between two ranks match in order, tag by tag.

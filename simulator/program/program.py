@@ -188,7 +188,7 @@ class Program:
 
     @property
     def instructions(self) -> int:
-        """A program being written; ranks with the same code share it."""
+        """The number of instructions; code that several ranks run counts once."""
         return sum(len(code.instructions) for code in self.codes)
 
 

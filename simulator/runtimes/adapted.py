@@ -72,9 +72,9 @@ def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
 def adapted(
     operators: Sequence[OperatorSpec], model: Model, adapter: Adapter, *, compiled: bool, wide: bool = False
 ) -> list[OperatorSpec]:
-    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights. The
-    input of float32 adapters is cast to a `wide` type, dropped out, and cast back (peft/tuners/lora/layer.py,
-    `_cast_input_dtype`) and autocast multiplies.
+    """Return the operators of a layer with its frozen products, its adapters and the unpacking of its weights. If
+    adapters are kept in float32 and autocast computes their products (`wide`), their input is cast to float32
+    (peft/tuners/lora/layer.py, `_cast_input_dtype`), dropped out, and cast back.
     """
     found: list[OperatorSpec] = []
     frozen = frozen_projections(model, adapter)

@@ -47,7 +47,7 @@ class RuntimeSpec:
     of more than 16 bits. `window_kernel`: the attention library for layers with a sliding window, where that is
     another. `recompute_modules` are parts of a layer that can be recomputed together
     (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of two ranks
-    with experts, over the mean, where loads are not balanced by force; `unbalanced` that of families whose router has
+    with experts, over the mean, where nothing evens the router's choice; `unbalanced` that of families whose router has
     no balancing loss. `recipes`: settings of its own recipes. `splits_experts`: how tensor-parallel ranks split experts
     (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
     (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA graphs

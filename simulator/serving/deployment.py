@@ -109,7 +109,8 @@ class Deployment:
     (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked for after each prompt and after
     `receive_every` steps without one (SGLang's --scheduler-recv-interval). With `balance_every`, ranks with requests of
     their own read prompts together: when each has one, or after this many steps (TensorRT-LLM's attention_dp_config,
-    enable_balance and timeout_iters); 0 is at once. `measured` has samples of the engine on these GPUs.
+    enable_balance and timeout_iters); 0 is at once. `measured` has a profile's measurements of the engine on these
+    GPUs.
     """
 
     engine: str = "vllm"

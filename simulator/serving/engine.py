@@ -79,10 +79,10 @@ class Engine:
 
 
 LARGE_BYTES = 160 * GIB
-# Engines with a separate description of older releases.
 COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names none
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
+# Engines that are described separately for older releases, and other names, with the program of each.
 RELEASES = {"vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 

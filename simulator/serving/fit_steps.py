@@ -25,7 +25,7 @@ from topology.profile.serving_samples import ServingSample
 
 HOST_BOUND = 0.9  # share of a step's time for issuing it, above which the device waited for the host
 LATEST_S = 1e-3  # of one kernel
-BOUNDS = (0.05, 20.0)  # largest ratio; beyond it a sample measures something else
+BOUNDS = (0.05, 20.0)  # smallest and largest ratio; beyond them a sample measures something else
 
 
 @dataclass(frozen=True, slots=True)

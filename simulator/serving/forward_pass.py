@@ -116,8 +116,8 @@ class ForwardPass:
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
 
     def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
-        """Return the additional seconds of steps with these numbers of answers, for the kernels that this model
-        launches.
+        """Return the ratios of measured to modelled time of steps by number of answers, for as many kernels as this
+        model launches.
         """
         found = []
         for one in steps.by_answers:

@@ -97,7 +97,7 @@ class Kernels:
         capability = self.gpu.compute_capability
         if self.weights == "float4" and capability >= FLOAT4_FROM:
             return "float4"
-        if self.weights == "mxfp4" and capability >= FLOAT4_FROM:  # whether activations have 8 bits
+        if self.weights == "mxfp4" and capability >= FLOAT4_FROM:  # activations have 8 bits
             return "float8"
         if self.weights in {"float4", "float8"} and capability >= FLOAT8_FROM and self.gpu.peak_flops.get("float8"):
             return "float8" if self.weights == "float8" else "bfloat16"

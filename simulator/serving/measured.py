@@ -14,14 +14,14 @@ from topology.profile.profile import CollectiveSample
 
 
 class Ratio(NamedTuple):
-    """Measured over modelled time at numbers of tokens in a step."""
+    """Measured over modelled time of a step with `tokens`."""
 
     tokens: float
     ratio: float
 
 
 class LaunchTime(NamedTuple):
-    """Additional seconds of each kernel of a step, at numbers of answers."""
+    """Seconds that each kernel of a step takes longer than modelled, with as many answers as `tokens`."""
 
     tokens: float
     late_s: float

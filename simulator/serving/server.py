@@ -97,7 +97,7 @@ class Scheduler:
         env, begin, batch = self.env, self.env.now, self.batch
         ahead = int(self.costs.engine.runs_ahead)
         steps = batch.steps_to_next_end()
-        if batch.admits_next():  # it arrived before the next step was put together
+        if batch.admits_next():  # it arrived after this step was put together, so it joins the next
             steps = 1
         took = self._writing_s(steps)
         self.wake = env.event()
@@ -177,7 +177,7 @@ def serve(
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
         if time.monotonic() > until_s:
-            return  # many thousands may begin at once; the loop below counts them
+            return  # many thousands may begin at once; the loop below raises OutOfTime
         _after(env, engine.host_request_s + later_s, lambda: first.add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:

@@ -99,7 +99,7 @@ class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exc
 
 
 def is_of_patches(kernel: Kernel, x: Sequence[int], weight: Sequence[int]) -> bool:
-    """Return whether the windows of a convolution of these shapes do not overlap, so that it is one matrix product."""
+    """Return whether the windows of a convolution of these shapes lie side by side, so that it is one product."""
     ones = [1] * (len(weight) - 2)
     said: list[Any] = [ones, [0], ones, 1]
     said[: len(kernel.args[3:7])] = kernel.args[3:7]

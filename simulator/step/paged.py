@@ -26,5 +26,5 @@ def paged_width(runtime: Runtime) -> float:
 
 
 def paged_bytes(runtime: Runtime, elements: float) -> float:
-    """Return the bytes per element of paged states for a parameter with `elements` on a rank."""
+    """Return the bytes of paged states for a parameter with `elements` on a rank."""
     return elements * paged_width(runtime) if elements >= PAGED_ELEMENTS else 0.0

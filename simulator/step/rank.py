@@ -32,7 +32,7 @@ class Rank(Protocol):
         """Begin a pass of a unit, before anything of it is issued."""
 
     def ended(self, unit: Unit) -> None:
-        """End the pass of a unit; `repeats` further equal units do the same."""
+        """End the pass of a unit; the other units that it stands for (`Unit.repeats`) do the same."""
 
     def begin_pair(self) -> None:
         """Begin a backward and a forward pass that run at the same time, layer by layer."""

@@ -30,7 +30,7 @@ PAGE_BYTES = 2 * MIB
 
 
 def buffer_bytes(moved_bytes: Value) -> Value:
-    """Return the bytes, in whole pages, of one buffer for collectives that move `nbytes` in total."""
+    """Return the bytes, in whole pages, of one buffer for collectives that move `moved_bytes` in total."""
     return _pages(SETS * moved_bytes) + _pages(FLAG_BYTES)
 
 

@@ -62,7 +62,7 @@ class SimulatedStep:
 
     line: Timeline
     step_s: float
-    micro_batches: tuple[int, int]  # spans that are drawn, and spans of the whole step
+    micro_batches: tuple[int, int]  # those drawn, and those of the whole step
     path: tuple[int, ...]
     path_s: dict[str, float]
     memory: Samples

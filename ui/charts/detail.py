@@ -82,7 +82,7 @@ SAVING_PX = 118  # pixels of the words before a bar
 
 def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Figure:
     """Draw the memory that changes of one setting free: a bar from the plan's present memory down to that after the
-    change, in GiB, blue if the step is as short; and the memory of a GPU.
+    change, in GiB, blue if the step takes no more time; and the memory of a GPU.
     """
     p = paper(dark)
     most = max([capacity_gib, *(row["from_gib"] for row in rows)]) * 1.04

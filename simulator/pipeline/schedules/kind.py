@@ -58,10 +58,9 @@ class PipelineRanks:
 class ScheduleKind:
     """A schedule by its name. A rank holds `least_stages` to `most_stages` stages (0: no limit).
 
-    `lay_out` writes the row of a rank. `in_flight` is the least number of micro batches in flight on a rank when the
-    first of them begins its backward pass, in units of passes through all of the rank's stages; `beside_gradients` is
-    that number once every stage of the rank has parameter gradients and none has had its last (0 where this never
-    happens).
+    `lay_out` writes the row of a rank. `in_flight` is a lower bound of the most micro batches in flight on a rank when
+    a backward pass begins, in units of passes through all of the rank's stages; `beside_gradients` is the same while
+    every stage of the rank has parameter gradients and none has had its last (0 where this never happens).
     """
 
     name: str

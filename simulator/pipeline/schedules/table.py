@@ -49,7 +49,7 @@ class Schedule:
     ranks: int
     stages_per_rank: int
     micro_batches: int
-    table: tuple[tuple[Action, ...], ...] = field(hash=False)  # cached: a table is too long to hash at each look-up
+    table: tuple[tuple[Action, ...], ...] = field(hash=False)  # too long to hash at each look-up
     v_shaped: bool = False
 
     @property
