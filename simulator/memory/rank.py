@@ -413,7 +413,8 @@ class RankReplay:
             share = self.plan.share(unit, "optimizer")
             for elements, chosen, width in self.plan.optimizers(unit):
                 kinds, nbytes = len(chosen.states) + master, elements * share * width
-                self.optimizer += self._taken(*[nbytes / kinds] * kinds)
+                if kinds:  # plain SGD has no state
+                    self.optimizer += self._taken(*[nbytes / kinds] * kinds)
 
     # --- stages -------------------------------------------------------------------------------------------------
 

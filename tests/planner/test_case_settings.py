@@ -25,7 +25,7 @@ def test_nothing_is_stored_in_low_precision_by_itself(word):
     row = validate_case(stated | {"measured": {"step_s": 1.0}})
 
     assert found.estimate is None
-    assert any(word in one.message and "not modelled" in one.message for one in found.problems)
+    assert any(word in one.message and "cannot be predicted" in one.message for one in found.problems)
     assert row["predicted"] is None
     assert word in row["skipped"]
 

@@ -84,7 +84,7 @@ def test_rules_that_need_no_model_judge_without_one() -> None:
     found = check_text(TOML.format(module="llama3", flavor="30B", tp=3), "a.toml")
 
     assert found.legal is False
-    assert any("8192 tokens over tp 3" in problem.message for problem in found.problems)
+    assert any("8192 is not divisible by" in problem.message for problem in found.problems)
     assert not any("heads" in problem.message for problem in found.problems)
 
 

@@ -15,9 +15,10 @@ from planner.sharding.problem.problem import parse_problem
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "sharding"
 HEAD = """# Parallelisms as programs
 
-The feed-forward block of nvFuser's document on many GPUs (NVIDIA/Fuser, doc/reading/multigpu.md), with the placements that it
-gives to inputs; pipeline, context and expert parallelism, which it leaves open, are added. `figures.json` has the cases,
-`planner shard examples/sharding/figures.json --listing` answers them, `python tests/tools/sharding_figures.py` writes this file.
+The feed-forward block of nvFuser's document on many GPUs (NVIDIA/Fuser, doc/reading/multigpu.md), with the placements
+that it gives to inputs; pipeline, context and expert parallelism, which it leaves open, are added. `figures.json` has
+the cases, `planner shard examples/sharding/figures.json --listing` answers them, `python
+tests/tools/sharding_figures.py` writes this file.
 
 A domain lists a tensor's dims; `DIDx{4}` is an axis that four devices share, `f/4` what each has of f, and `r{DIDx}` a
 reduction over devices that is yet to be performed.
