@@ -116,7 +116,7 @@ def _why(ranked: RankedPlan) -> str:
 
 
 def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
-    """Return the additional time of the plan with the least memory over the fastest one; None if it is small."""
+    """Return a sentence on how much longer the plan of least memory takes than the fastest; None if not much."""
     times = slowest.step_s.value / fastest.step_s.value if fastest.step_s.value else 1.0
     if times < 1.2:
         return None

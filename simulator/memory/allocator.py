@@ -92,7 +92,7 @@ class Pool:
 
 # Where a tensor lies: the pool of an allocator, the address and the bytes of the block.
 Block = tuple[Any, int, int]
-TensorEvent = tuple[int, int]  # the slot of a tensor that is allocated, and bytes of whole blocks; none: it is freed
+TensorEvent = tuple[int, int]  # the slot of a tensor that is allocated, and bytes of whole blocks; 0: it is freed
 
 
 class ExpandablePool(Pool):

@@ -34,7 +34,7 @@ class GrowingPool:
         self.holes: list[tuple[int, int]] = []  # (bytes, address), in order
         self.starts: dict[int, int] = {}  # bytes of holes by their address
         self.ends: dict[int, int] = {}  # addresses of holes by where they end
-        self.end = 0  # nothing beyond it is in use
+        self.end = 0  # no address from here on is in use
         self.mapped_bytes = 0
 
 

@@ -436,7 +436,7 @@ class RankReplay:
     # --- blocks -------------------------------------------------------------------------------------------------
 
     def _taken(self, *sizes: float, stream: str = COMPUTE) -> list[Block]:
-        """Ask for tensors of so many bytes, in turn; for none where it is less than one."""
+        """Allocate tensors of the given bytes, in turn; none for less than one byte."""
         slots: dict[int, Block] = {}
         events = [(slot, whole_blocks(round(nbytes))) for slot, nbytes in enumerate(sizes) if nbytes >= 1]
         if events:

@@ -103,7 +103,7 @@ class MemoryReplay:
         return _held(memory)
 
     def _run(self, replay: RankReplay) -> None:
-        """Run as many steps as show what any holds."""
+        """Run as many steps as are needed to show the memory of any step."""
         replay.start()
         if self.tensors.repeats:
             replay.make_optimizer()

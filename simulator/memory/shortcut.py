@@ -24,10 +24,10 @@ from simulator.pipeline.schedules.table import Action, Kind
 class Turn(NamedTuple):
     """A backward pass, or a half of one, that leaves nothing behind. `freed` and `later` are of each of its units."""
 
-    room_bytes: dict[PoolKey, int]  # in each pool: with so long a run it maps no pages
-    rise_bytes: int  # that are allocated at most beyond those at its start
+    room_bytes: dict[PoolKey, int]  # by pool: the bytes of a free run with which the pass maps no pages
+    rise_bytes: int  # most bytes allocated beyond those at its start
     freed: tuple[tuple[int, ...], ...]  # slots
-    later: tuple[tuple[Piece, ...], ...]  # what is left to the second half
+    later: tuple[tuple[Piece, ...], ...]  # the events left to the second half
     ends: bool  # nothing of the micro batch is left
 
 
@@ -116,9 +116,9 @@ class PassLog:
 
     def __init__(self, memory: GrowingAllocator) -> None:
         self.memory = memory
-        self.born: dict[int, Block] = {}  # what it has asked for and not freed
-        self.freed: list[Block] = []  # that was there before
-        self._asked: dict[PoolKey, list[int]] = {}  # by pool, bytes that are asked for and, negative, freed
+        self.born: dict[int, Block] = {}  # blocks that the pass has allocated and not freed
+        self.freed: list[Block] = []  # blocks that it has freed and that were there before
+        self._asked: dict[PoolKey, list[int]] = {}  # by pool, bytes allocated and, negative, freed
 
     def allocate(self, nbytes: int, stream: str) -> Block:
         block = self.memory.allocate(nbytes, stream)

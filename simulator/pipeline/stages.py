@@ -25,7 +25,7 @@ from simulator.runtimes.parts import PipelineSpec
 class StageLayout:
     """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
 
-    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` equal ranks. A full layout has a
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `rank_count[c]` ranks. A full layout has a
     column for every rank; a merged one has a column for each kind of rank, the first of its kind, which is enough for
     sums and maxima over ranks. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero
     where there are none.

@@ -14,7 +14,7 @@ from simulator.columns.plan_table import Floats
 # layers/moe/token_dispatcher/deepep.py: num_max_dispatch_tokens_per_rank <= 1024); those for more send one copy a node
 # (deepseek-ai/DeepEP README.md, "Normal kernels with NVLink and RDMA forwarding").
 AT_ONCE = 1024
-BACK_BYTES = 2.0  # of an element that comes back, whatever the format in which it went
+BACK_BYTES = 2.0  # bytes of an element on its way back, for any format on the way there
 
 
 def exchange_s(

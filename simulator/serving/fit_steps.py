@@ -24,7 +24,7 @@ from topology.profile.profile import CollectiveSample
 from topology.profile.serving_samples import ServingSample
 
 HOST_BOUND = 0.9  # share of a step's time for issuing it, above which the device waited for the host
-LATEST_S = 1e-3  # of one kernel
+LATEST_S = 1e-3  # most seconds by which one kernel takes longer or shorter than modelled
 BOUNDS = (0.05, 20.0)  # smallest and largest ratio; beyond them a sample measures something else
 
 

@@ -44,7 +44,7 @@ class ForwardPass:
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
     _seconds: Floats = field(init=False)
     _rows: Floats = field(init=False)
-    _head: Floats = field(init=False)  # seconds of embedding and head, by sequences that get a token
+    _head: Floats = field(init=False)  # seconds of the head and of sampling, by sequences that get a token
     _steps_s: list[float] = field(init=False)  # `_seconds` and `_head` as Python numbers, for single look-ups
     _heads_s: list[float] = field(init=False)
     _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
@@ -54,7 +54,7 @@ class ForwardPass:
     _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
-    _issue_s: float = field(init=False)  # of a step of which nothing is replayed, and of attention alone
+    _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
     _issue_attention_s: float = field(init=False)
     _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over modelled all-reduces
@@ -170,8 +170,8 @@ class ForwardPass:
         return self.engine.step_s(time, here)
 
     def _issued_s(self, tokens: float) -> float:
-        """Return what the host takes to issue a step of so many tokens that reads prompts, or writes more answers than
-        a graph of answers alone has.
+        """Return the host's seconds to issue a step of this many tokens that reads prompts, or continues more answers
+        than the largest captured graph.
         """
         pieces = self.engine.compiled and tokens <= self.engine.graph_batch
         return self._issue_attention_s if pieces else self._issue_s

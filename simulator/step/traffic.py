@@ -65,7 +65,7 @@ class DataTraffic:
     host_gradient_bytes: float
     unsharded_gradient_bytes: float
     has_buckets: bool  # gradients go through ZeRO's buckets
-    adds_up: bool  # kernels add the gradients of further micro batches
+    adds_up: bool  # separate kernels add the gradients of further micro batches
     bucket_bytes: float
     bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool
@@ -352,8 +352,8 @@ class DataWriter:
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:
-        """Gather a unit's parameters that a sharded optimizer has updated before it computes, and start the next unit's
-        gather.
+        """Before a unit computes, gather those of its parameters that a sharded optimizer has updated, and start the
+        gather of the next unit.
         """
         self._fetch_unit(unit)
         if self._fetched[unit.name]:

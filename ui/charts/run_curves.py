@@ -10,8 +10,8 @@ from planner.pictures.palette import AXES
 from ui.charts.look import Figure, finished, table
 from ui.charts.row_types import StepPoint
 
-LABEL_PX = 320  # what a phone has room for
-LINE_PX = 18  # of a legend, which takes its room from the chart
+LABEL_PX = 320  # pixels of a legend's words: what a phone has room for
+LINE_PX = 18  # pixels of a line of the legend, which takes its room from the chart
 
 
 def curve(points: Sequence[StepPoint], title: str, *, dark: bool) -> Figure:
