@@ -36,13 +36,13 @@ def _limit(words: list[str]) -> float | None:
     ]
     try:
         seconds = float(said[-1]) if said and words[0] in LIMITED else 0.0
-    except ValueError:  # a later flag overrides this one
+    except ValueError:  # not a number, which is refused later
         return None
     return seconds if 0 < seconds < inf else None  # other values are refused later
 
 
 def _run() -> int:
-    gc.set_threshold(50_000)  # imports make many lasting objects; collecting garbage as often finds nothing
+    gc.set_threshold(50_000)  # imports make many objects that stay: collecting more often finds nothing
     from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
     from topology.cores import several_cores  # noqa: PLC0415 - the same
 

@@ -116,9 +116,7 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
 
 
 def _sizes_missing(one: CollectiveItem, profile: Profile) -> tuple[int, ...]:
-    """Return the sizes of a collective that are not yet measured; compared as even shares of ranks, as they are
-    timed.
-    """
+    """Return the sizes of a collective that are not yet measured. A size that ranks share evenly is timed unchanged."""
     known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one.op, one.ranks, 1)}
     return tuple(size for size in one.sizes if size not in known)
 

@@ -22,7 +22,7 @@ from simulator.calibration.gaussian import conditioned
 Floats = NDArray[np.float64]
 
 LEAST_GAIN = 0.003  # share of the remaining variance that a measurement must remove to be worth its seconds
-LEAST_SPREAD = 0.002  # reduction of the targets' spread that a measurement must reach
+LEAST_SPREAD = 0.002  # root of the variance, per target, that a measurement must remove at least
 OWN_WEIGHT = 0.1  # weight of the first plan's own step, besides its differences from others
 
 

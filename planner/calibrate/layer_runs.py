@@ -36,7 +36,7 @@ PLAIN: dict[str, Any] = {
 NARROW_TOKENS = 256  # tokens of a rank's micro batch
 NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
 EXPERTS = MixtureOfExperts(experts=64, experts_per_token=8, ffn=768)
-DEPTH, SEQUENCES = 32, 16  # layers of the typical models, in a step
+DEPTH, SEQUENCES = 32, 16  # layers of the typical models; sequences in a step
 
 
 def typical_steps(name: str, gpus: int) -> list[PlannedStep]:

@@ -222,8 +222,8 @@ class PossibleMeasurements:
     def _direct(
         self, name: str, request: Request, shown: Mapping[str, int], noise: float, *, ranks: int, seconds: float
     ) -> Measurement:
-        """Return how measurements show single terms, from the number of samples of each; few samples say little about
-        others.
+        """Return a measurement that shows terms separately; `shown` has the number of samples of each: few samples say
+        little about other kernels of their kind.
         """
         places = {self._place[term]: count for term, count in shown.items() if term in self._place}
         seen = np.zeros((len(places), len(self.terms)))
@@ -327,7 +327,7 @@ def _spread_out(sizes: Sequence[int]) -> list[int]:
 
 
 def ops_of(sent: Sequence[Messages]) -> list[str]:
-    """Return a list of the collectives as text."""
+    """Return the names of the collectives, each once."""
     return sorted({op for some in sent for op, _, _ in some})
 
 

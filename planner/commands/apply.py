@@ -118,7 +118,9 @@ def _concluded(document: JsonObject, folder: Path, tolerance: float | None, *, j
 
 
 def _keep(document: JsonObject, folder: Path) -> None:
-    """Write the report, and copy it to the store of runs; if either fails the run is kept."""
+    """Write the report, and copy it to the store of runs; a failure of either is only a warning, since the run
+    has been made.
+    """
     document["id"] = runs_store.run_id(document)
     try:
         codec.write_text(folder / "run.json", codec.to_json(document) + "\n")

@@ -32,7 +32,7 @@ SHOWN = 5  # largest number of changes listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted like the plan itself
 CANDIDATES = 24  # best plans tried until one can be written in the file
 DEGREES = ("tp", "cp", "pp", "ep")
-GAIN = 0.995  # least gain as a share of the step: less is within the noise of any prediction
+GAIN = 0.995  # of the step, that a change must get below: a smaller gain is within any prediction's noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

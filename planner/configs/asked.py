@@ -146,7 +146,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
 
 
 def _doubts(configuration: Configuration, stated: Stated, case: Case | None) -> tuple[Open, ...]:
-    """Return the problems of rules that the framework may not have: limits of ours, or matters of another file."""
+    """Return why it is open whether the framework refuses the plan: a rule is ours alone, or another file decides."""
     problems = stated.problems() if case is None else case.question.problems(case.plan)
     refused = [problem for problem in problems if problem.grade is Grade.ILLEGAL]
     ours = [problem for problem in refused if problem.rule in OURS]

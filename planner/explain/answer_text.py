@@ -1,5 +1,5 @@
 """The answers of `planner suggest` and `planner estimate` as text: a sentence with the answer, a table, the reasons,
-how to start it, and then what it is based on. All but the last fit a screen of 80 columns.
+how to start it, and then what it is based on. The first of these fit a screen of 80 columns.
 """
 
 from __future__ import annotations
@@ -315,6 +315,6 @@ def assumed_parts(assumed: Sequence[str]) -> list[str]:
 
 
 def assumed_lines(assumed: Sequence[str]) -> list[str]:
-    """Return one line with an assumption, or none."""
+    """Return one line with all assumptions; no line without any."""
     parts = assumed_parts(assumed)
     return [f"assumed   {'; '.join(parts)}"] if parts else []

@@ -76,7 +76,7 @@ def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: in
 
 
 def _beside(memory: MemoryEstimate) -> str:
-    """Return what a rank needs besides what torch reserves, if it is as much as is shown."""
+    """Return the text for NCCL's memory, which torch does not reserve; empty if it is too little to show."""
     held = memory.communicator_bytes
     return f" and {in_gib(held)} for NCCL" if held >= 0.05 * GIB else ""
 
@@ -119,8 +119,8 @@ def paged_text(memory: MemoryEstimate) -> str:
 
 
 def direct_links(cluster: Cluster) -> tuple[float, int, int] | None:
-    """Return, for the GPU with the slowest links to other GPUs: their bytes per second, the number of GPUs it reaches,
-    and the number of other GPUs. None if GPUs are connected by a switch or not at all, or if a rate is unknown.
+    """Return, for the GPU whose links to other GPUs have the least rate together: their bytes per second, the number of
+    GPUs it reaches, and the number of other GPUs. None if GPUs are connected by a switch or not at all, or if a rate is unknown.
     """
     node = cluster.groups[0].node
     links = [link for link in node.links if link.kind is LinkKind.NVLINK]

@@ -12,7 +12,7 @@ from topology import codec
 
 # The order of degrees in texts.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-BESIDE_PRODUCT = {"ep"}  # a degree inside the others
+BESIDE_PRODUCT = {"ep"}  # degrees that lie inside the others
 # Fields with texts of their own below; all others use their names.
 WORDED = {
     *DEGREES, "zero_stage", "virtual_stages", "schedule", "micro_batch_size", "recompute", "recompute_per_stage",

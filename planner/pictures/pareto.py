@@ -17,7 +17,7 @@ from simulator.serving.engine import engine_of
 WIDTH, HEIGHT = 960.0, 420.0
 LEFT, TOP, BOTTOM = 96.0, 96.0, 56.0
 TICKS = 5
-STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # values between ticks, times a power of ten
+STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # distances between ticks, times a power of ten
 COLOURS = (BLUE, VERMILION, GREEN)
 
 

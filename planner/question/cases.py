@@ -57,7 +57,7 @@ from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
-# Sequence length in tokens if flags give none.
+# Used if flags give none; SEQ_LEN is the tokens of a sequence.
 DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
 
 
@@ -172,7 +172,7 @@ def build_case(
 
 
 def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> JsonObject:
-    """Return the measurements; FLOP/s include recomputation (`flops_are`) if only the note states it."""
+    """Return the measurements; if only the note says that FLOP/s count what ran, `flops_are` becomes hardware."""
     seen = data.get("measured") or {}
     if not isinstance(seen, dict):
         raise BadInput(f"case {name}: measured is {kind_of(seen)}, not an object")

@@ -57,7 +57,7 @@ class LearnedRuntime:
 
 
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors", "norm_to_host"}
-LEAST_FACTOR, MOST = 1e-6, 1e6  # ranges of factors and of seconds: wider than for any runtime
+LEAST_FACTOR, MOST = 1e-6, 1e6  # least factor; most of a factor, or of seconds: beyond any runtime
 MEMORY_FACTORS = ("memory_factor", "activation_factor")
 FACTORS = ("kernel_factor", "collective_factor", "network_factor", *MEMORY_FACTORS)
 CROSSING, FLUSH = "crossing_s", "flush_s"

@@ -17,7 +17,7 @@ from topology.errors import PlannerError, UserError
 MOST_CLIENTS, MOST_TOKENS = 1 << 16, 1 << 24
 
 
-# Fields of questions that commands accept about a saved serving plan.
+# Commands that accept a saved serving plan, with the fields that name it.
 PLANS = {
     "estimate": ("plan",),
     "explain": ("file",),

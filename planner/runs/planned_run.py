@@ -43,7 +43,7 @@ class PlannedRun:
     peak_flops_source: str = ""
     predicted: JsonObject | None = None
     fingerprints: dict[str, str] | None = None
-    cluster: Cluster | None = None  # what was predicted
+    cluster: Cluster | None = None  # the one that the prediction is for
     notes: tuple[str, ...] = ()
 
     def request(self, *, steps: int, budget_s: float, own_table: bool) -> JsonObject:

@@ -26,7 +26,7 @@ def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
 
 
 def _tie_text(best: Finalist, other: Finalist) -> str:
-    """Return a criterion for choosing between plans whose times do not differ."""
+    """Return text on a tie: what a person would choose by where time does not decide."""
     change = other.estimate.step_s.value / best.estimate.step_s.value - 1
     more = [name for name in mechanisms(other.plan) if name not in mechanisms(best.plan)]
     less = [name for name in mechanisms(best.plan) if name not in mechanisms(other.plan)]

@@ -40,10 +40,10 @@ class WholeRun:
     """A run of `steps` steps on `gpus` GPUs; if there is no plan, `problem` gives the reason and the rest is empty.
 
     `steps_s` are its steps alone. All else is of the whole time, with failures, restarts and checkpoints, which come
-    every `checkpoint_interval_s` of steps; `lost_s` is time without useful steps, `goodput` the share of useful ones,
-    and `waiting` that in which more nodes are out than there are spares, whose hours are among `gpu_hours`. Ranges hold
-    80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and cooling are
-    not in it. The cost is in the currency of the price given.
+    every `checkpoint_interval_s` of steps; `lost_s` is time without useful steps, `goodput` the share of the time with
+    them, and `waiting` the share in which more nodes are out than there are spares, whose hours are among `gpu_hours`.
+    Ranges hold 80 %. `energy_j` is that of the GPUs at `power_w` each, the limit of their datasheet: hosts, network and
+    cooling are not in it. The cost is in the currency of the price given.
     """
 
     gpus: int

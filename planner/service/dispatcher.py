@@ -36,7 +36,7 @@ BUSY_S, IDLE_S = 0.1, 0.5
 RUN_LIMIT_S = 24 * 3600.0  # a run has a time budget of its own
 FORGET_EVERY_S = 3600.0
 MOST_STATE_BYTES = 16 << 20
-MOST_FOLDERS = 5000  # jobs looked at in one pass
+MOST_FOLDERS = 5000  # folders of jobs that are looked at in one pass
 LATE_S = 10.0  # seconds without a pass after which the service counts as unhealthy
 
 

@@ -19,7 +19,7 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.kv_cache import cache_capacity
 from topology.rates.reach import reach
 
-OWN = "meshwright"  # limits of the executor, as in executor/serving/request.py
+OWN = "meshwright"  # the executor, whose limits are those of executor/serving/request.py
 
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:

@@ -20,7 +20,7 @@ PROGRAMS = ("vllm", "sglang")
 
 
 def nccl_because(question: ServingQuestion, pool: Pool) -> str:
-    """Return why an engine uses NCCL for all-reduces, with its time per token; empty if it does not."""
+    """Return why an engine uses NCCL for all-reduces, with the time of one for a token; empty if it does not."""
     if pool.tp == 1 or engine_of(question.engine).program not in PROGRAMS:
         return ""
     node = question.cluster.gpus_per_node

@@ -220,7 +220,7 @@ def _constants(body: list[ast.stmt]) -> Iterator[tuple[str, Any]]:
 
 
 def _path(target: ast.expr) -> str | None:
-    """Return the path of a target below `cfg`; None for another target."""
+    """Return the dotted path of a target that is `cfg` or a field below it; None for another target."""
     parts: list[str] = []
     while isinstance(target, ast.Attribute):
         parts.insert(0, target.attr)

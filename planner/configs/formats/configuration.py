@@ -104,7 +104,7 @@ def did_you_mean(configuration: Configuration) -> dict[str, str]:
         if key in known:
             continue
         section = key.rpartition(".")[0]
-        # Within the key's own section one letter may differ; elsewhere the name must be the same.
+        # Only names of the key's own section are compared.
         siblings = [one for one in known if one.rpartition(".")[0] == section]
         near = get_close_matches(key.rpartition(".")[2], [one.rpartition(".")[2] for one in siblings], 1, _ALIKE)
         if near:

@@ -25,7 +25,7 @@ TRL_KEYS = frozenset({_LOSS, _AWAY, "assistant_only_loss", "completion_only_loss
 def _entry(
     read: Callable[[Settings], Iterable[str]], write: Callable[[Facts], Settings], *keys: str, said: bool = False
 ) -> Entry:
-    """Return the entry of a tool's savers; savers that are not stated have the runtime's default."""
+    """Return the entry of a tool's savers. With `said`, a file with none of its keys has the runtime's default."""
 
     def facts(settings: Settings, _: Facts) -> Facts:
         return {} if said and not {*keys} & settings.keys() else {"savers": tuple(read(settings))}

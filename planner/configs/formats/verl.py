@@ -2,7 +2,7 @@
 
 Keys and defaults: `verl/trainer/config/` of verl at 1dda039; a step is a mini batch of prompts, each answered
 `rollout.n` times (`trainer/ppo/ray_trainer.py`). Weights that verl offloads between phases are on the GPUs during a
-step. The degrees of rollout and reference are checked as in verl; their time is not part of a step.
+phase. The degrees of rollout and reference are checked as in verl; their time is not part of a step.
 """
 
 from __future__ import annotations

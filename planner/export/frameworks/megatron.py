@@ -94,7 +94,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
             f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap,"
             " which has its own"
         )
-    if runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights:  # Megatron-LM's definition
+    if runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights:  # Megatron-LM has them
         not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compute_dtype == "float4":
         not_expressed.append("products in float4: written as bfloat16; add --fp4-format and --fp4-recipe")

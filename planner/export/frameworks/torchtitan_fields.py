@@ -148,7 +148,7 @@ def _plan(facts: Facts) -> Plan:
 
 
 def pipeline(head: str) -> Entry:
-    """The pipeline settings of a version whose output projection has this name."""
+    """The pipeline settings of a version whose output projection is called `head`."""
 
     def write(facts: Facts) -> Settings:
         if facts["pp"] == 1:
@@ -203,7 +203,7 @@ def _layer_counts(modules: object) -> list[int]:
 
 
 def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
-    """Return the stages as a list, or nothing if torchtitan would split the model in the same way."""
+    """Return facts with the layers by stage, which are empty if torchtitan would split the model in the same way."""
     stages = len(counts) // facts["pp"]
     even = Plan(pp=facts["pp"], virtual_stages=stages, schedule=found["schedule"])
     same = stage_layers(facts.get("layers", sum(counts)), even, runtime_spec("torchtitan").pipeline) == tuple(counts)

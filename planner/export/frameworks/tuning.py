@@ -121,7 +121,7 @@ def write_torchtune(job: ExportJob) -> Draft:
     title, adapter = "torchtune 0.6", job.question.runtime.adapter
     # Tensor parallelism requires a plan of modules for each model (`tensor_parallel_plan`), which is not written.
     axes = ("dp_shard",) if adapter else ("dp_replicate", "dp_shard")
-    in_backward = () if adapter or job.micro_batches > 1 else (OPTIMIZER_IN_BACKWARD,)  # its recipes refuse others
+    in_backward = () if adapter or job.micro_batches > 1 else (OPTIMIZER_IN_BACKWARD,)  # else its recipes refuse it
     job, left_out = _written(job, title, axes, (CHUNKED_LOSS, ACTIVATION_OFFLOAD, *in_backward))
     plan, runtime = job.plan, job.question.runtime
     if runtime.param_dtype != runtime.compute_dtype:

@@ -26,7 +26,7 @@ class Checked:
 
 
 def error(code: str, what: str, why: str, remedy: str) -> Checked:
-    """Return the checks that would make a job fail."""
+    """Return a check of severity error: a job would fail because of it."""
     return Checked(code=code, severity=ERROR, what=what, why=why, remedy=remedy)
 
 

@@ -222,7 +222,7 @@ def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...
 
 
 def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
-    """Return the number of layers of a rank at which their kernels take `cutoff_s`."""
+    """Return the largest number of layers of a rank whose kernels take no more than `cutoff_s`."""
     blocks = [single.blocks[name] for name in ("dense", "moe") if name in single.blocks]
     fastest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
     calibration = single.context.calibration

@@ -17,7 +17,7 @@ from topology.errors import Infeasible
 STEP = 1.03  # loads closer than this are not distinguished
 MOST_TIMES, MOST_CLIENTS = 16, 1024  # largest load tried, as a multiple of the question's, and in clients
 SERVED_AT_ONCE = 64  # clients per GPU that show how many requests can be answered per second
-LEAST_PART = 64  # smallest part of the question's rate that is tried
+LEAST_PART = 64  # the smallest rate that is tried is the question's divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

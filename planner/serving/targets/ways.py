@@ -16,7 +16,7 @@ from simulator.serving.server import OutOfTime
 from topology.cluster import Cluster
 from topology.errors import UserError
 
-HALVINGS = 6  # factors of the lengths of prompts and answers
+HALVINGS = 6  # how often the lengths of prompts and answers are halved at most
 GROWTHS = (2, 4, 8)  # factors of the number of GPUs
 NARROWER = ("float8", "float4")  # formats of weights tried if they are smaller
 
