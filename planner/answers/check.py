@@ -123,7 +123,7 @@ def check_configuration(
     if asked.time_limit is not None and not asked.search:
         raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
     measured = measurements(asked.profile, strict=asked.strict)
-    with limited(asked.time_limit or None):  # without any, what is configured is predicted
+    with limited(asked.time_limit or None):  # a limit of 0 still predicts what is configured
         checked = check_text(
             text,
             where,

@@ -15,7 +15,7 @@ from topology.profile.profile import Profile
 def document(found: Profile, merged: Profile, links: Cluster | None = None) -> codec.JsonObject:
     """Return the answer of `planner calibrate --json`.
 
-    `found` has the new measurements, `whole` is the resulting profile.
+    `found` has the new measurements, `merged` is the resulting profile.
     """
     return {
         "schema_version": SCHEMA_VERSION,

@@ -240,7 +240,7 @@ def _inside(runtime: tuple[str, bool]) -> Change:
 
 
 def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
-    """Return a change that raises one host cost of a runtime; without a runtime, of every one."""
+    """Return a change that raises one host cost of a runtime; for None all host costs of the scenario's runtime."""
 
     def change(scenario: Scenario) -> Calibration:
         name, compiled = runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile

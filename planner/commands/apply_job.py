@@ -80,7 +80,7 @@ def write(asked: Apply, *, folder: Path, budget_s: float, wait_s: float, steps: 
 
 
 def _run(asked: Apply) -> tuple[PlannedRun, int]:
-    """Return the request and the number of nodes; without a plan, the built-in run on CPUs. Raises UserError."""
+    """Return the run and its number of nodes; without a plan, the built-in run on CPUs. Raises UserError."""
     if asked.plan is None:
         if asked.device == "cuda":
             raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")

@@ -192,7 +192,9 @@ def _answer(
 
 
 def _refuse(asked: Tune) -> None:
-    """Raise UserError for flags that exclude each other or are unknown words, and BadInput where an output cannot be written."""
+    """Raise UserError for flags that exclude each other or have unknown values, and BadInput where an output cannot be
+    written.
+    """
     for wanted in ("out", "html"):
         if getattr(asked, wanted) is not None:
             refuse_overwrite(getattr(asked, wanted), force=asked.force)

@@ -196,7 +196,7 @@ def _surely_no_gain(asked: Question, other: Plan, step_s: float, now: Estimate |
 
 
 def _gains(there: Estimate, now: Estimate) -> bool:
-    """Return whether a plan is better: it fits with more certainty, or is faster and fits with the same."""
+    """Return whether a plan is better: it is surer to fit, or is faster and as sure to fit."""
     surely, surely_now = there.memory.fit_probability >= SURE, now.memory.fit_probability >= SURE
     if surely is not surely_now:
         return surely

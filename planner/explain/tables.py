@@ -119,8 +119,9 @@ def paged_text(memory: MemoryEstimate) -> str:
 
 
 def direct_links(cluster: Cluster) -> tuple[float, int, int] | None:
-    """Return, for the GPU whose links to other GPUs have the least rate together: their bytes per second, the number of
-    GPUs it reaches, and the number of other GPUs. None if GPUs are connected by a switch or not at all, or if a rate is unknown.
+    """Return, for the GPU whose links to other GPUs have the least rate together: that rate in bytes per second, the
+    number of GPUs it reaches, and the number of other GPUs. None if GPUs are connected by a switch or not at all, or if
+    a rate is unknown.
     """
     node = cluster.groups[0].node
     links = [link for link in node.links if link.kind is LinkKind.NVLINK]

@@ -89,7 +89,7 @@ def _read(table: Table, settings: Settings, given: Facts) -> Facts:
 
 
 def planned_in(text: str) -> Planned:
-    """Return what the header of an export says; an empty one for any other text. Raises BadInput for a damaged header."""
+    """Return what the header of an export says; empty for any other text. Raises BadInput for a damaged header."""
     if text.lstrip().startswith("{") and f'"{SECTION}"' in text[:MOST_OF_A_HEADER]:
         whole = codec.parse_json(text, where="the configuration")
         section = whole.get(SECTION) if isinstance(whole, dict) else None

@@ -107,7 +107,7 @@ def plan_settings(plan: Plan) -> str:
 
 
 def plan_in_words(plan: Plan | Mapping[str, Any], *, without: Collection[str] = ()) -> str:
-    """Return a plan, or a plan of a document, without settings that have no effect: `fsdp 4 x pp 2, micro batch 2,
+    """Return a plan, or a plan of a document, without settings that need no mention: `fsdp 4 x pp 2, micro batch 2,
     1F1B`; `without` some settings.
     """
     if not isinstance(plan, Plan):

@@ -99,7 +99,7 @@ class ForkServer:
     def exit_code(self, pid: int) -> int | None:
         try:
             code = self._ask(pid)
-        except (OSError, EOFError):  # the parent has ended
+        except (OSError, EOFError):  # the server has ended
             code = _RUNS if _runs(pid) else -signal.SIGKILL
         return None if code == _RUNS else code
 

@@ -330,7 +330,7 @@ class Overrides(CommandLine):
 
 
 def _words(flag: str, value: Any) -> str:
-    """Return a value of a flag as the shell passes it: the names of a list one by one."""
+    """Return a value of a flag as it is written in a shell: the names of a list one by one."""
     return " ".join(map(_word, value)) if isinstance(value, list) and LISTS.search(flag) else _word(value)
 
 

@@ -140,7 +140,7 @@ def length(*keys: str) -> Entry:
 
 
 def whole_blocks(key: str) -> Entry:
-    """Recomputation of all blocks, or none."""
+    """Recomputation of whole blocks, or none."""
     return Entry(
         keys=(key,),
         write=lambda facts: {key: facts["recompute"] != "none"},

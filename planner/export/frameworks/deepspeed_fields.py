@@ -110,7 +110,9 @@ def _read_offload(settings: Settings, facts: Facts) -> Facts:
 
 
 def _device(settings: Settings, key: str) -> str:
-    """Return the device that a kind of state is offloaded to. Raises BadInput for a device that is not modelled."""
+    """Return the device that a kind of state is offloaded to. Raises BadInput for a device that is unknown or not
+    modelled.
+    """
     device = str(settings.get(f"{key}.device") or "none").lower()
     if device == "nvme":
         raise NotModelled(f"{key}.device nvme is not modelled", remedy="cpu or none in its place")

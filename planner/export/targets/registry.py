@@ -92,7 +92,7 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
-    more = () if target in TUNING else more  # launchers whose files contain everything
+    more = () if target in TUNING else more  # the files of these tools state all of it
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))

@@ -120,7 +120,7 @@ def _fitting(
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
     Options of ranks are judged by a bound of their memory. If the best assignment does not fit, the limit for the next
-    is reduced by the amount by which the replay exceeded the bound.
+    is its bound divided by the factor by which its replay exceeds the memory, at most LESS_ROOM of the limit before.
     """
     limit_bytes = screening.limit_bytes
     for _ in range(MAX_ROOM_TRIES):

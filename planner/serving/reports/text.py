@@ -185,7 +185,7 @@ def _print_load(load: Sequence[Row]) -> None:
 
 
 def _notes(result: ServingResult) -> list[str]:
-    """Return the assumptions of the answer, each once."""
+    """Return what the answer is based on, each once."""
     many = len(result.plans)
     lines = [f"{many:,} deployment{'s' if many != 1 else ''} simulated, all that are legal; {result.seconds:.1f} s."]
     if result.rejected:
