@@ -150,8 +150,8 @@ def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path)
     out = tmp_path / "plan.json"
     answer(capsys, "suggest", *FLAGS, "--top", str(LISTED), "--out", str(out))
     test = explorer("exports", **QUESTION)
-    shown = test.session_state["_results"]["answer"]
-    result, ranked = shown.result, shown.ranked
+    result = test.session_state["_results"]["answer"].result
+    ranked = data.chosen(result, test.session_state["plan"])
 
     assert data.plan_file_text(result, ranked) == out.read_text()
     assert load_plan(out).plan == ranked.plan
