@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec
@@ -33,6 +34,14 @@ ICONS = {"info": ":material/info:", "warning": ":material/warning:", "error": ":
 def dark() -> bool:
     """Return whether the browser shows the dark theme."""
     return st.context.theme.type == "dark"
+
+
+WORDS_FIRST_S = 0.08  # seconds in which the browser draws them
+
+
+def words_first() -> None:
+    """Let the server send what the page has written, so that the browser shows it before it draws charts."""
+    time.sleep(WORDS_FIRST_S)
 
 
 def part(name: str) -> Callable[[Callable[Asked, None]], Callable[Asked, None]]:

@@ -110,6 +110,7 @@ def _detail(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         f"#{ranked.rank}  {plan_words.plan_chips(ranked.plan)}", panels.plain(plan_words.plan_settings(ranked.plan))
     )
     panels.figures(panels.estimate_figures(estimate, ranked.plan), data.nearest_published(question))
+    panels.words_first()
     st.page_link(
         state.view("measured"),
         label="How far off such numbers were",
@@ -157,6 +158,7 @@ def _comparison(first: RankedPlan, second: RankedPlan) -> None:
     figures = differences.figure_rows(first, second) + differences.differing_rows(first.plan, second.plan)
     names = f"#{first.rank}", f"#{second.rank}"
     panels.side_by_side(figures, *names, alt=f"{names[0]} compared with {names[1]}")
+    panels.words_first()
     panels.step_difference(
         differences.step_difference(first.estimate, second.estimate),
         f"#{second.rank} minus #{first.rank}",
