@@ -21,7 +21,7 @@ LEAST_CHANGE = 0.005  # relative difference from which a step is called longer o
 
 
 def size_rows(sizes: Sequence[Size], ranked: RankedPlan, seq_len: int) -> list[SizeRow]:
-    """Return the cells of a plan over lengths and micro batches, as they are drawn: a rate for what surely fits."""
+    """Return the cells of a plan over lengths and micro batches: the step, and a rate for what surely fits."""
     return [_size_row(size, ranked, seq_len) for size in sizes]
 
 
@@ -30,15 +30,17 @@ def _size_row(size: Size, ranked: RankedPlan, seq_len: int) -> SizeRow:
         "length": f"{size.seq_len:,}",
         "micro_batch": str(size.micro_batch_size),
         "tokens_per_s": None,
+        "rate": "",
         "upper": "not legal",
         "lower": "",
         "state": size.problem,
         "here": (size.seq_len, size.micro_batch_size) == (seq_len, ranked.plan.micro_batch_size),
     }
-    if size.tokens_per_s_per_gpu is None or size.reserved_bytes is None or size.fit is None:
+    if size.step_s is None or size.tokens_per_s_per_gpu is None or size.reserved_bytes is None or size.fit is None:
         return row
     row["lower"] = f"{gib_text(size.reserved_bytes)} GiB"
-    row["upper"] = f"{float(f'{size.tokens_per_s_per_gpu:.2g}'):,.0f} tokens/s"
+    row["rate"] = f"{float(f'{size.tokens_per_s_per_gpu:.2g}'):,.0f} tokens/s"
+    row["upper"] = f"{two_digits(size.step_s)} s"
     if size.fit is Fit.YES:
         row["tokens_per_s"], row["state"] = size.tokens_per_s_per_gpu, "fits"
     elif size.fit is Fit.NO:

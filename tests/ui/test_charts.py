@@ -36,7 +36,7 @@ def row(plan, rank, step_s, peak_gib):
 
 ROWS = [row("a", 1, 1.0, 60.0), row("b", 2, 1.1, 40.0), row("c", 3, 1.2, 50.0)]
 
-CELL = {"length": "4,096", "micro_batch": "1", "upper": "u", "lower": "l", "state": "s"}
+CELL = {"length": "4,096", "micro_batch": "1", "upper": "u", "rate": "r", "lower": "l", "state": "s"}
 SIZES = [
     {**CELL, "tokens_per_s": 100.0, "here": True},
     {**CELL, "micro_batch": "2", "tokens_per_s": None, "here": False},

@@ -96,8 +96,8 @@ def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
 
 
 def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
-    """Draw a plan over lengths and micro batches: the more tokens/s a GPU, the deeper the colour; an empty
-    frame is what does not surely fit. A thick frame is the plan as it is.
+    """Draw a plan over lengths and micro batches: the step in words, a deeper colour for more tokens/s a GPU, an empty
+    frame for what does not surely fit, and a thick frame for the plan as it is.
     """
     p = paper(dark)
     rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
@@ -107,7 +107,8 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
         tooltip=[
             alt.Tooltip("length:N", title="tokens a sequence"),
             alt.Tooltip("micro_batch:N", title="sequences a micro batch"),
-            alt.Tooltip("upper:N", title="it takes"),
+            alt.Tooltip("upper:N", title="step"),
+            alt.Tooltip("rate:N", title="per GPU"),
             alt.Tooltip("lower:N", title="memory"),
             alt.Tooltip("state:N", title="state"),
         ],
@@ -118,9 +119,7 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     filled = filled.encode(opacity=alt.Opacity("tokens_per_s:Q", scale=depth, legend=None))
     hollow = base.transform_filter(~fits).mark_rect(cornerRadius=3, fillOpacity=0, stroke=BAD, strokeOpacity=0.45)
     here = base.transform_filter(alt.datum.here).mark_rect(cornerRadius=3, fillOpacity=0, stroke=p.ink, strokeWidth=2.5)
-    # The unit is in the words above the chart, since cells on a phone have no room for it.
-    short = base.transform_calculate(short="replace(datum.upper, ' tokens/s', '')")
-    upper = short.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("short:N"))
+    upper = base.mark_text(dy=-7, fontSize=12, color=p.ink).encode(text=alt.Text("upper:N"))
     lower = base.mark_text(dy=8, fontSize=11, color=p.quiet).encode(text=alt.Text("lower:N"))
     lengths = len({row["length"] for row in rows})
     return finished(alt.layer(filled, hollow, here, upper, lower), dark, height=44 * lengths + 60)

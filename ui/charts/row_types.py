@@ -47,6 +47,7 @@ class SizeRow(TypedDict):
     length: str
     micro_batch: str
     tokens_per_s: float | None
+    rate: str
     upper: str
     lower: str
     state: str

@@ -134,7 +134,7 @@ def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> 
     panels.section(
         "Other lengths and micro batches",
         f"Plan #{chosen.rank} with the same number of micro batches a step, by the analytical model. A cell has"
-        " tokens/s per GPU, deeper where they are more, and the memory; an empty frame may not fit, or is not legal.",
+        " the step and the memory, deeper for more tokens/s per GPU; an empty frame may not fit, or is not legal.",
     )
     found = data.sizes(question, result, chosen)
     if found is None:
@@ -144,7 +144,7 @@ def _sizes(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> 
     about = "Nothing that was tried fits"
     if best is not None:
         size = f"{best['micro_batch']} x {best['length']} tokens a micro batch"
-        about = f"Highest throughput that surely fits: {size}, {best['upper']} per GPU"
+        about = f"Highest throughput that surely fits: {size}, {best['rate']} per GPU"
     st.markdown(f"**{panels.plain(about)}.**")
     panels.chart(charts.size_map(drawn, dark=panels.dark()), key="sizes", alt=about)
 
