@@ -27,7 +27,7 @@ RUNTIMES = {
 
 
 def plans_of(common, *, gpus, sharded):
-    """Return pipelines with replicas, shards, or both; kept or gathered anew; alone on a node and across two."""
+    """Return pipelines with replicas, shards, or both; kept, gathered anew, or updated on the host; alone on a node and across two."""
     for tp, recompute in ((1, "none"), (4, "full")):
         data = gpus // common["pp"] // tp
         axes = {**common, "tp": tp, "sequence_parallel": tp > 1, "recompute": recompute}
@@ -36,6 +36,7 @@ def plans_of(common, *, gpus, sharded):
             continue
         for reshard in (True, False):
             yield Plan(**axes, dp_shard=data, reshard_after_forward=reshard)
+        yield Plan(**axes, dp_shard=data, offload="optimizer")
         if data > 1:
             yield Plan(**axes, dp_replicate=2, dp_shard=data // 2, reshard_after_forward=True)
 

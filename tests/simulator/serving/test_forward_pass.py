@@ -51,6 +51,15 @@ def test_latent_attention_keeps_its_16_bits_in_nvfp4() -> None:
     assert weight_bytes(DEEPSEEK, Pool(), "float4") == pytest.approx(2 * wide + (671e9 - wide) * 9 / 16, rel=0.01)
 
 
+def test_compressing_projections_and_routers_are_on_every_rank() -> None:
+    """DeepSeek-V3's config.json: 61 layers of 7,168, compressed to 1,536 and 512 + 64, and 58 routers of 256 experts.
+    All else is divided, so that twice a half less the whole is what every rank has.
+    """
+    whole, half = (weight_bytes(DEEPSEEK, Pool(tp=tp), "bfloat16") for tp in (1, 2))
+
+    assert 2 * half - whole == pytest.approx(2 * 7168 * (61 * (1536 + 512 + 64) + 58 * 256), rel=2e-3)
+
+
 @pytest.mark.parametrize(("rows", "tflops"), [(4096, 1500), (16_384, 1510)])
 def test_products_on_blackwell_reach_what_engines_measure(rows: int, tflops: float) -> None:
     """16-bit products 7,168 wide and deep on B200, as vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3 have them by
