@@ -36,12 +36,9 @@ def dark() -> bool:
     return st.context.theme.type == "dark"
 
 
-WORDS_FIRST_S = 0.08  # seconds in which the browser draws them
-
-
 def words_first() -> None:
-    """Let the server send what the page has written, so that the browser shows it before it draws charts."""
-    time.sleep(WORDS_FIRST_S)
+    """Let the browser draw what the page has written, before it gets charts to draw."""
+    time.sleep(0.08)
 
 
 def part(name: str) -> Callable[[Callable[Asked, None]], Callable[Asked, None]]:

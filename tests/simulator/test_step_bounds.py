@@ -27,7 +27,9 @@ RUNTIMES = {
 
 
 def plans_of(common, *, gpus, sharded):
-    """Return pipelines with replicas, shards, or both; kept, gathered anew, or updated on the host; alone on a node and across two."""
+    """Return pipelines with replicas, shards or both, on one node and across two: kept, gathered anew, or updated on the
+    host.
+    """
     for tp, recompute in ((1, "none"), (4, "full")):
         data = gpus // common["pp"] // tp
         axes = {**common, "tp": tp, "sequence_parallel": tp > 1, "recompute": recompute}
