@@ -27,7 +27,7 @@ RUNTIMES = {
 
 
 def plans_of(common, *, gpus, sharded):
-    """Return pipelines with replicas, shards or both, on one node and across two: kept, gathered anew, or updated on the
+    """Return pipelines with replicas, shards or both, on one node and on two: kept, gathered anew, or updated on the
     host.
     """
     for tp, recompute in ((1, "none"), (4, "full")):
