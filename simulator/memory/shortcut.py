@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from simulator.memory.allocator import Block, TensorEvent
+from simulator.memory.allocator import Block, TensorEvent, play_one_by_one
 from simulator.memory.growing import GrowingAllocator, PoolKey
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank import RankReplay
@@ -134,11 +134,7 @@ class PassLog:
         self.memory.free(block)
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
-        for slot, nbytes in events:
-            if nbytes:
-                slots[slot] = self.allocate(nbytes, stream)
-            elif slot in slots:
-                self.free(slots.pop(slot))
+        play_one_by_one(self, events, slots, stream)
 
     def room_bytes(self) -> dict[PoolKey, int]:
         """Return for each pool the bytes of a run of free addresses that hold all that was asked for."""
