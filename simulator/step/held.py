@@ -108,7 +108,12 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
     """Return the bytes that a block wrapped in `mode` keeps per micro batch."""
     if mode.keeps:
         zero = np.zeros(len(context.table))
-        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+        total = sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+        for operator in operators:
+            for tensor in mode.keeps_of.get(operator.name, ()):
+                nbytes = tensor_bytes(tensor, context.sizes, context.dtype_bytes)
+                total = total + active_rows(operator, context.table) * nbytes
+        return total
     return tensors_bytes(operators, context, without=mode)
 
 
