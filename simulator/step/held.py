@@ -20,6 +20,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 
 State = Literal["parameters", "gradients", "optimizer"]
+CAST_EXPERTS = "cast_experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,11 @@ def autocast_remembers(runtime: Runtime) -> bool:
     (torch, aten/src/ATen/autocast_mode.cpp: cached_cast), unless they are cast inside a compiled block.
     """
     return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
+
+
+def casts_experts(operators: Sequence[OperatorSpec]) -> bool:
+    """Return whether a block casts its experts' weights itself (`Tensor.to`): of those autocast remembers no copies."""
+    return any(operator.name == CAST_EXPERTS for operator in operators)
 
 
 def head_peak_bytes(context: CostContext) -> Floats:
