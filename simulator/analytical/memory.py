@@ -176,7 +176,7 @@ def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     end = np.where(last, head, layer)
     # At the end of the forward pass: copies of all weights that are used again. Where the backward pass of the loss
     # begins there, its buffers come on top.
-    copies = ranks.again * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
+    copies = ranks.remembered * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
     yield copies, np.zeros_like(layer)
     before = np.minimum(ranks.alike, prefetch) * layer
     # In a second forward pass the head is still gathered, so a layer was copied last.

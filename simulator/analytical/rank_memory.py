@@ -25,6 +25,7 @@ from simulator.step.held import (
     Parameters,
     State,
     between_stages_bytes,
+    casts_experts,
     head_cached_bytes,
     head_peak_bytes,
     placeholder_bytes,
@@ -35,7 +36,7 @@ from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.zero import zero_buffers
 
 # Cached properties of `RankMemory` that depend on the recompute modes of layers.
-FROM_MODE = ("again", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
+FROM_MODE = ("again", "remembered", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
 
@@ -138,12 +139,20 @@ class RankMemory:
     @cached_property
     def again(self) -> Floats:
         """Parameters of layers that are recomputed."""
+        return self._recomputed(experts=True)
+
+    @cached_property
+    def remembered(self) -> Floats:
+        """Those of which autocast has copies at the end of the forward pass."""
+        return self._recomputed(experts=False) if casts_experts(self.operators.moe_layer) else self.again
+
+    def _recomputed(self, *, experts: bool) -> Floats:
         again = np.zeros_like(self.shared)
         for mode, layers in self.layout.by_mode.items():
             if mode != "none":
-                again = again + self.spec.recompute[mode].layers * self._parameters(layers)
+                again = again + self.spec.recompute[mode].layers * self._parameters(layers, experts=experts)
         if self.blocks["dense"].bounds:  # under any mode, all copies exist at the end of the forward pass
-            again = again + self._parameters(self.layout.by_mode.get("none"))
+            again = again + self._parameters(self.layout.by_mode.get("none"), experts=experts)
         return again
 
     @cached_property
@@ -384,14 +393,14 @@ class RankMemory:
         """Bytes that the layers of micro batches in flight keep in host memory."""
         return sum(self.layout.layers) * away_bytes(self.context)[:, None] * self.in_flight
 
-    def _parameters(self, layers: tuple[Floats, Floats] | None) -> Floats | float:
+    def _parameters(self, layers: tuple[Floats, Floats] | None, *, experts: bool) -> Floats | float:
         """Return the parameters of `layers`, the counts of dense layers and of layers with experts; counts and result
         have shape (plans, ranks).
         """
         if layers is None:
             return 0.0
         of, (dense, moe) = self.parameters, layers
-        return dense * of.dense_layer[:, None] + moe * (of.moe_layer + of.experts)[:, None]
+        return dense * of.dense_layer[:, None] + moe * (of.moe_layer + of.experts * experts)[:, None]
 
 
 def _placeholders(

@@ -123,7 +123,7 @@ class Work:
     launches: float = 1.0
     backward: bool = False
     scattered: bool = False  # moves rows to positions given by an index
-    accumulates: bool = False  # adds its result to a stored tensor of a wider type
+    added_bytes: Floats | float = 0.0  # of a stored tensor that the product adds its result to
     units: Mapping[str, Floats | float] = field(default_factory=dict)  # see `OperatorSpec`
     low: bool = False  # operands have a low type, the result has 16 bits
     grouped_rows: Floats | float = 0.0  # in grouped products of experts, the rows of each expert; 0 for all others
@@ -197,7 +197,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
         work = [replace(one, backward=True) for one in forward_work(spec, sizes, dtype_bytes) if spec.again]
         work.append(_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True, low=low))
         if spec.weight_gradient:
-            extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
+            stored = product(right, sizes) * dtype_bytes(spec.weight_gradient_dtype)
             wgrad = _matmul(
                 f"{spec.name}.wgrad",
                 left,
@@ -206,10 +206,10 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
                 sizes,
                 dtype_bytes,
                 backward=True,
-                extra=extra,
+                extra=stored - product(right, sizes) * dtype_bytes("compute"),
                 low=low and not spec.wide_weight_gradient,
             )
-            work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))
+            work.append(wgrad if spec.weight_gradient_dtype == "compute" else replace(wgrad, added_bytes=stored))
         return work
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=True)]

@@ -60,7 +60,7 @@ class Efficiency:
     float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
     scattered: float = 1.0
-    accumulated: float = 1.0
+    accumulated: float = 0.0
     attention: dict[str, AttentionEfficiency]
 
 
@@ -370,11 +370,13 @@ class Roofline:
         # Filling the pipeline takes the same time, in which a narrower type covers more of k.
         ramp_k = ramp_k * faster
         best = matmul_utilization(tiles, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=ramp_k)
-        best = best * (known.accumulated if work.accumulates else 1.0)
         if not self.simt:
             best = np.where(unaligned(work), np.minimum(best, UNALIGNED), best)
         arithmetic = work.flops / (self.sustained_flops * faster * best)
-        return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
+        rate = self.memory_bytes_per_s
+        # What is stored is read when the sums of a tile are complete, and written alongside the next tile.
+        added = np.asarray(work.added_bytes) / rate
+        return np.maximum(arithmetic, work.bytes / rate + added) + known.accumulated * added + known.kernel_s
 
     def _window_factor(self, work: Work) -> Floats | float:
         """Return the time of attention over its time if all layers used `attention_kernel`; layers with windows may

@@ -11,6 +11,7 @@ import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
+from simulator.kernels.operators import OperatorSpec
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tensors import Act, BlockTensors, Event, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
@@ -88,12 +89,16 @@ class PlanTensors:
         fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the compute stream
         return not self.context.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
 
+    def of_block(self, unit: Unit) -> tuple[OperatorSpec, ...]:
+        """Return the operators of a unit."""
+        return self._of_block[unit.block]
+
     def passes(self, unit: Unit) -> Passes:
         """Return the events of a unit's passes."""
         word = str(unit.words[0]) if unit.wrapped else ""
         key = (unit.block, word)
         if key not in self._passes:
-            operators = self._of_block[unit.block]
+            operators = self.of_block(unit)
             if unit.block == "head":
                 peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
                 kept = bool(self.context.spec.layer.metrics_after)

@@ -33,7 +33,7 @@ from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
-from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
+from simulator.step.held import autocast_remembers, casts_experts, placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -159,19 +159,22 @@ class RankReplay:
         units = self.plan.stages[stage]
         given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self.message_bytes)[0]
         recast: list[Block] = []
+        own: list[Block] = []
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
             self._gather(unit, forward=True)
             instance = self.running[unit.name, micro_batch] = Instance()
             if self.casts:
                 instance.casts = self._taken(unit.kept_cast[0] * self.compute_bytes)
-                again = self._taken(unit.recast[0] * self.compute_bytes)
+                own = self._taken(*self._recast(unit, experts=True))
+                remembered = self._taken(*self._recast(unit, experts=False))
                 if not autocast_remembers(self.context.runtime):
-                    self._give(again)
-                recast += again
+                    self._give(remembered)
+                recast += remembered
             if given is not None:
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
+            self._give(own)
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.wrapped:
@@ -207,7 +210,8 @@ class RankReplay:
                 instance.slots[passes.incoming] = gradient
             if keeps := self.plan.keeps_inputs(unit):
                 self.kept.append(instance.slots.pop(passes.inward))
-            again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
+            sizes = [*self._recast(unit, experts=True), *self._recast(unit, experts=False)]
+            again = self._taken(*sizes) if self.casts and unit.wrapped else []
             if split:
                 now, instance.later = self.plan.halves(passes.backward, instance.from_forward)
             else:
@@ -238,6 +242,14 @@ class RankReplay:
             yield
         if self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
+
+    def _recast(self, unit: Unit, *, experts: bool) -> list[float]:
+        """Return the bytes of 16-bit copies of a recomputed unit's weights: of those that its block casts itself, its
+        experts', or of the others.
+        """
+        apart = unit.experts[0] if unit.recast[0] and casts_experts(self.plan.of_block(unit)) else 0.0
+        elements = apart if experts else unit.recast[0] - apart
+        return [elements * self.compute_bytes] if elements else []
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
         for events, weight in pieces:

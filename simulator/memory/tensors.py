@@ -252,7 +252,8 @@ class BlockTensors:
         if mode.drops:  # operators that save the rest hold the inputs of those that run again
             return self._forward(tape, active, inward, lambda place: not mode.lets_go(active[place].name))
         tape.held.add(inward)
-        wanted = self.sizes(mode.keeps)
+        results = (tensor for operator in active for tensor in mode.keeps_of.get(operator.name, ()))
+        wanted = self.sizes([*mode.keeps, *results])
         if tape.live[inward] in wanted:
             wanted.remove(tape.live[inward])
         # A kept tensor is the result of an operator that does not run again, so it is held from its creation. The

@@ -207,12 +207,14 @@ class LayerSpec:
 class RecomputeSpec:
     """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
 
-    With `keeps` the layer saves only those tensors; with `drops`, also patterns, it saves everything except what those
-    operators save. `layers` is the share of layers the mode applies to.
+    With `keeps` the layer saves only those tensors, and in `keeps_of` those of the operators that it has; with `drops`,
+    also patterns, it saves everything except what those operators save. `layers` is the share of layers the mode
+    applies to.
     """
 
     recomputes: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    keeps_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     drops: tuple[str, ...] = ()
     layers: float = 1.0
 

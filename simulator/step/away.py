@@ -68,8 +68,9 @@ class AwayWriter:
             self.rank.wait(COMPUTE, event)
         self.rank.after(OFFLOAD, COMPUTE)
         self.rank.host_copy("d2h activations", self.nbytes, stream=OFFLOAD)
-        if self.waits:
+        if self.waits:  # and so does the host: the copy is no asynchronous one
             self.rank.after(COMPUTE, OFFLOAD)
+            self.rank.synchronize()
         else:
             self._sent = [self.rank.record(OFFLOAD)]
 

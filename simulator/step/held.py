@@ -20,6 +20,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 
 State = Literal["parameters", "gradients", "optimizer"]
+CAST_EXPERTS = "cast_experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,12 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
     """Return the bytes that a block wrapped in `mode` keeps per micro batch."""
     if mode.keeps:
         zero = np.zeros(len(context.table))
-        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+        total = sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+        for operator in operators:
+            for tensor in mode.keeps_of.get(operator.name, ()):
+                nbytes = tensor_bytes(tensor, context.sizes, context.dtype_bytes)
+                total = total + active_rows(operator, context.table) * nbytes
+        return total
     return tensors_bytes(operators, context, without=mode)
 
 
@@ -129,6 +135,11 @@ def autocast_remembers(runtime: Runtime) -> bool:
     (torch, aten/src/ATen/autocast_mode.cpp: cached_cast), unless they are cast inside a compiled block.
     """
     return not runtime.compile and (runtime.adapter is None or not runtime.adapter.freezes_all)
+
+
+def casts_experts(operators: Sequence[OperatorSpec]) -> bool:
+    """Return whether a block casts its experts' weights itself (`Tensor.to`): of those autocast remembers no copies."""
+    return any(operator.name == CAST_EXPERTS for operator in operators)
 
 
 def head_peak_bytes(context: CostContext) -> Floats:

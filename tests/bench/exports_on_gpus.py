@@ -146,7 +146,8 @@ def run(row: dict[str, Any], out: Path, text: Path, limit_s: float) -> dict[str,
                     continue
     said = ESCAPES.sub("", log.read_text(errors="replace"))
     found = titan_figures(said, row) if row["target"].startswith("torchtitan") else deepspeed_figures(said)
-    status = "ok" if code == 0 and found else "failed"
+    cut = isinstance(code, str) and limit_s < LIMIT_S  # by the budget, not by the plan's own limit
+    status = "ok" if code == 0 and found else "not run" if cut else "failed"
     tail = [] if status == "ok" else said.strip().splitlines()[-25:]
     return {"status": status, "code": code, "measured": found, "seconds": time.monotonic() - began, "tail": tail,
             "command": shlex.join(command).replace(str(ROOT) + "/", "").replace(str(text), "TEXT")}  # fmt: skip

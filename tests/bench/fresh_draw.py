@@ -19,6 +19,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD, TITLES
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Grade
@@ -42,6 +43,12 @@ TYPES = {"mixed": 6.0, "bfloat16": 2.5, "float32": 1.5}
 # Of our executor's tensor parallelism with sequence parallelism.
 OVERLAPS = {"none": 2.0, "fused": 2.0, "copy_engine": 2.0, "ring": 1.0, "chunked": 1.0}
 COMPILED = 0.15
+SAVERS = (
+    (CHUNKED_LOSS,),
+    (OPTIMIZER_IN_BACKWARD,),
+    (CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD),
+    (ACTIVATION_OFFLOAD,),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +75,20 @@ def draw(
     overlapped: int = 0,
     cut: int = 0,
     least: float = 0.0,
+    savers: float = 0.0,
 ) -> list[tuple[Drawn, Estimate]]:
     """Return `count` runs of `runtimes` with their predictions from datasheets. The same arguments draw the same runs.
 
     The first `overlapped` of them overlap tensor parallelism, which few of all runs do, and the next `cut` have tensor
-    parallelism, stages or experts; models have `least` parameters or more. Raises RuntimeError where the machine can
-    run next to nothing of what is drawn.
+    parallelism, stages or experts; models have `least` parameters or more, and a share of `savers` is drawn with memory
+    savers. Raises RuntimeError where the machine can run next to nothing of what is drawn.
     """
     random, found = Random(seed), []
+    saving = Random(f"{seed} savers")  # of its own, so that a draw without savers is what it was before there were any
     for _ in range(TRIES):
         drawn = _one(random, cluster.gpu_count, runtimes)
+        if drawn is not None and saving.random() < savers:
+            drawn = replace(drawn, runtime=replace(drawn.runtime, savers=saving.choice(SAVERS)))
         if drawn is not None and drawn.model.parameters < least:
             continue
         if drawn is not None and overlapped <= len(found) < overlapped + cut and not _is_cut(drawn):
@@ -304,6 +315,7 @@ def _words(drawn: Drawn) -> Iterator[str]:
     yield drawn.types
     if drawn.runtime.compile:
         yield "compiled"
+    yield from (TITLES[word] for word in drawn.runtime.savers)
 
 
 def kind(drawn: Drawn) -> str:

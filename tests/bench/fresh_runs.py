@@ -217,7 +217,16 @@ def drawn_document(
 
 def _drawing(options: argparse.Namespace, cluster: Cluster) -> tuple[Any, ...]:
     seed = f"{options.date}.{options.number}"
-    return seed, cluster, options.count, runtimes_of(options), options.overlapped, options.cut, options.least
+    return (
+        seed,
+        cluster,
+        options.count,
+        runtimes_of(options),
+        options.overlapped,
+        options.cut,
+        options.least,
+        options.savers,
+    )
 
 
 def runtimes_of(options: argparse.Namespace) -> Sequence[str]:
@@ -400,6 +409,7 @@ def main() -> None:
     parser.add_argument("--overlapped", type=int, default=0, help="of the runs, how many overlap tensor parallelism")
     parser.add_argument("--cut", type=int, default=0, help="and then with tensor parallelism, stages or experts")
     parser.add_argument("--least", type=float, default=0.0, help="parameters of a model")
+    parser.add_argument("--savers", type=float, default=0.0, help="share of runs drawn with memory savers")
     parser.add_argument("--budget", type=float, default=450.0, help="seconds for everything")
     parser.add_argument("--calibrate", type=float, default=120.0, help="seconds of it; 0: none")
     parser.add_argument("--profile", default="", help="a shipped profile, to predict from as well")

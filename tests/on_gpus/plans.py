@@ -24,7 +24,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
 from tests.bench.plan_sets import shortened
-from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row
+from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, step_in_words
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
@@ -249,7 +249,4 @@ def step(document: Mapping[str, Any]) -> str:
     predicted = (document["predicted"] or {}).get("step_s")
     if not measured or not predicted:
         return ""
-    value, median = predicted["value"], measured["median"]
-    inside = "" if predicted["low"] <= median <= predicted["high"] else ", outside"
-    shown = f"{predicted['low']:.3g} to {predicted['high']:.3g}"
-    return f"{value:.3g} ({shown}), {median:.3g}: {value / median - 1:+.1%}{inside}"
+    return step_in_words(predicted, measured["median"])

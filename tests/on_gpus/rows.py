@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 OK, FAILED, NOT_RUN, NO_TIME = "ok", "failed", "not run", "no time"
+ALL = "all"  # of a part, where none of its results is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,13 @@ class Row:
     seconds: float = 0.0
 
 
+def step_in_words(predicted: Mapping[str, float], measured_s: float) -> str:
+    """Return a predicted step with its range, the measured one, and how far apart they are."""
+    value, low, high = (predicted[name] for name in ("value", "low", "high"))
+    inside = "" if low <= measured_s <= high else ", outside"
+    return f"{value:.3g} ({low:.3g} to {high:.3g}), {measured_s:.3g}: {value / measured_s - 1:+.1%}{inside}"
+
+
 def read(path: Path) -> list[tuple[Machine, str, Row]]:
     """Return (machine, date, row) of each line of a file; none where there is no file."""
     if not path.is_file():
@@ -63,7 +71,8 @@ def latest(entries: Sequence[tuple[Machine, str, Row]]) -> list[tuple[Machine, s
 
 def kept(old: Sequence[tuple[Machine, str, Row]], new: Sequence[tuple[Machine, str, Row]]) -> list:
     """Return what is kept: each row of `new` that was run takes the place of what older code left of it on as many GPUs
-    of the same device; what there was no time for stands only where nothing older does.
+    of the same device; what there was no time for stands only where nothing older does, and a part for which there was
+    none only until it has run.
     """
 
     def same(machine: Machine, row: Row) -> tuple[str, int, str, str]:
@@ -72,6 +81,7 @@ def kept(old: Sequence[tuple[Machine, str, Row]], new: Sequence[tuple[Machine, s
     known = {same(machine, row) for machine, _, row in old}
     fresh = [entry for entry in latest(new) if entry[2].result != NO_TIME or same(entry[0], entry[2]) not in known]
     renewed = {same(machine, row) for machine, _, row in fresh}
+    renewed |= {same(machine, replace(row, what=ALL)) for machine, _, row in fresh if row.result != NO_TIME}
     return [*(entry for entry in old if same(entry[0], entry[2]) not in renewed), *fresh]
 
 

@@ -258,6 +258,18 @@ def test_a_matrix_that_ends_share_stays_gathered_and_keeps_the_heads_gradient(ru
     assert reserved == pytest.approx(measured["measured"]["reserved_bytes"], rel=0.04)
 
 
+@pytest.mark.parametrize(
+    ("run", "allocated"), [("2026-11-29.1/04", 49.83e9), ("2026-11-29.5/11", 39.02e9), ("2026-11-29.5/08", 65.99e9)]
+)
+def test_experts_keep_what_torch_kept_of_them(run, allocated) -> None:
+    """The most bytes allocated in a step on one H200, by torch: experts of which selective recomputation keeps nothing,
+    whose weights are cast in every pass and not remembered, and compiled ones, whose activation is not kept.
+    """
+    _, question, plan = next(one for one in fresh_runs() if one[0]["id"] == run)
+
+    assert predict(question, plan).estimate.memory.peak_bytes.value == pytest.approx(allocated, rel=0.015)
+
+
 def test_less_memory_than_a_plan_needs_ends_in_out_of_memory() -> None:
     _, replay = replayed(Plan(dp_shard=4), layers=16)
     needed = replay.rank(0).reserved_bytes

@@ -89,7 +89,9 @@ def test_checkpoints_in_host_memory_are_layers_by_tokens_by_width_by_two_bytes(n
 
 
 def test_copies_hide_behind_compute_or_stop_it():
-    """With a stream, copies cost nothing where layers take longer than they do; without, all of them are waited for."""
+    """With a stream, copies cost nothing where layers take longer than they do; without, all of them are waited for,
+    after each of the forward pass by the host too, which then has a launch to make before the device goes on.
+    """
     layer = 2 * 4096 * 4096 * 2.0
     copies = 2 * 32 * layer / host_rates(cluster("dgx-h100", gpus=1), 1).copy_bytes_per_s
 
@@ -97,7 +99,8 @@ def test_copies_hide_behind_compute_or_stop_it():
     waited = step_s(asked("transformers", "activation_offload"), FULL) - step_s(asked("transformers"), FULL)
 
     assert 0 <= hidden < 0.1 * copies
-    assert waited == pytest.approx(copies, rel=0.02)
+    launch_s = runtime_spec("transformers").host.launch_s
+    assert copies + 32 * launch_s <= waited < copies + 32 * 10 * launch_s
 
 
 def test_an_optimizer_in_backward_holds_no_gradients_and_does_not_clip():
