@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,17 @@ from simulator.step.zero import zero_buffers
 # Cached properties of `RankMemory` that depend on the recompute modes of layers.
 FROM_MODE = ("again", "kept_casts", "_saved", "_by_all", "recomputed", "kept_gradients")
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
+
+
+class Flight(NamedTuple):
+    """Micro batches in flight on ranks, and the bytes that follow from no recompute mode; shape (plans, ranks)."""
+
+    held: Floats  # micro batches in flight
+    missing: Floats  # passes of a stage that are not in flight
+    whole: Floats  # micro batches of which a rank surely keeps all; with several stages, one at most
+    of_heads: Floats  # what the head saved
+    cached: Floats  # logits that the last stage keeps
+    between: Floats  # what stages exchange
 
 
 class RankMemory:
@@ -354,30 +366,33 @@ class RankMemory:
         keeps = frozen_units_keep_inputs(self.context)[:, None] & ~self.piped
         return np.where(keeps, np.maximum(again - 1, 0.0) * stream, 0.0)
 
-    def activations(self, held: Floats, heads: Floats) -> Floats:
-        """Return the bytes that forward passes saved and that stages received for `held` micro batches in flight,
-        `heads` of which have the head's results.
+    def flight(self, held: Floats, heads: Floats) -> Flight:
+        """Return what of `held` micro batches in flight, `heads` of which have the head's results, follows from no
+        recompute mode.
         """
+        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
+        return Flight(
+            held=held,
+            missing=self.stages * np.maximum(self.table.micro_batches[:, None] - held, 0.0),
+            whole=np.where(self.stages == 1, held, held >= 1),
+            of_heads=self.head_saved * heads,
+            cached=cached * np.where(self._all_first, heads, np.minimum(heads, 1.0)),
+            between=between_stages_bytes(self.context, self.layout.first, self.layout.last, held),
+        )
+
+    def activations(self, flight: Flight) -> Floats:
+        """Return the bytes that forward passes saved and that stages received for micro batches in flight."""
         saved, of_layer = self._saved
         if goes_away(self.context.runtime):  # everything but one layer's is offloaded
-            return self.head_saved * heads + np.minimum(saved, of_layer)
+            return flight.of_heads + np.minimum(saved, of_layer)
         # Where nearly all micro batches are in flight on all stages: the bytes of all, less those of the passes not in
         # flight.
         micro_batches = self.table.micro_batches[:, None]
-        missing = self.stages * np.maximum(micro_batches - held, 0.0)
-        of_many = np.zeros_like(saved)
-        for by_all, by_one in self._by_all:
-            of_many = np.where(self.stages > 1, np.maximum(of_many, by_all * micro_batches - by_one * missing), 0.0)
-        # Where two passes run at once, a layer of one is allocated before that of the other is freed.
-        ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
-        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
-        return (
-            np.maximum(saved * held, of_many)
-            + ahead
-            + self.head_saved * heads
-            + cached * np.where(self._all_first, heads, np.minimum(heads, 1.0))
-            + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
-        )
+        of_many = [by_all * micro_batches - by_one * flight.missing for by_all, by_one in self._by_all]
+        found = np.where(self.stages > 1, np.maximum.reduce([saved * flight.held, *of_many]), saved * flight.held)
+        if self.table.paired.any():  # where two passes run at once, a layer of one comes before that of the other goes
+            found = found + np.where(self.table.paired[:, None], of_layer, 0.0)
+        return found + flight.of_heads + flight.cached + flight.between
 
     @cached_property
     def away(self) -> Floats:
@@ -400,7 +415,7 @@ def _placeholders(
     """Return placeholder bytes by pipeline rank, for its `dense` and `moe` layers; those of the head are freed
     at once.
     """
-    total = np.zeros(dense.shape)
+    total = np.zeros_like(dense, dtype=np.float64)
     both = operators.dense_layer + operators.moe_layer
     for held, kind in (
         ((dense > 0) & (moe == 0), operators.dense_layer),
