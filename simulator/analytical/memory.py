@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +157,7 @@ def shared_parts(ranks: RankMemory) -> SharedParts:
     standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
     # Whole gradients are on the compute stream or, with fully sharded units, shards on the stream of reductions.
     held, shards = ranks.beside_gradients, full & ~ranks.piped
-    added = (held > 0) * np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients)
+    added = np.where(held > 0, np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients), 0.0)
 
     # At the end every unit has its gradient; with full sharding, the last unit's is still unsharded.
     last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
@@ -210,12 +211,10 @@ def _peaks(ranks: RankMemory, shared: SharedParts) -> tuple[Floats, Floats]:
     later = ranks.activations(shared.later)
     later = np.where(held > 0, later + ranks.kept_casts * shared.later.whole, 0.0)
     turns = _turns(ranks, shared)
-    most = np.maximum.reduce([compute for compute, _ in turns])
+    most = reduce(np.maximum, [compute for compute, _ in turns])
     computing = np.maximum(first, later + shared.added_computing) + most + zero.buckets
     in_flight = np.maximum(first, later + shared.added)
-    allocated = np.maximum.reduce(
-        [in_flight + compute + zero.buckets + zero.reducing + gather for compute, gather in turns]
-    )
+    allocated = reduce(np.maximum, [in_flight + one + zero.buckets + zero.reducing + gather for one, gather in turns])
     peak = shared.standing + np.maximum(allocated, shared.end)
     reserved = shared.standing + np.maximum(computing, shared.end_computing) + ranks.gathers + shared.reducing
     return peak, np.maximum(reserved, peak)

@@ -65,6 +65,7 @@ class RankMemory:
     ) -> None:
         self.model, self.operators, self.context = model, operators, context
         self.layout, self.blocks, self.parameters = layout, blocks, parameters
+        self.bounds = blocks["dense"].bounds  # whether to find the least of all recompute modes and of resharding
         self.spec, self.table = operators.spec, context.table
         self.shared, self.experts = parameters.of_stage(layout)
         self.whole = self.shared + self.experts
@@ -154,7 +155,7 @@ class RankMemory:
         for mode, layers in self.layout.by_mode.items():
             if mode != "none":
                 again = again + self.spec.recompute[mode].layers * self._parameters(layers)
-        if self.blocks["dense"].bounds:  # under any mode, all copies exist at the end of the forward pass
+        if self.bounds:  # under any mode, all copies exist at the end of the forward pass
             again = again + self._parameters(self.layout.by_mode.get("none"))
         return again
 
@@ -182,27 +183,35 @@ class RankMemory:
         units gathered ahead and `waiting` for the device. In the backward pass of the last micro batch, units whose
         backward pass came `before` are already freed.
         """
-        kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
         root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # FSDP1 frees the root unit only at the end
-        window = np.where(kept, whole, unit + root + (waiting if self.flat_units else 0.0)) * width
+        window = self._kept_or(whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
-            return nothing, window
-        return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
+            return np.zeros_like(self.whole), window
+        return window, np.where(self._buffered & self._resharded, buffer * width, 0.0)
+
+    def _kept_or(self, whole: Floats, resharded: Floats) -> Floats:
+        """Return the parameters that are gathered: all where they stay so between passes, else the given ones."""
+        return np.minimum(whole, resharded) if self.bounds else np.where(self._resharded, resharded, whole)
+
+    @property
+    def _resharded(self) -> NDArray[np.bool_]:
+        """Rows whose units are surely freed between passes."""
+        return ~self.table.keeps_gathered[:, None] & (not self.bounds)
 
     @cached_property
     def stage_ends(self) -> Floats:
         """Bytes that stay gathered when the first micro batch begins its backward pass, besides the unit that computes:
         each further stage keeps its last unit, which its backward pass needs first.
         """
-        table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
+        of, (dense, moe) = self.parameters, self.layout.layers
         smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
         layer = np.where((dense > 0) & (moe > 0), smaller, self.layer)
         with_layers = np.ceil((dense + moe) / np.maximum(self.layout.largest, 1))  # stages, at least
         others = np.maximum(with_layers - 1, 0.0)
-        resharded = self.full & self.piped & ~table.keeps_gathered[:, None] & (not self.flat_units)
+        resharded = self.full & self.piped & self._resharded & (not self.flat_units)
         return np.where(resharded, others * layer * self.context.dtype_bytes("gathered"), 0.0)
 
     @cached_property
@@ -223,8 +232,7 @@ class RankMemory:
             ahead = np.maximum(
                 np.minimum(self.alike, 1 + prefetch) * self.layer, end + np.minimum(self.alike, prefetch) * self.layer
             )
-            window = np.where(self.table.keeps_gathered[:, None], self.whole, ahead)
-            return np.where(self.full, window * width, 0.0)
+            return np.where(self.full, self._kept_or(self.whole, ahead) * width, 0.0)
         return np.where(self._buffered, both * width, 0.0)
 
     # --- activations --------------------------------------------------------------------------------------------
@@ -388,8 +396,10 @@ class RankMemory:
         # Where nearly all micro batches are in flight on all stages: the bytes of all, less those of the passes not in
         # flight.
         micro_batches = self.table.micro_batches[:, None]
-        of_many = [by_all * micro_batches - by_one * flight.missing for by_all, by_one in self._by_all]
-        found = np.where(self.stages > 1, np.maximum.reduce([saved * flight.held, *of_many]), saved * flight.held)
+        found = most = saved * flight.held
+        for by_all, by_one in self._by_all:
+            most = np.maximum(most, by_all * micro_batches - by_one * flight.missing)
+        found = np.where(self.stages > 1, most, found)
         if self.table.paired.any():  # where two passes run at once, a layer of one comes before that of the other goes
             found = found + np.where(self.table.paired[:, None], of_layer, 0.0)
         return found + flight.of_heads + flight.cached + flight.between
