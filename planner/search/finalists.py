@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
+from simulator.analytical.estimates import Counted
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
@@ -37,6 +38,7 @@ class Finalist:
     estimate: Estimate
     method: Method = Method.ANALYTICAL
     tie: int = 0
+    counted: Counted | None = field(default=None, compare=False)  # by the analytical model
 
 
 def predict_all(
@@ -77,7 +79,7 @@ def _predicted(
 ) -> Finalist:
     plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
     if simulated_length(question, plan):  # otherwise the prediction would be the same
-        prediction = predict(question, plan, held=replays[plan], progress=tell)
+        prediction = predict(question, plan, held=replays[plan], counted=finalist.counted, progress=tell)
     plain = replace(plan, placement=())
     same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
     if same_gpus and all(plain != other.plan for other in finalists):

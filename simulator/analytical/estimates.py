@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,21 @@ class EstimateTable:
             width=self.distance,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
+
+
+class Counted(NamedTuple):
+    """A plan that was estimated: its row of a table."""
+
+    table: EstimateTable
+    row: int
+
+    @property
+    def step_s(self) -> float:
+        return float(self.table.step_s[self.row])
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.table.estimate(self.row)
 
 
 def estimate_plans(
