@@ -42,7 +42,7 @@ COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "repl
 
 
 class RankReplay:
-    """One rank of a plan with an allocator: call `start()`, then `step()` repeatedly."""
+    """One rank of a plan with an allocator: call `begin()` or `start()`, then `step()` repeatedly."""
 
     def __init__(
         self,
@@ -84,6 +84,12 @@ class RankReplay:
 
     # --- the step -----------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Allocate what exists before a step; where all steps repeat the first, the optimizer's state as well."""
+        self.start()
+        if self.plan.repeats:
+            self.make_optimizer()
+
     def start(self) -> None:
         """Allocate what exists before the first step."""
         for unit in self.units:
@@ -119,9 +125,17 @@ class RankReplay:
                 wrapped.whole_gradients.clear()
             self._give(wrapped.gradients)
         self.highest = []
-        for action in self.row:
+        self.run_row(0, len(self.row))
+        self.end_step()
+
+    def run_row(self, start: int, stop: int) -> None:
+        """Run the actions of a step from one number up to another."""
+        for action in self.row[start:stop]:
             check_time()
             self.run(action)
+
+    def end_step(self) -> None:
+        """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
         made = self.plan.made_by_update(self.units, self.zero["update"])
