@@ -188,7 +188,7 @@ def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
     most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, high)
     may = [row for row, nbytes in enumerate(reserved) if nbytes <= most]
     table = asked.estimate([variants[row].plan for row in may]) if may else None
-    counted = {} if table is None else {row: Counted(table, place) for place, row in enumerate(may)}
+    counted = {} if table is None else dict(zip(may, table.rows(), strict=True))
     return [
         _Costed(variant=one, reserved_bytes=nbytes, counted=counted.get(row))
         for row, (one, nbytes) in enumerate(zip(variants, reserved, strict=True))

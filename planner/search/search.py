@@ -38,7 +38,6 @@ from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, Sear
 from planner.search.stages.assignment import MAX_TRIED, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
-from simulator.analytical.estimates import Counted
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
@@ -136,11 +135,9 @@ def suggest(
         table = question.estimate([*found.plans, *found.may_fit])
         finalists = [
             Finalist(
-                plan=plan,
-                estimate=with_replay(question, plan, table.estimate(i), replays[plan]),
-                counted=Counted(table, i),
+                plan=one.plan, estimate=with_replay(question, one.plan, one.estimate, replays[one.plan]), counted=one
             )
-            for i, plan in enumerate(table.plans)
+            for one in table.rows()
         ]
     fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]

@@ -100,6 +100,10 @@ class EstimateTable:
             sources=sources,
         )
 
+    def rows(self) -> list[Counted]:
+        """Return every plan with its row."""
+        return [Counted(self, row) for row in range(len(self.plans))]
+
     def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
         factors = step_factors(
             self.basis[index],
@@ -117,6 +121,10 @@ class Counted(NamedTuple):
 
     table: EstimateTable
     row: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.table.plans[self.row]
 
     @property
     def step_s(self) -> float:

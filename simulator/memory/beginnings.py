@@ -94,7 +94,7 @@ class Beginnings:
                 )
                 for action in actions
             ]
-            found.append((tuple([*(plan.alike[stage] for stage in stages), *ends]), row))
+            found.append(((*(plan.alike[stage] for stage in stages), *ends), row))
         return found
 
 

@@ -53,14 +53,14 @@ class GrowingAllocator:
     def __init__(self, *, limit_bytes: float = inf) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self._pools: dict[PoolKey, GrowingPool] = {}
-        self._keys: dict[str, tuple[PoolKey, PoolKey]] = {}  # of the small and of the large blocks of a stream
+        self.pools: dict[PoolKey, GrowingPool] = {}
+        self.stream_pools: dict[str, tuple[PoolKey, PoolKey]] = {}  # of the small and of the large blocks of a stream
 
     def copy(self) -> GrowingAllocator:
         """Return an allocator in the same state."""
         found = copy(self)
-        found._pools = {key: pool.copy() for key, pool in self._pools.items()}
-        found._keys = {**self._keys}
+        found.pools = {key: pool.copy() for key, pool in self.pools.items()}
+        found.stream_pools = {**self.stream_pools}
         return found
 
     def allocate(self, nbytes: int, stream: str) -> Block:
@@ -78,8 +78,8 @@ class GrowingAllocator:
 
         Nearly all the time of a replay is this loop's: what it needs of the pool that it is at is in variables.
         """
-        small, large = self._keys.get(stream) or self._add(stream)
-        key, pools = large, self._pools
+        small, large = self.stream_pools.get(stream) or self._add(stream)
+        key, pools = large, self.pools
         pool = pools[key]
         holes, starts, ends, end = pool.holes, pool.starts, pool.ends, pool.end
         used, most = self.allocated_bytes, self.peak_allocated_bytes
@@ -137,9 +137,9 @@ class GrowingAllocator:
         self.allocated_bytes, self.peak_allocated_bytes = used, most
 
     def _add(self, stream: str) -> tuple[PoolKey, PoolKey]:
-        keys = self._keys[stream] = (stream, 0), (stream, 1)
+        keys = self.stream_pools[stream] = (stream, 0), (stream, 1)
         for key in keys:
-            self._pools[key] = GrowingPool(key)
+            self.pools[key] = GrowingPool(key)
         return keys
 
     def _map(self, pool: GrowingPool, end: int) -> None:
@@ -151,10 +151,10 @@ class GrowingAllocator:
 
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream and the bytes that its pools hold."""
-        for stream, keys in self._keys.items():
-            yield stream, sum(self._pools[key].mapped_bytes for key in keys)
+        for stream, keys in self.stream_pools.items():
+            yield stream, sum(self.pools[key].mapped_bytes for key in keys)
 
     def room_bytes(self, key: PoolKey) -> int:
         """Return the bytes of the longest run of mapped addresses of a pool that are free."""
-        pool = self._pools.get(key)
+        pool = self.pools.get(key)
         return 0 if pool is None else max(pool.mapped_bytes - pool.end, pool.holes[-1][0] if pool.holes else 0)

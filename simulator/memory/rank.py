@@ -115,7 +115,7 @@ class RankReplay:
         if not self.traffic.fully_sharded:
             self._taken(float(placeholder_bytes(kinds, self.context)[0]))
         self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), stream=PEERS)
-        self._take_stage_buffers()
+        self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
         self._taken(self.zero["standing"])
 
     def step(self) -> None:
@@ -429,23 +429,6 @@ class RankReplay:
                 kinds, nbytes = len(chosen.states) + master, elements * share * width
                 if kinds:  # plain SGD has no state
                     self.optimizer += self._taken(*[nbytes / kinds] * kinds)
-
-    # --- stages -------------------------------------------------------------------------------------------------
-
-    def _take_stage_buffers(self) -> None:
-        """Allocate buffers of messages that exist throughout, and outputs that this version keeps to the end of the
-        step.
-        """
-        if not self.piped:
-            return
-        stages, count = self.plan.schedule.stages_of(self.rank), round(self.micro_batches)
-        after = sum(stage > 0 for stage in stages)
-        before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
-        if self.spec.pipeline.receive_buffers:
-            self._taken(count * (after + before) * self.message_bytes)
-        if self.spec.pipeline.keeps_outputs:
-            logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
-            self._taken(count * (before * self.message_bytes + (len(stages) - before) * logits))
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
