@@ -14,10 +14,11 @@ from functools import partial
 from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
-from simulator.analytical.estimates import Counted
+from simulator.analytical.counted import Counted, counted_rows
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
+from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import on_cores
@@ -39,6 +40,14 @@ class Finalist:
     method: Method = Method.ANALYTICAL
     tie: int = 0
     counted: Counted | None = field(default=None, compare=False)  # by the analytical model
+
+
+def counted_finalists(question: Question, plans: Sequence[Plan], replays: Replays) -> list[Finalist]:
+    """Return plans with their estimates by the analytical model and their replayed memory."""
+    return [
+        Finalist(plan=one.plan, estimate=with_replay(question, one.plan, one.estimate, replays[one.plan]), counted=one)
+        for one in counted_rows(question.estimate(plans))
+    ]
 
 
 def predict_all(

@@ -20,7 +20,8 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.finalists import TIE
 from planner.search.savers import more_savers, paged_instead
-from simulator.analytical.estimates import Counted, memory_of_plans
+from simulator.analytical.counted import Counted, counted_rows
+from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, MemoryEstimate, chance, sure_bytes
 from simulator.config.plan import Plan
@@ -188,7 +189,7 @@ def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
     most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, high)
     may = [row for row, nbytes in enumerate(reserved) if nbytes <= most]
     table = asked.estimate([variants[row].plan for row in may]) if may else None
-    counted = {} if table is None else dict(zip(may, table.rows(), strict=True))
+    counted = {} if table is None else dict(zip(may, counted_rows(table), strict=True))
     return [
         _Costed(variant=one, reserved_bytes=nbytes, counted=counted.get(row))
         for row, (one, nbytes) in enumerate(zip(variants, reserved, strict=True))

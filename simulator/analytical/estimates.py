@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,10 +99,6 @@ class EstimateTable:
             sources=sources,
         )
 
-    def rows(self) -> list[Counted]:
-        """Return every plan with its row."""
-        return [Counted(self, row) for row in range(len(self.plans))]
-
     def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
         factors = step_factors(
             self.basis[index],
@@ -114,25 +109,6 @@ class EstimateTable:
             width=self.distance,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
-
-
-class Counted(NamedTuple):
-    """A plan that was estimated: its row of a table."""
-
-    table: EstimateTable
-    row: int
-
-    @property
-    def plan(self) -> Plan:
-        return self.table.plans[self.row]
-
-    @property
-    def step_s(self) -> float:
-        return float(self.table.step_s[self.row])
-
-    @property
-    def estimate(self) -> Estimate:
-        return self.table.estimate(self.row)
 
 
 def estimate_plans(
