@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from planner.question.question import Question
+from simulator.analytical.counted import Counted
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.simulation import program_length
@@ -43,16 +44,18 @@ def predict(
     plan: Plan,
     *,
     held: PlanMemory | None = None,
-    counted: Estimate | None = None,
+    counted: Counted | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Prediction:
-    """Return the prediction of a legal plan. Pass `held`, its replayed memory, and `counted`, its estimate by the
-    analytical model, if they are known. Raises as `Question.estimate` and `Question.simulate` do.
+    """Return the prediction of a legal plan. Pass `held`, its replayed memory, and `counted`, its row of a table of
+    estimates, if they are known. Raises as `Question.estimate` and `Question.simulate` do.
     """
     if simulated_length(question, plan):
-        estimate, method = question.simulate(plan, progress=progress).estimate, Method.SIMULATION
+        estimate = question.simulate(plan, counted=counted, progress=progress).estimate
+        method = Method.SIMULATION
     else:
-        estimate, method = counted or question.estimate([plan]).estimate(0), Method.ANALYTICAL
+        estimate = (counted or Counted(question.estimate([plan]), 0)).estimate
+        method = Method.ANALYTICAL
     return Prediction(estimate=with_replay(question, plan, estimate, held), method=method)
 
 

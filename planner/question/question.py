@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.analytical.counted import Counted
 from simulator.analytical.estimates import EstimateTable, estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
@@ -103,13 +104,16 @@ class Question(Scenario):
         detail: Detail = Detail.LAYER,
         spans: bool = True,
         micro_batches: int | None = None,
+        counted: Counted | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Simulated:
         """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not
         modelled.
         """
         self._require_modelled()
-        return simulate_plan(self, plan, detail=detail, spans=spans, micro_batches=micro_batches, progress=progress)
+        return simulate_plan(
+            self, plan, detail=detail, spans=spans, micro_batches=micro_batches, counted=counted, progress=progress
+        )
 
     def _require_modelled(self) -> None:
         if reason := self.runtime.not_modelled:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
+from simulator.analytical.counted import Counted, counted_rows
 from simulator.config.estimate import SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
+from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import on_cores
@@ -37,6 +39,15 @@ class Finalist:
     estimate: Estimate
     method: Method = Method.ANALYTICAL
     tie: int = 0
+    counted: Counted | None = field(default=None, compare=False)  # by the analytical model
+
+
+def counted_finalists(question: Question, plans: Sequence[Plan], replays: Replays) -> list[Finalist]:
+    """Return plans with their estimates by the analytical model and their replayed memory."""
+    return [
+        Finalist(plan=one.plan, estimate=with_replay(question, one.plan, one.estimate, replays[one.plan]), counted=one)
+        for one in counted_rows(question.estimate(plans))
+    ]
 
 
 def predict_all(
@@ -77,7 +88,7 @@ def _predicted(
 ) -> Finalist:
     plan, prediction = finalist.plan, Prediction(estimate=finalist.estimate, method=Method.ANALYTICAL)
     if simulated_length(question, plan):  # otherwise the prediction would be the same
-        prediction = predict(question, plan, held=replays[plan], progress=tell)
+        prediction = predict(question, plan, held=replays[plan], counted=finalist.counted, progress=tell)
     plain = replace(plan, placement=())
     same_gpus = tuple(range(plan.gpus)) == tuple(sorted(plan.placement)) != plan.placement
     if same_gpus and all(plain != other.plan for other in finalists):

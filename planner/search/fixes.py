@@ -20,6 +20,7 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.finalists import TIE
 from planner.search.savers import more_savers, paged_instead
+from simulator.analytical.counted import Counted, counted_rows
 from simulator.analytical.estimates import memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, MemoryEstimate, chance, sure_bytes
@@ -129,7 +130,7 @@ class _Costed:
 
     variant: _Variant
     reserved_bytes: float
-    counted: Estimate | None = None
+    counted: Counted | None = None
     held: PlanMemory | None = None
 
     @property
@@ -138,7 +139,7 @@ class _Costed:
 
     @property
     def step_s(self) -> float:
-        return inf if self.counted is None else self.counted.step_s.value
+        return inf if self.counted is None else self.counted.step_s
 
     def replaces(self, other: _Costed) -> bool:
         """Return whether this variant changes less than another one and costs no more, to within a tie."""
@@ -188,7 +189,7 @@ def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
     most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, high)
     may = [row for row, nbytes in enumerate(reserved) if nbytes <= most]
     table = asked.estimate([variants[row].plan for row in may]) if may else None
-    counted = {} if table is None else {row: table.estimate(place) for place, row in enumerate(may)}
+    counted = {} if table is None else dict(zip(may, counted_rows(table), strict=True))
     return [
         _Costed(variant=one, reserved_bytes=nbytes, counted=counted.get(row))
         for row, (one, nbytes) in enumerate(zip(variants, reserved, strict=True))

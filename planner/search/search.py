@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import TIE, Finalist, in_order, predict_all
+from planner.search.finalists import TIE, Finalist, counted_finalists, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -42,7 +42,6 @@ from simulator.bounds.screening import Screening
 from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
-from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Unproved, UserError
@@ -132,11 +131,7 @@ def suggest(
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
-        table = question.estimate([*found.plans, *found.may_fit])
-        finalists = [
-            Finalist(plan=plan, estimate=with_replay(question, plan, table.estimate(i), replays[plan]))
-            for i, plan in enumerate(table.plans)
-        ]
+        finalists = counted_finalists(question, [*found.plans, *found.may_fit], replays)
     fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
     simulated: list[Finalist] | None = finalists

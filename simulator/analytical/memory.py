@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.layer_cost import BlockMemory
-from simulator.analytical.rank_memory import RankMemory
+from simulator.analytical.rank_memory import Flight, RankMemory
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
@@ -107,11 +108,12 @@ def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
     )
 
 
-def least_bytes(ranks: RankMemory) -> tuple[Floats, Floats]:
+def least_bytes(ranks: RankMemory, shared: SharedParts | None = None) -> tuple[Floats, Floats]:
     """Return lower bounds of the allocated and of the reserved bytes of every rank, each of shape (plans, pipeline
-    ranks).
+    ranks). `shared` are the parts of the same ranks under another recompute mode.
     """
-    peak, reserved = (np.where(ranks.layout.exists, nbytes * ROUNDED, 0.0) for nbytes in _peaks(ranks))
+    peaks = _peaks(ranks, shared or shared_parts(ranks))
+    peak, reserved = (np.where(ranks.layout.exists, nbytes * ROUNDED, 0.0) for nbytes in peaks)
     return peak, reserved
 
 
@@ -119,7 +121,7 @@ def _categories(ranks: RankMemory) -> dict[str, Floats]:
     """Return the bytes of each kind of memory in a step."""
     return {
         **{str(kind): nbytes for kind, nbytes in ranks.state.items()},
-        "activations": ranks.activations(ranks.in_flight, ranks.heads),
+        "activations": ranks.activations(ranks.flight(ranks.in_flight, ranks.heads)),
         "gathered_parameters": sum(ranks.gathered(np.maximum(ranks.layer, ranks.head)), ranks.kept_casts),
         "gradient_buffers": ranks.buffers + ranks.added_gradients + ranks.passing(ranks.layer) + ranks.zero.reducing,
         "loss_and_recompute": np.maximum(ranks.turning, ranks.recomputed),
@@ -127,29 +129,35 @@ def _categories(ranks: RankMemory) -> dict[str, Floats]:
     }
 
 
-def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
-    """Return lower bounds of the most bytes allocated at a moment, and of the bytes reserved."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What bounds of the same ranks under several recompute modes have in common: bytes, shape (plans, ranks)."""
+
+    standing: Floats  # from step to step
+    # The first backward pass, a later one with gradients, and those gradients: in all, and on the compute stream.
+    first: Flight
+    later: Flight
+    added: Floats
+    added_computing: Floats
+    # While the head and while a layer computes, and in the backward pass of the first layer: gathered bytes on the
+    # compute stream; the same on the stream of gathers, where they surely coincide with the activations in flight.
+    of_head: tuple[Floats, Floats]
+    of_layer: tuple[Floats, Floats]
+    of_first_layer: tuple[Floats, Floats]
+    # The end of the step: in all, on the compute stream, and on the stream of reductions.
+    end: Floats
+    end_computing: Floats
+    reducing: Floats
+
+
+def shared_parts(ranks: RankMemory) -> SharedParts:
+    """Return the parts of the bounds of `ranks` that follow from no recompute mode."""
     state, zero, full = ranks.state, ranks.zero, ranks.full
     gradients = np.zeros_like(ranks.shared) if ranks.in_place else state["gradients"]
     standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
-    standing = standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture)
-
-    # The first backward pass, and a later one with gradients: whole gradients on the compute stream or, with fully
-    # sharded units, shards on the stream of reductions.
-    alone = ranks.stages == 1
-    first = ranks.activations(ranks.in_flight, ranks.heads) + ranks.kept_casts * _whole(ranks.in_flight, alone)
-    first = first + ranks.stage_ends
-    held = ranks.beside_gradients
-    later = ranks.activations(held, ranks.heads_beside_gradients)
-    later = np.where(held > 0, later + ranks.kept_casts * _whole(held, alone), 0.0)
-    shards = full & ~ranks.piped
-    added = (held > 0) * np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients)
-    computing, allocated = np.zeros_like(first), np.zeros_like(first)
-    for compute, gather in _turns(ranks):
-        turn = np.maximum(first, later + np.where(shards, 0.0, added)) + compute + zero.buckets
-        computing = np.maximum(computing, turn)
-        turn = np.maximum(first, later + added) + compute + zero.buckets + zero.reducing
-        allocated = np.maximum(allocated, turn + np.where(alone, gather, 0.0))
+    # Whole gradients are on the compute stream or, with fully sharded units, shards on the stream of reductions.
+    held, shards = ranks.beside_gradients, full & ~ranks.piped
+    added = np.where(held > 0, np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients), 0.0)
 
     # At the end every unit has its gradient; with full sharding, the last unit's is still unsharded.
     last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
@@ -160,48 +168,81 @@ def _peaks(ranks: RankMemory) -> tuple[Floats, Floats]:
     # With a split backward pass a unit's weights are freed before its weight gradients are computed.
     passing = ranks.passing(last) + np.where(full & ~ranks.splits & (not ranks.flat_units), last * width, 0.0)
     in_compute = np.where(full, 0.0, gradients)
-    computing = np.maximum(computing, np.maximum(in_compute + passing, in_compute + zero.update))
-    end = np.maximum(reduced + passing, gradients + zero.update)
     reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)
-    peak = standing + np.maximum(allocated, end)
-    return peak, np.maximum(standing + computing + ranks.gathers + np.maximum(reducing, zero.reducing), peak)
+    of_head, of_layer, of_first_layer = _windows(ranks)
+    return SharedParts(
+        standing=standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture),
+        first=ranks.flight(ranks.in_flight, ranks.heads),
+        later=ranks.flight(held, ranks.heads_beside_gradients),
+        added=added,
+        added_computing=np.where(shards, 0.0, added),
+        of_head=of_head,
+        of_layer=of_layer,
+        of_first_layer=of_first_layer,
+        end=np.maximum(reduced + passing, gradients + zero.update),
+        end_computing=np.maximum(in_compute + passing, in_compute + zero.update),
+        reducing=np.maximum(reducing, zero.reducing),
+    )
 
 
-def _turns(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
-    """Yield (compute stream, stream of gathers): bytes allocated for a moment of a micro batch's backward pass, besides
-    the activations in flight.
-    """
-    last, reduces = ranks.layout.last, ranks.full & ~ranks.piped
-    head, layer, prefetch = ranks.head, ranks.layer, ranks.spec.fsdp.prefetch
-    end = np.where(last, head, layer)
-    # At the end of the forward pass: copies of all weights that are used again. Where the backward pass of the loss
-    # begins there, its buffers come on top.
-    copies = ranks.remembered * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
-    yield copies, np.zeros_like(layer)
+def _windows(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the gathered bytes while the head computes, while a layer does, and in the backward pass of the first."""
+    last, head, layer, prefetch = ranks.layout.last, ranks.head, ranks.layer, ranks.spec.fsdp.prefetch
+    alone = ranks.stages == 1
+
+    def window(unit: Floats, **others: Floats) -> tuple[Floats, Floats]:
+        compute, gather = ranks.gathered(unit, **others)
+        return compute, np.where(alone, gather, 0.0)
+
     before = np.minimum(ranks.alike, prefetch) * layer
     # In a second forward pass the head is still gathered, so a layer was copied last.
     copied = np.where((ranks.heads > 1) & (ranks.alike > 0), np.minimum(layer, head), head)
-    compute, gather = ranks.gathered(head, waiting=before, buffer=copied)
-    yield compute + ranks.turning + copies * turns_at_once(ranks.context.runtime), gather
-    without_head = ranks.head_saved + head * ranks.cast_bytes
-    yield compute + np.where(reduces, ranks.passing(head), 0.0) - without_head, gather
+    yield window(head, waiting=before, buffer=copied)
     before = np.where(last, head * (prefetch > 0), np.minimum(np.maximum(ranks.alike - 1, 0), prefetch) * layer)
-    compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
-    sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
-    yield compute + ranks.recomputed + sent - without_head, gather
-    if ranks.kept_gradients.any():  # in the backward pass of the first layer
-        compute, gather = ranks.gathered(layer, waiting=head)
-        yield compute + ranks.recomputed + ranks.kept_gradients - without_head, gather
-    compute, gather = ranks.gathered(layer, waiting=before, buffer=end, before=head)
-    without_layer = without_head + ranks.saved_by_layer + layer * ranks.cast_bytes
-    yield compute + np.where(reduces, ranks.passing(layer), 0.0) - without_layer, gather
+    yield window(layer, waiting=before, buffer=np.where(last, head, layer), before=head)
+    yield window(layer, waiting=head)
 
 
-def _whole(held: Floats, alone: NDArray[np.bool_]) -> Floats:
-    """Return for how many of the `held` micro batches in flight a rank surely keeps everything. With several stages
-    only one is sure, since a micro batch may be in flight on some of them only.
+def _peaks(ranks: RankMemory, shared: SharedParts) -> tuple[Floats, Floats]:
+    """Return lower bounds of the most bytes allocated at a moment, and of the bytes reserved."""
+    zero, held = ranks.zero, shared.later.held
+    first = ranks.activations(shared.first) + ranks.kept_casts * shared.first.whole
+    first = first + ranks.stage_ends
+    later = ranks.activations(shared.later)
+    later = np.where(held > 0, later + ranks.kept_casts * shared.later.whole, 0.0)
+    turns = _turns(ranks, shared)
+    most = reduce(np.maximum, [compute for compute, _ in turns])
+    computing = np.maximum(first, later + shared.added_computing) + most + zero.buckets
+    in_flight = np.maximum(first, later + shared.added)
+    allocated = reduce(np.maximum, [in_flight + one + zero.buckets + zero.reducing + gather for one, gather in turns])
+    peak = shared.standing + np.maximum(allocated, shared.end)
+    reserved = shared.standing + np.maximum(computing, shared.end_computing) + ranks.gathers + shared.reducing
+    return peak, np.maximum(reserved, peak)
+
+
+def _turns(ranks: RankMemory, shared: SharedParts) -> list[tuple[Floats, Floats]]:
+    """Return (compute stream, stream of gathers): the most bytes allocated in moments of a micro batch's backward pass
+    that have the same units gathered, besides the activations in flight.
     """
-    return np.where(alone, held, held >= 1)
+    head, layer, reduces = ranks.head, ranks.layer, ranks.full & ~ranks.piped
+    # At the end of the forward pass: copies of all weights that are used again. Where the backward pass of the loss
+    # begins there, its buffers come on top.
+    copies = ranks.remembered * ranks.cast_bytes * autocast_remembers(ranks.context.runtime)
+    found = [(copies, np.zeros_like(layer))]
+    compute, gather = shared.of_head
+    without_head = ranks.head_saved + head * ranks.cast_bytes
+    after_head = compute + np.where(reduces, ranks.passing(head), 0.0) - without_head
+    loss = compute + ranks.turning + copies * turns_at_once(ranks.context.runtime)
+    found.append((np.maximum(loss, after_head), gather))
+    compute, gather = shared.of_layer
+    sent = np.where(reduces & (ranks.parameters.trained is None), head * ranks.sent_bytes, 0.0)
+    without_layer = without_head + ranks.saved_by_layer + layer * ranks.cast_bytes
+    after_layer = compute + np.where(reduces, ranks.passing(layer), 0.0) - without_layer
+    found.append((np.maximum(compute + ranks.recomputed + sent - without_head, after_layer), gather))
+    if ranks.kept_gradients.any():
+        compute, gather = shared.of_first_layer
+        found.append((compute + ranks.recomputed + ranks.kept_gradients - without_head, gather))
+    return found
 
 
 def _summed_over_replicas(ranks: RankMemory) -> Floats:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,17 @@ FROM_MODE = ("again", "remembered", "kept_casts", "_saved", "_by_all", "recomput
 FIRST_AND_LAST = 2  # micro batches: of more, one goes back alongside gradients and is not the last
 
 
+class Flight(NamedTuple):
+    """Micro batches in flight on ranks, and the bytes that follow from no recompute mode; shape (plans, ranks)."""
+
+    held: Floats  # micro batches in flight
+    missing: Floats  # passes of a stage that are not in flight
+    whole: Floats  # micro batches of which a rank surely keeps all; with several stages, one at most
+    of_heads: Floats  # what the head saved
+    cached: Floats  # logits that the last stage keeps
+    between: Floats  # what stages exchange
+
+
 class RankMemory:
     """Bytes of each kind of memory, of shape (plans, ranks); parameters are counted in elements, before sharding."""
 
@@ -54,6 +66,7 @@ class RankMemory:
     ) -> None:
         self.model, self.operators, self.context = model, operators, context
         self.layout, self.blocks, self.parameters = layout, blocks, parameters
+        self.bounds = blocks["dense"].bounds  # whether to find the least of all recompute modes and of resharding
         self.spec, self.table = operators.spec, context.table
         self.shared, self.experts = parameters.of_stage(layout)
         self.whole = self.shared + self.experts
@@ -151,7 +164,7 @@ class RankMemory:
         for mode, layers in self.layout.by_mode.items():
             if mode != "none":
                 again = again + self.spec.recompute[mode].layers * self._parameters(layers, experts=experts)
-        if self.blocks["dense"].bounds:  # under any mode, all copies exist at the end of the forward pass
+        if self.bounds:  # under any mode, all copies exist at the end of the forward pass
             again = again + self._parameters(self.layout.by_mode.get("none"), experts=experts)
         return again
 
@@ -179,27 +192,35 @@ class RankMemory:
         units gathered ahead and `waiting` for the device. In the backward pass of the last micro batch, units whose
         backward pass came `before` are already freed.
         """
-        kept, nothing = self.table.keeps_gathered[:, None], np.zeros_like(self.whole)
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
         root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # FSDP1 frees the root unit only at the end
-        window = np.where(kept, whole, unit + root + (waiting if self.flat_units else 0.0)) * width
+        window = self._kept_or(whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
-            return nothing, window
-        return window, np.where(self._buffered & ~kept, buffer * width, 0.0)
+            return np.zeros_like(self.whole), window
+        return window, np.where(self._buffered & self._resharded, buffer * width, 0.0)
+
+    def _kept_or(self, whole: Floats, resharded: Floats) -> Floats:
+        """Return the parameters that are gathered: all where they stay so between passes, else the given ones."""
+        return np.minimum(whole, resharded) if self.bounds else np.where(self._resharded, resharded, whole)
+
+    @property
+    def _resharded(self) -> NDArray[np.bool_]:
+        """Rows whose units are surely freed between passes."""
+        return ~self.table.keeps_gathered[:, None] & (not self.bounds)
 
     @cached_property
     def stage_ends(self) -> Floats:
         """Bytes that stay gathered when the first micro batch begins its backward pass, besides the unit that computes:
         each further stage keeps its last unit, which its backward pass needs first.
         """
-        table, of, (dense, moe) = self.table, self.parameters, self.layout.layers
+        of, (dense, moe) = self.parameters, self.layout.layers
         smaller = np.minimum(of.dense_layer, of.moe_layer + of.experts)[:, None]
         layer = np.where((dense > 0) & (moe > 0), smaller, self.layer)
         with_layers = np.ceil((dense + moe) / np.maximum(self.layout.largest, 1))  # stages, at least
         others = np.maximum(with_layers - 1, 0.0)
-        resharded = self.full & self.piped & ~table.keeps_gathered[:, None] & (not self.flat_units)
+        resharded = self.full & self.piped & self._resharded & (not self.flat_units)
         return np.where(resharded, others * layer * self.context.dtype_bytes("gathered"), 0.0)
 
     @cached_property
@@ -220,8 +241,7 @@ class RankMemory:
             ahead = np.maximum(
                 np.minimum(self.alike, 1 + prefetch) * self.layer, end + np.minimum(self.alike, prefetch) * self.layer
             )
-            window = np.where(self.table.keeps_gathered[:, None], self.whole, ahead)
-            return np.where(self.full, window * width, 0.0)
+            return np.where(self.full, self._kept_or(self.whole, ahead) * width, 0.0)
         return np.where(self._buffered, both * width, 0.0)
 
     # --- activations --------------------------------------------------------------------------------------------
@@ -363,30 +383,35 @@ class RankMemory:
         keeps = frozen_units_keep_inputs(self.context)[:, None] & ~self.piped
         return np.where(keeps, np.maximum(again - 1, 0.0) * stream, 0.0)
 
-    def activations(self, held: Floats, heads: Floats) -> Floats:
-        """Return the bytes that forward passes saved and that stages received for `held` micro batches in flight,
-        `heads` of which have the head's results.
+    def flight(self, held: Floats, heads: Floats) -> Flight:
+        """Return what of `held` micro batches in flight, `heads` of which have the head's results, follows from no
+        recompute mode.
         """
+        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
+        return Flight(
+            held=held,
+            missing=self.stages * np.maximum(self.table.micro_batches[:, None] - held, 0.0),
+            whole=np.where(self.stages == 1, held, held >= 1),
+            of_heads=self.head_saved * heads,
+            cached=cached * np.where(self._all_first, heads, np.minimum(heads, 1.0)),
+            between=between_stages_bytes(self.context, self.layout.first, self.layout.last, held),
+        )
+
+    def activations(self, flight: Flight) -> Floats:
+        """Return the bytes that forward passes saved and that stages received for micro batches in flight."""
         saved, of_layer = self._saved
         if goes_away(self.context.runtime):  # everything but one layer's is offloaded
-            return self.head_saved * heads + np.minimum(saved, of_layer)
+            return flight.of_heads + np.minimum(saved, of_layer)
         # Where nearly all micro batches are in flight on all stages: the bytes of all, less those of the passes not in
         # flight.
         micro_batches = self.table.micro_batches[:, None]
-        missing = self.stages * np.maximum(micro_batches - held, 0.0)
-        of_many = np.zeros_like(saved)
+        found = most = saved * flight.held
         for by_all, by_one in self._by_all:
-            of_many = np.where(self.stages > 1, np.maximum(of_many, by_all * micro_batches - by_one * missing), 0.0)
-        # Where two passes run at once, a layer of one is allocated before that of the other is freed.
-        ahead = np.where(self.table.paired[:, None], of_layer, 0.0)
-        cached = self.layout.last * head_cached_bytes(self.context)[:, None]
-        return (
-            np.maximum(saved * held, of_many)
-            + ahead
-            + self.head_saved * heads
-            + cached * np.where(self._all_first, heads, np.minimum(heads, 1.0))
-            + between_stages_bytes(self.context, self.layout.first, self.layout.last, held)
-        )
+            most = np.maximum(most, by_all * micro_batches - by_one * flight.missing)
+        found = np.where(self.stages > 1, most, found)
+        if self.table.paired.any():  # where two passes run at once, a layer of one comes before that of the other goes
+            found = found + np.where(self.table.paired[:, None], of_layer, 0.0)
+        return found + flight.of_heads + flight.cached + flight.between
 
     @cached_property
     def away(self) -> Floats:
@@ -409,7 +434,7 @@ def _placeholders(
     """Return placeholder bytes by pipeline rank, for its `dense` and `moe` layers; those of the head are freed
     at once.
     """
-    total = np.zeros(dense.shape)
+    total = np.zeros_like(dense, dtype=np.float64)
     both = operators.dense_layer + operators.moe_layer
     for held, kind in (
         ((dense > 0) & (moe == 0), operators.dense_layer),

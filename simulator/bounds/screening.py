@@ -30,7 +30,14 @@ from simulator.analytical.estimates import (
     network_blocks,
 )
 from simulator.analytical.layer_cost import BlockCost, BlockMemory
-from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, least_bytes, memory_of_ranks
+from simulator.analytical.memory import (
+    CONTEXT_BYTES,
+    MemoryColumns,
+    SharedParts,
+    least_bytes,
+    memory_of_ranks,
+    shared_parts,
+)
 from simulator.analytical.rank_memory import RankMemory
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.lower_bound import LowerBound
@@ -209,7 +216,13 @@ class ScreenedPlans:
 
     def under(self, mode: str) -> Floats:
         """Return the same if all layers of these plans, which state none by stage, ran under a recompute mode."""
-        return self._least_bytes(self._ranks.under(canonical_recompute(mode, self.screening.scenario.runtime)))
+        shared = self._shared_parts  # made first: ranks under a mode take with them what these have found
+        ranks = self._ranks.under(canonical_recompute(mode, self.screening.scenario.runtime))
+        return self._least_bytes(ranks, shared)
+
+    @cached_property
+    def _shared_parts(self) -> SharedParts:
+        return shared_parts(self._ranks)
 
     @cached_property
     def _ranks(self) -> RankMemory:
@@ -218,9 +231,9 @@ class ScreenedPlans:
             self.screening.scenario.model, self.operators, self.context, self.layout, held, self.parameters
         )
 
-    def _least_bytes(self, ranks: RankMemory) -> Floats:
+    def _least_bytes(self, ranks: RankMemory, shared: SharedParts | None = None) -> Floats:
         if self.known.reserved == self.known.activations == 1.0:
-            both = least_bytes(ranks)
+            both = least_bytes(ranks, shared)
         else:
             memory = memory_of_ranks(ranks).scaled(self.known)
             both = memory.peak_bytes, memory.reserved_bytes

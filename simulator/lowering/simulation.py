@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from simulator.analytical.account import WALKED
-from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.counted import Counted
+from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model
@@ -75,36 +76,38 @@ def simulate_plan(
     detail: Detail = Detail.LAYER,
     spans: bool = True,
     micro_batches: int | None = None,
+    counted: Counted | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
     scaled to the simulated step; with `micro_batches` the run (not the estimate) is of a step with that many, and marks
-    the ends of passes (`lower_training`). `progress` is called with a text on how far the simulation is; an exception
+    the ends of passes (`lower_training`). `counted` is the plan's row in a table of `estimate_plans`, if there is one.
+    `progress` is called with a text on how far the simulation is; an exception
     that it raises ends the simulation.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError if the global batch does not divide.
     """
     from simulator.engine.simulate import simulate  # noqa: PLC0415 - loads SimPy, which most plans do without
 
-    table = estimate_plans(scenario, [plan])
-    clocks = float(table.clocks[0])
+    table, row = counted or Counted(estimate_plans(scenario, [plan]), 0)
+    clocks = float(table.clocks[row])
     say = progress or (lambda _: None)
     say("writing down what every rank does")
     lowered = lower_training(
         scenario, plan, detail=detail, clocks=clocks, micro_batches=micro_batches, marks=micro_batches is not None
     )
     say("finding ranks that behave alike")
-    about = float(table.step_s[0])
+    about = float(table.step_s[row])
     watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
     run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
     whole = micro_batches in {None, plan.micro_batches(scenario.workload.global_batch_size)}
-    estimate = _estimate(table, run, spans=spans) if whole else table.estimate(0)
+    formula = table.estimate(row)
+    estimate = _estimate(formula, run, spans=spans) if whole else formula
     return Simulated(estimate=estimate, run=run, detail=detail)
 
 
-def _estimate(table: EstimateTable, run: Run, *, spans: bool) -> Estimate:
+def _estimate(formula: Estimate, run: Run, *, spans: bool) -> Estimate:
     """Return the analytical model's estimate with the time of the run in place of its own."""
-    formula = table.estimate(0)
     scale = run.step_s / formula.step_s.value
     if spans:
         parts, by_axis = _parts_s(formula, run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from copy import copy
 from math import inf
 
 from simulator.memory.allocator import LARGE_SEGMENT, SMALL, SMALL_SEGMENT, Block, TensorEvent, whole_blocks
@@ -37,14 +38,30 @@ class GrowingPool:
         self.end = 0  # no address from here on is in use
         self.mapped_bytes = 0
 
+    def copy(self) -> GrowingPool:
+        found = GrowingPool(self.key)
+        found.holes, found.starts, found.ends = [*self.holes], {**self.starts}, {**self.ends}
+        found.end, found.mapped_bytes = self.end, self.mapped_bytes
+        return found
+
 
 class GrowingAllocator:
-    """Blocks for tensors by stream. More than `limit_bytes` reserved raise AboveLimit."""
+    """Blocks for tensors by stream; a block names its pool, so that a copy of the allocator has the same blocks. More
+    than `limit_bytes` reserved raise AboveLimit.
+    """
 
     def __init__(self, *, limit_bytes: float = inf) -> None:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self._pools: dict[str, tuple[GrowingPool, GrowingPool]] = {}  # by stream
+        self.pools: dict[PoolKey, GrowingPool] = {}
+        self.stream_pools: dict[str, tuple[PoolKey, PoolKey]] = {}  # of the small and of the large blocks of a stream
+
+    def copy(self) -> GrowingAllocator:
+        """Return an allocator in the same state."""
+        found = copy(self)
+        found.pools = {key: pool.copy() for key, pool in self.pools.items()}
+        found.stream_pools = {**self.stream_pools}
+        return found
 
     def allocate(self, nbytes: int, stream: str) -> Block:
         """Return a block for `nbytes` that `stream` will write."""
@@ -54,18 +71,16 @@ class GrowingAllocator:
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        self.play([(0, 0)], {0: block}, block[0].key[0])
+        self.play([(0, 0)], {0: block}, block[0][0])
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
         """Allocate and free tensors as `CachingAllocator.play` does.
 
         Nearly all the time of a replay is this loop's: what it needs of the pool that it is at is in variables.
         """
-        pools = self._pools.get(stream)
-        if pools is None:
-            pools = self._pools[stream] = GrowingPool((stream, 0)), GrowingPool((stream, 1))
-        small, large = pools
-        pool = large
+        small, large = self.stream_pools.get(stream) or self._add(stream)
+        key, pools = large, self.pools
+        pool = pools[key]
         holes, starts, ends, end = pool.holes, pool.starts, pool.ends, pool.end
         used, most = self.allocated_bytes, self.peak_allocated_bytes
         for slot, size in events:
@@ -76,9 +91,10 @@ class GrowingAllocator:
                 if block is None:
                     continue
                 at, address, nbytes = block
-            if at is not pool:
+            if at is not key:
                 pool.end = end
-                pool, holes, starts, ends, end = at, at.holes, at.starts, at.ends, at.end
+                key, pool = at, pools[at]
+                holes, starts, ends, end = pool.holes, pool.starts, pool.ends, pool.end
             if size:
                 used += size
                 if used > most:  # noqa: PLR1730 - of every tensor, a call less
@@ -99,7 +115,7 @@ class GrowingAllocator:
                         insort(holes, (rest, behind))
                     else:
                         del ends[behind]
-                slots[slot] = pool, address, size
+                slots[slot] = key, address, size
                 continue
             used -= nbytes
             behind = address + nbytes
@@ -120,6 +136,12 @@ class GrowingAllocator:
         pool.end = end
         self.allocated_bytes, self.peak_allocated_bytes = used, most
 
+    def _add(self, stream: str) -> tuple[PoolKey, PoolKey]:
+        keys = self.stream_pools[stream] = (stream, 0), (stream, 1)
+        for key in keys:
+            self.pools[key] = GrowingPool(key)
+        return keys
+
     def _map(self, pool: GrowingPool, end: int) -> None:
         mapped = -(-end // pool.page) * pool.page
         self.peak_reserved_bytes += mapped - pool.mapped_bytes
@@ -129,13 +151,10 @@ class GrowingAllocator:
 
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream and the bytes that its pools hold."""
-        for stream, (small, large) in self._pools.items():
-            yield stream, small.mapped_bytes + large.mapped_bytes
+        for stream, keys in self.stream_pools.items():
+            yield stream, sum(self.pools[key].mapped_bytes for key in keys)
 
     def room_bytes(self, key: PoolKey) -> int:
         """Return the bytes of the longest run of mapped addresses of a pool that are free."""
-        stream, which = key
-        if stream not in self._pools:
-            return 0
-        pool = self._pools[stream][which]
-        return max(pool.mapped_bytes - pool.end, pool.holes[-1][0] if pool.holes else 0)
+        pool = self.pools.get(key)
+        return 0 if pool is None else max(pool.mapped_bytes - pool.end, pool.holes[-1][0] if pool.holes else 0)

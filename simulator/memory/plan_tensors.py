@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
-from simulator.kernels.operators import OperatorSpec
+from simulator.kernels.operators import OperatorSpec, tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tensors import Act, BlockTensors, Event, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
@@ -230,6 +230,20 @@ class PlanTensors:
         ]
         largest = max((float(unit.orthogonal.made_bytes[0]) for unit in units if unit.orthogonal), default=0.0)
         return rest if sum(rest) > largest else [largest]
+
+    def stage_buffers(self, rank: int, micro_batches: float) -> list[float]:
+        """Return the bytes of a pipeline rank's buffers of messages that exist throughout, and of outputs that this
+        version keeps to the end of the step.
+        """
+        if not self.context.table["pp"][0] > 1:
+            return []
+        sizes, pipeline = (self.context.sizes, self.context.dtype_bytes), self.context.spec.pipeline
+        message, logits = (float(tensor_bytes(tensor, *sizes)[0]) for tensor in ("u h", "t v"))
+        stages, count = self.schedule.stages_of(rank), round(micro_batches)
+        after = sum(stage > 0 for stage in stages)
+        before = sum(stage < self.schedule.stages - 1 for stage in stages)
+        received = [count * (after + before) * message] * pipeline.receive_buffers
+        return received + [count * (before * message + (len(stages) - before) * logits)] * pipeline.keeps_outputs
 
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements for which a rank has a kind of state."""

@@ -42,7 +42,7 @@ COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "repl
 
 
 class RankReplay:
-    """One rank of a plan with an allocator: call `start()`, then `step()` repeatedly."""
+    """One rank of a plan with an allocator: call `begin()` or `start()`, then `step()` repeatedly."""
 
     def __init__(
         self,
@@ -84,6 +84,12 @@ class RankReplay:
 
     # --- the step -----------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Allocate what exists before a step; where all steps repeat the first, the optimizer's state as well."""
+        self.start()
+        if self.plan.repeats:
+            self.make_optimizer()
+
     def start(self) -> None:
         """Allocate what exists before the first step."""
         for unit in self.units:
@@ -109,7 +115,7 @@ class RankReplay:
         if not self.traffic.fully_sharded:
             self._taken(float(placeholder_bytes(kinds, self.context)[0]))
         self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), stream=PEERS)
-        self._take_stage_buffers()
+        self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
         self._taken(self.zero["standing"])
 
     def step(self) -> None:
@@ -119,9 +125,17 @@ class RankReplay:
                 wrapped.whole_gradients.clear()
             self._give(wrapped.gradients)
         self.highest = []
-        for action in self.row:
+        self.run_row(0, len(self.row))
+        self.end_step()
+
+    def run_row(self, start: int, stop: int) -> None:
+        """Run the actions of a step from one number up to another."""
+        for action in self.row[start:stop]:
             check_time()
             self.run(action)
+
+    def end_step(self) -> None:
+        """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
         made = self.plan.made_by_update(self.units, self.zero["update"])
@@ -427,23 +441,6 @@ class RankReplay:
                 kinds, nbytes = len(chosen.states) + master, elements * share * width
                 if kinds:  # plain SGD has no state
                     self.optimizer += self._taken(*[nbytes / kinds] * kinds)
-
-    # --- stages -------------------------------------------------------------------------------------------------
-
-    def _take_stage_buffers(self) -> None:
-        """Allocate buffers of messages that exist throughout, and outputs that this version keeps to the end of the
-        step.
-        """
-        if not self.piped:
-            return
-        stages, count = self.plan.schedule.stages_of(self.rank), round(self.micro_batches)
-        after = sum(stage > 0 for stage in stages)
-        before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
-        if self.spec.pipeline.receive_buffers:
-            self._taken(count * (after + before) * self.message_bytes)
-        if self.spec.pipeline.keeps_outputs:
-            logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
-            self._taken(count * (before * self.message_bytes + (len(stages) - before) * logits))
 
     # --- blocks -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from simulator.config.plan import Plan
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
 from simulator.memory.allocator import CachingAllocator, OutOfMemory
+from simulator.memory.beginnings import Beginnings
 from simulator.memory.growing import AboveLimit, GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
@@ -77,6 +78,7 @@ class MemoryReplay:
         self.tensors = PlanTensors(
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )
+        self._beginnings = Beginnings(self.tensors)
 
     @property
     def passes(self) -> float:
@@ -99,16 +101,16 @@ class MemoryReplay:
             return None
 
     def _replayed(self, rank: int, memory: GrowingAllocator) -> ReservedMemory:
-        self._run(ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches))
-        return _held(memory)
-
-    def _run(self, replay: RankReplay) -> None:
-        """Run as many steps as are needed to show the memory of any step."""
-        replay.start()
-        if self.tensors.repeats:
-            replay.make_optimizer()
-        for _ in range(1 if self.tensors.repeats else STEPS):
+        replay = ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        self._beginnings.run_first_step(replay)
+        for _ in range(1, self._steps):
             replay.step()
+        return _held(replay.memory)
+
+    @property
+    def _steps(self) -> int:
+        """Steps that show the memory of any step."""
+        return 1 if self.tensors.repeats else STEPS
 
     def _by_rules(self, rank: int, memory: CachingAllocator) -> ReservedMemory:
         replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
@@ -134,7 +136,9 @@ class MemoryReplay:
         """
         replay = RankReplay(self.tensors, rank, GrowingAllocator(), micro_batches=self.micro_batches)
         replay.watches = True
-        self._run(replay)
+        replay.begin()
+        for _ in range(self._steps):
+            replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
 
     def ranks(self) -> tuple[ReservedMemory, ...]:

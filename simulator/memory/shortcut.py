@@ -38,11 +38,11 @@ class ShortReplay(RankReplay):
 
     def __init__(self, plan: PlanTensors, rank: int, memory: GrowingAllocator, *, micro_batches: float) -> None:
         super().__init__(plan, rank, memory, micro_batches=micro_batches)
-        self._moves_away = plan.away or bool(self.spec.away_layers)  # layers go to the host one after the other
+        self.moves_away = plan.away or bool(self.spec.away_layers)  # layers go to the host one after the other
         self._zero = tuple(self.zero.values())
 
     def run(self, action: Action) -> None:
-        if action.parts or action.kind is Kind.FORWARD or self._moves_away:
+        if action.parts or action.kind is Kind.FORWARD or self.moves_away:
             super().run(action)
             return
         key, turns = self._key(action), self.plan.turns
@@ -123,14 +123,14 @@ class PassLog:
     def allocate(self, nbytes: int, stream: str) -> Block:
         block = self.memory.allocate(nbytes, stream)
         self.born[id(block)] = block
-        self._asked.setdefault(block[0].key, []).append(block[2])
+        self._asked.setdefault(block[0], []).append(block[2])
         return block
 
     def free(self, block: Block) -> None:
         if self.born.pop(id(block), None) is None:
             self.freed.append(block)
         else:
-            self._asked[block[0].key].append(-block[2])
+            self._asked[block[0]].append(-block[2])
         self.memory.free(block)
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:

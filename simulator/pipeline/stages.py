@@ -133,9 +133,11 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
         )
         for row in rows
     ]
-    width = max(kind.shape[1] for kind in kinds)
-    padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
-    dense, moe, rank, rank_count, first, last, largest = np.moveaxis(np.stack(padded)[which], 1, 0)
+    # In memory one column of plans lies after the other: what has a value for each plan is combined with it in one run.
+    padded = np.full((*kinds[0].shape[:1], max(kind.shape[1] for kind in kinds), len(kinds)), -1)
+    for number, kind in enumerate(kinds):
+        padded[:, : kind.shape[1], number] = kind
+    dense, moe, rank, rank_count, first, last, largest = (held.T for held in padded.take(which, axis=-1))
     modes = table.recompute_modes
     whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
     by_mode = {
@@ -248,7 +250,8 @@ def _by_schedule(
         micro_batches=table.micro_batches[:, None],
         rank=np.maximum(rank, 0).astype(np.float64),
     )
-    held = np.broadcast_to(alone[:, None], rank.shape).copy()
+    held = np.zeros_like(rank, dtype=np.float64)
+    held[:] = alone[:, None]
     for name in words(table.schedule):
         if name:
             rows = np.nonzero(table.schedule == name)[0]

@@ -191,7 +191,7 @@ def between_stages_bytes(
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros(np.shape(in_flight))
+    total = np.zeros_like(in_flight)
     if spec.receive_buffers:
         total = total + message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
     if spec.keeps_outputs:

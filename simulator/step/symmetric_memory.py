@@ -37,9 +37,9 @@ def buffer_bytes(moved_bytes: Value) -> Value:
 def symmetric_bytes(context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]) -> Floats:
     """Return the bytes on ranks with `dense` and `moe` layers; all have shape (plans, pipeline ranks)."""
     table = context.table
-    pushing = np.zeros(dense.shape, dtype=bool)
     if not set(table.overlap_modes) & set(PUSHED_MODES):
-        return np.zeros(dense.shape)
+        return np.zeros_like(dense, dtype=np.float64)
+    pushing = np.zeros_like(dense, dtype=np.bool_)
     for site in SITES:
         layers = dense if site.startswith("mlp") else dense + moe  # only a dense feed-forward has sites
         pushing |= np.isin(table.overlap_at(site), PUSHED_MODES)[:, None] & (layers > 0)

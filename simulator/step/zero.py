@@ -52,7 +52,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     the update.
     """
     zero, table = context.spec.zero, context.table
-    nothing = np.zeros(np.shape(elements))
+    nothing = np.zeros_like(elements)
 
     def column(of: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(of).reshape((-1,) + (1,) * (np.ndim(elements) - 1))

@@ -165,6 +165,32 @@ def test_backward_passes_that_leave_nothing_behind_are_left_out(plan, monkeypatc
     assert played < 0.75 * backwards
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=4, dp_shard=2, schedule="Interleaved1F1B", virtual_stages=4, reshard_after_forward=False),
+        Plan(pp=4, dp_replicate=2, schedule="1F1B"),
+        Plan(pp=8, dp_shard=2, schedule="ZBVZeroBubble", virtual_stages=2),
+    ],
+    ids=str,
+)
+def test_ranks_that_begin_alike_replay_their_beginning_once(plan, monkeypatch) -> None:
+    """What each holds is the same to the byte, in any order, and beside replays that end at a limit."""
+    _, replay = replayed(plan, layers=18, batch=32 * plan.data_parallel)
+    run, begun = RankReplay.begin, []
+    monkeypatch.setattr(RankReplay, "begin", lambda self: (begun.append(self.rank), run(self)))
+    held = [replay.rank(rank, every_event=True) for rank in range(plan.pp)]
+    for order in (range(plan.pp), reversed(range(plan.pp))):
+        begun.clear()
+        _, replay = replayed(plan, layers=18, batch=32 * plan.data_parallel)
+        for rank in order:
+            less = held[rank].reserved_bytes - 1
+
+            assert rank % 2 or replay.rank_within(rank, less) is None
+            assert replay.rank_within(rank, held[rank].reserved_bytes) == held[rank]
+        assert len(begun) < plan.pp + plan.pp // 2
+
+
 def test_one_rank_that_gathers_its_parameters_from_the_host_never_holds_more_than_a_few_layers() -> None:
     """ZeRO-3 with parameters in host memory, on one GPU: eight more layers are kept nowhere."""
     plan = Plan(zero_stage=3, offload="parameters", recompute="full")

@@ -109,10 +109,6 @@ class Nodes:
         """Number of variants of each leaf of a node."""
         return self._count("tp_overlap") * self._count("cp_method") * self._count("placing")
 
-    def with_recompute(self, word: str) -> Nodes:
-        """Return the nodes with one recompute mode instead of all."""
-        return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
-
     def where(self, mask: Mask) -> Nodes:
         """Return the nodes of a mask."""
         if mask.all():

@@ -181,18 +181,17 @@ def _screen_memory(
     """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
     fitting, near_misses = Collected(), Collected()
     capacity = screening.limit_bytes
-    least_recompute = nodes.with_recompute("none")
     least_saved = shared.keeping_least(screening.operators.spec.recompute)
     seen = 0
     # A batch takes every so many nodes, so that a search cut short has seen some of everything.
     batches = -(-len(nodes) // NODES_AT_ONCE)
     for number in range(batches):
         rows = np.arange(number, len(nodes), batches)
-        # Skip nodes on which nothing fits, even if activations cost what they do under the leanest recomputation.
-        trial, of_node = least_recompute.leaves(rows)
-        lowest = least_bytes(screening, screening.plans(trial, least_saved, of_node).allocated_and_reserved_bytes())
-        limit = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
-        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= limit]))
+        # Skip nodes on which nothing fits, even with the leanest recomputation and resharding.
+        trial = nodes.columns.take(rows)
+        lowest = least_bytes(screening, screening.plans(trial, least_saved, rows).allocated_and_reserved_bytes())
+        limit = capacity * np.where(trial.pp > 1, nearly, 1.0)
+        leaves, of_node = nodes.leaves(rows[lowest <= limit])
         held = _held(screening, leaves, shared, of_node)
         need = least_bytes(screening, held)
         fit = np.nonzero(need <= capacity)[0]
