@@ -110,6 +110,9 @@ def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
     launches each kernel from Python.
     """
     engine = engine_of(name)
+    if hybrid and engine.program == "sglang":
+        kernels = tuple(kernel for kernel in engine.all_reduce if kernel != "trtllm")
+        engine = replace(engine, all_reduce=kernels, norm_in_all_reduce=False)
     if hybrid and engine.hybrid_waits:
         waits = engine_of("vllm013")
         engine = replace(

@@ -11,6 +11,8 @@ from functools import partial
 
 import numpy as np
 
+from simulator.collectives.algorithms import CUSTOM_ALGORITHMS
+from simulator.collectives.communicator import Fabric
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
@@ -18,6 +20,7 @@ from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
+from simulator.serving.kernel_tables import reduce_kernels
 from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
@@ -317,6 +320,8 @@ class ForwardPass:
         # Norms with residuals, rotations, the activation, casts; and two kernels for parts of attention and their sum.
         small = 2.0 * local * self.model.hidden * 10
         apart = self.launches.small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
+        if self.kernels.listed_products(dense_format(self.deployment.weights)):
+            apart -= self.launches.casts
         block = {
             "attention_products": self._attention_products(local),
             "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,
@@ -424,11 +429,22 @@ class ForwardPass:
     def _all_reduce(self, nbytes: Floats, ranks: int) -> Floats:
         if ranks == 1:
             return np.zeros_like(nbytes)
-        known = self.engine.all_reduce if self.deployment.custom_all_reduce else ("nccl",)
-        algorithms = [None if name == "nccl" else name for name in known]
         shape = self._shape(ranks)
-        times = [self._collectives.time_s("all_reduce", nbytes, shape, algorithm=name) for name in algorithms]
-        return np.asarray(np.min(times, axis=0))
+        known = self.engine.all_reduce if self.deployment.custom_all_reduce else ("nccl",)
+        return np.asarray(np.min([self._reduced_by(name, nbytes, shape) for name in known], axis=0))
+
+    def _reduced_by(self, name: str, nbytes: Floats, shape: GroupShape) -> Floats:
+        """Return the seconds of an all-reduce by kernels of this name in engines.toml."""
+        reduced = partial(self._collectives.time_s, "all_reduce", nbytes, shape)
+        if name == "nccl":
+            return reduced()
+        if name in CUSTOM_ALGORITHMS:
+            return reduced(algorithm=name)
+        listed = reduce_kernels().get((name, self.kernels.generation))
+        comm = self._collectives.communicator(shape)
+        if listed is None or comm.nodes > 1 or comm.fabric is Fabric.PCIE:
+            return np.asarray(np.minimum(reduced(algorithm="one_shot"), reduced(algorithm="two_shot")))
+        return listed.seconds(nbytes, shape.ranks, comm.link_bytes_per_s)
 
     def reductions(self) -> int:
         """Return the number of all-reduces in a step: one after each half of a layer."""

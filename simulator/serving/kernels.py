@@ -5,10 +5,7 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 
 import numpy as np
 
@@ -17,8 +14,8 @@ from simulator.config.model import MixtureOfExperts
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
+from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
-from topology.codec import convert
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
 # against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
@@ -53,31 +50,6 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertKernels:
-    """Parts of the time of expert kernels, which add up; meanings in expert_kernels.toml."""
-
-    fixed_s: float
-    expert_s: float
-    read: float
-    rate: float
-    passed: float
-    routes: bool
-
-
-@cache
-def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
-    """Return the expert kernels by (engine, generation, format)."""
-    where = "expert_kernels.toml"
-    tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
-    return {
-        (engine, generation, format_): convert(found, ExpertKernels, where=f"{where} [{engine}.{generation}.{format_}]")
-        for engine, generations in tables.items()
-        for generation, formats in generations.items()
-        for format_, found in formats.items()
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +121,17 @@ class Kernels:
         used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
         arithmetic = 2 * rows * columns * depth / (kernels.product_flops_per_s * np.maximum(used, 1e-9))
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
-        return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
+        listed = self.listed_products(format_)
+        if listed is None:
+            return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
+        reading = moved / (listed.read * self.gpu.memory_bytes_per_s) + listed.depth_s * depth
+        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s)
+
+    def listed_products(self, format_: str) -> ProductKernels | None:
+        """Return what product_kernels.toml says of weights in a format; None where it says nothing. Such products
+        include the cast of their rows.
+        """
+        return product_kernels().get((self.generation, "bfloat16" if format_ == "float16" else format_))
 
     @property
     def listed_experts(self) -> ExpertKernels | None:
