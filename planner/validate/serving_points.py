@@ -167,29 +167,39 @@ def engine_named(backend: str, date: str = "") -> str:
 
     `date` is the day that it was measured on, year first.
     """
-    word, *rest = [*(backend.lower().split() or [""]), ""]
+    word, release, date = _said(backend, date)
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
     if found in {"vllm", "sglang"}:
-        release = re.sub(r"-cu[0-9]+$", "", rest[0].rstrip(","))
-        return vllm_of(release) if found == "vllm" else sglang_of(release, date)
+        return vllm_of(release, date) if found == "vllm" else sglang_of(release, date)
     if found != "trtllm":
         return found
     # Releases 0.x.post are those of NVIDIA Dynamo, which has its own numbers and is newer than TensorRT-LLM 1.2's
     # first.
-    if word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", rest[0]):
-        return "trtllm"
-    return "tensorrt" if rest[0] == "(2024)" else trtllm_of(rest[0].rstrip(","))
+    dynamo = word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", release)
+    return "trtllm" if dynamo else trtllm_of(release, date)
+
+
+def _said(backend: str, date: str) -> tuple[str, str, str]:
+    """Return the name, the release and the day in a source's words; a year in parentheses is a day."""
+    word, said, *_ = [*(backend.lower().split() or [""]), ""]
+    release = re.sub(r"-cu[0-9]+$", "", said.rstrip(","))
+    year = re.fullmatch(r"\(([0-9]{4})\)", release)
+    return (word, "", date or year[1]) if year else (word, release, date)
 
 
 def _engine(row: ServingRow, assumed: list[str]) -> str:
-    found = engine_named(row.backend or "", row.date or "")
+    backend, date = row.backend or "", row.date or ""
+    found = engine_named(backend, date)
     if not found:
-        assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
-    if found == "vllm013" and not re.search(r"\d", row.backend or ""):
+        assumed.append(f"engine {row.backend!r}: scheduled as vLLM of the time")
+    unsaid = not _said(backend, date)[1]
+    if found == "vllm07" and unsaid:
+        assumed.append("release of vLLM: one before 0.8, by the date")
+    if found == "vllm013" and unsaid:
         assumed.append("release of vLLM: one before 0.14, which schedules while the GPU waits")
-    if found == "sglang059" and not re.search(r"\d", row.backend or ""):
+    if found == "sglang059" and unsaid:
         assumed.append("release of SGLang: one before 0.5.10, by the date")
-    return found or "vllm013"
+    return found or vllm_of("", _said(backend, date)[2])
 
 
 def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:

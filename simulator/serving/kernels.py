@@ -29,6 +29,12 @@ STREAMED = 0.85
 # from 4,096 rows on, at widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm).
 SERVED = {"blackwell": 0.67}
 FLOAT8_FROM = 89
+# Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
+# 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200
+# (ai-dynamo/aiconfigurator 0.12 systems/data/*/attention, generation_attention_perf.parquet). Latent attention's kernel
+# takes 10 to 12 by itself, but its whole block as long as the two starts counted for it add up to
+# (mla_generation_module_perf.parquet of TensorRT-LLM and vLLM, B200: 46 to 52 us in 8 bits with 16 heads).
+ANSWERED_S = {"hopper": 1.0e-5, "blackwell": 9.6e-6}
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
 # measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
@@ -110,6 +116,12 @@ class Kernels:
     def start_s(self) -> float:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
+
+    def attention_start_s(self, *, latent: bool) -> float:
+        """Return seconds of attention of answers with hardly any keys: the write to the cache, attention over parts of
+        the keys and their sum.
+        """
+        return 2 * self.start_s if latent else ANSWERED_S.get(self.generation, 2 * self.start_s)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the

@@ -1,4 +1,4 @@
-"""Fit the constants of simulator/serving/product_kernels.toml and reduce_kernels.toml to tables of kernels by themselves.
+"""Fit simulator/serving/product_kernels.toml and reduce_kernels.toml to tables of kernels by themselves.
 
     git clone https://github.com/ai-dynamo/aiconfigurator
     python tests/bench/fit_kernel_tables.py aiconfigurator/aic-core/src/aiconfigurator_core/systems/data
@@ -56,7 +56,7 @@ def product_parts(data: Path, system: str, release: str, listed: str) -> tuple[A
     table = pd.read_parquet(data / system / "gemm" / release / "gemm_perf.parquet")
     table = table[(table.gemm_dtype == listed) & (table.m <= MOST_ROWS)]
     table = table[table.n.between(LEAST, MOST) & table.k.between(LEAST, MOST)]
-    gpu, engine = gpu_kind(GPUS[system]), release.split("/")[0]
+    gpu, engine = gpu_kind(GPUS[system]), release.split("/", maxsplit=1)[0]
     weights = (table.n * table.k * WEIGHT_BYTES[FORMATS[listed]]).to_numpy(float)
     copies = np.full(len(table), COPIES[engine])
     if engine == "trtllm":
@@ -97,9 +97,7 @@ def reduce_rows(data: Path, system: str, release: str) -> Any:
 
 def priced(logarithms: Any, rows: Any) -> Any:
     once_s, once_rate, twice_s, rank_s, twice_rate = np.exp(logarithms)
-    kernels = ReduceKernels(
-        once_s=once_s, once_rate=once_rate, twice_s=twice_s, rank_s=rank_s, twice_rate=twice_rate
-    )
+    kernels = ReduceKernels(once_s=once_s, once_rate=once_rate, twice_s=twice_s, rank_s=rank_s, twice_rate=twice_rate)
     nbytes, ranks, link, _ = rows.T
     return kernels.seconds(nbytes, ranks, link)
 
