@@ -125,7 +125,8 @@ def _medians(row: ServingRow) -> list[str]:
 def _measured(row: ServingRow) -> dict[str, float | None]:
     """Return a row's measurements, in seconds and in output tokens per second and GPU."""
     throughput = row.output_tok_s_per_gpu
-    if throughput is None and row.total_tok_s_per_gpu and row.isl and row.osl:
+    # Of separated engines sources count output by the GPUs that write answers, but all tokens by all GPUs.
+    if (throughput is None or row.disagg) and row.total_tok_s_per_gpu and row.isl and row.osl:
         throughput = row.total_tok_s_per_gpu * row.osl / (row.isl + row.osl)
     # In a closed loop the gap between streamed pieces, which may hold several tokens, is not the time of a token.
     between = row.tpot_ms or row.tpot_median_ms or (None if row.concurrency else row.itl_ms)
@@ -145,8 +146,7 @@ def read_point(row: ServingRow) -> Point:
     model = model_of(row.model)
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
-    if not row.disagg:
-        deployment = as_makers_set(row, model, cluster, deployment, assumed)
+    deployment = as_makers_set(row, model, cluster, deployment, assumed)
     if row.kv_cache is None and deployment.kv_cache == "bfloat16":
         assumed.append("KV cache: 16 bits")
     if is_benchmark(row, deployment):
@@ -306,7 +306,8 @@ def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, st
     # those in nvfp4 are NVIDIA's.
     if row.kv_cache is not None:
         return weights, row.kv_cache
-    if "kv" in words or row.model.startswith("nvidia/") or weights == "float4":
+    quantised = weights == "float4" or (weights == "float8" and row.model.startswith("nvidia/"))
+    if "kv" in words or quantised:
         return weights, "float8"
     return weights, "bfloat16"
 
