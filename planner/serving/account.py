@@ -48,8 +48,7 @@ def serving_account(question: ServingQuestion, deployment: Deployment, estimate:
     tokens = max(1, traffic.prompt.mean - cached)
     reading = reader.parts(prompt_tokens=tokens, pairs=tokens * (cached + (tokens + 1) / 2), sequences=0, keys=0.0)
     first = {OUTSIDE: engine_of(deployment.engine).host_request_s, READING: sum(reading.values())}
+    if deployment.prefill is not None and BETWEEN in token:
+        first[MOVING] = move_seconds(model, cluster, deployment)(traffic.prompt.mean)
     first[WAITING] = seen.ttft_s.mean - sum(first.values())
-    if deployment.prefill is not None and BETWEEN in token:  # counted between the first token and the second
-        token[MOVING] = move_seconds(model, cluster, deployment)(traffic.prompt.mean) / max(1, traffic.output.mean - 1)
-        token[BETWEEN] -= token[MOVING]
     return Account(sequences=sequences, context=context, token_s=token, first_s=first, reading_s=reading)

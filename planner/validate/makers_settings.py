@@ -47,10 +47,14 @@ def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, 
 def as_makers_set(
     row: ServingRow, model: Model, cluster: Cluster, deployment: Deployment, assumed: list[str]
 ) -> Deployment:
-    """Return a deployment with what a row leaves open set as the engine's makers set it, and list that as assumed."""
+    """Return a deployment with what a row leaves open set as the engine's makers set it, and list that as assumed. Of
+    separated engines this is the cache's format alone: the schedulers' settings are of engines that read and write.
+    """
     kind, weights = cluster.slowest_kind.architecture, deployment.weights
     clients = row.concurrency or row.batch_size or 1
     usual = usual_settings(deployment.engine, model, kind, deployment.pool, clients=clients, weights=weights)
+    if deployment.prefill is not None:
+        usual = Usual(kv_cache=usual.kv_cache)
     title = engine_of(deployment.engine).title
     if row.scheduler_recv_interval is None and usual.receive_every > 1:
         assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")

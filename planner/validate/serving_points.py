@@ -125,7 +125,8 @@ def _medians(row: ServingRow) -> list[str]:
 def _measured(row: ServingRow) -> dict[str, float | None]:
     """Return a row's measurements, in seconds and in output tokens per second and GPU."""
     throughput = row.output_tok_s_per_gpu
-    if throughput is None and row.total_tok_s_per_gpu and row.isl and row.osl:
+    # Of separated engines sources count output by the GPUs that write answers, but all tokens by all GPUs.
+    if (throughput is None or row.disagg) and row.total_tok_s_per_gpu and row.isl and row.osl:
         throughput = row.total_tok_s_per_gpu * row.osl / (row.isl + row.osl)
     # In a closed loop the gap between streamed pieces, which may hold several tokens, is not the time of a token.
     between = row.tpot_ms or row.tpot_median_ms or (None if row.concurrency else row.itl_ms)
@@ -145,8 +146,7 @@ def read_point(row: ServingRow) -> Point:
     model = model_of(row.model)
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
-    if not row.disagg:
-        deployment = as_makers_set(row, model, cluster, deployment, assumed)
+    deployment = as_makers_set(row, model, cluster, deployment, assumed)
     if row.kv_cache is None and deployment.kv_cache == "bfloat16":
         assumed.append("KV cache: 16 bits")
     if is_benchmark(row, deployment):
@@ -167,29 +167,39 @@ def engine_named(backend: str, date: str = "") -> str:
 
     `date` is the day that it was measured on, year first.
     """
-    word, *rest = [*(backend.lower().split() or [""]), ""]
+    word, release, date = _said(backend, date)
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
     if found in {"vllm", "sglang"}:
-        release = re.sub(r"-cu[0-9]+$", "", rest[0].rstrip(","))
-        return vllm_of(release) if found == "vllm" else sglang_of(release, date)
+        return vllm_of(release, date) if found == "vllm" else sglang_of(release, date)
     if found != "trtllm":
         return found
     # Releases 0.x.post are those of NVIDIA Dynamo, which has its own numbers and is newer than TensorRT-LLM 1.2's
     # first.
-    if word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", rest[0]):
-        return "trtllm"
-    return "tensorrt" if rest[0] == "(2024)" else trtllm_of(rest[0].rstrip(","))
+    dynamo = word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", release)
+    return "trtllm" if dynamo else trtllm_of(release, date)
+
+
+def _said(backend: str, date: str) -> tuple[str, str, str]:
+    """Return the name, the release and the day in a source's words; a year in parentheses is a day."""
+    word, said, *_ = [*(backend.lower().split() or [""]), ""]
+    release = re.sub(r"-cu[0-9]+$", "", said.rstrip(","))
+    year = re.fullmatch(r"\(([0-9]{4})\)", release)
+    return (word, "", date or year[1]) if year else (word, release, date)
 
 
 def _engine(row: ServingRow, assumed: list[str]) -> str:
-    found = engine_named(row.backend or "", row.date or "")
+    backend, date = row.backend or "", row.date or ""
+    found = engine_named(backend, date)
     if not found:
-        assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
-    if found == "vllm013" and not re.search(r"\d", row.backend or ""):
+        assumed.append(f"engine {row.backend!r}: scheduled as vLLM of the time")
+    unsaid = not _said(backend, date)[1]
+    if found == "vllm07" and unsaid:
+        assumed.append("release of vLLM: one before 0.8, by the date")
+    if found == "vllm013" and unsaid:
         assumed.append("release of vLLM: one before 0.14, which schedules while the GPU waits")
-    if found == "sglang059" and not re.search(r"\d", row.backend or ""):
+    if found == "sglang059" and unsaid:
         assumed.append("release of SGLang: one before 0.5.10, by the date")
-    return found or "vllm013"
+    return found or vllm_of("", _said(backend, date)[2])
 
 
 def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:
@@ -296,7 +306,8 @@ def _formats(row: ServingRow, model: Model, assumed: list[str]) -> tuple[str, st
     # those in nvfp4 are NVIDIA's.
     if row.kv_cache is not None:
         return weights, row.kv_cache
-    if "kv" in words or row.model.startswith("nvidia/") or weights == "float4":
+    quantised = weights == "float4" or (weights == "float8" and row.model.startswith("nvidia/"))
+    if "kv" in words or quantised:
         return weights, "float8"
     return weights, "bfloat16"
 

@@ -83,7 +83,7 @@ COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names 
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
 # Engines that are described separately for older releases, and other names, with the program of each.
-RELEASES = {"vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
+RELEASES = {"vllm07": "vllm", "vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
 
 
 @cache
@@ -110,11 +110,13 @@ def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
     launches each kernel from Python.
     """
     engine = engine_of(name)
+    if (
+        hybrid and engine.program == "sglang"
+    ):  # FlashInfer's sums are not taken for them, see all_reduce in engines.toml
+        kernels = tuple(kernel for kernel in engine.all_reduce if kernel != "trtllm")
+        engine = replace(engine, all_reduce=kernels, norm_in_all_reduce=False)
     if hybrid and engine.hybrid_waits:
-        waits = engine_of("vllm013")
-        engine = replace(
-            engine, host_step_s=waits.host_step_s, host_sequence_s=waits.host_sequence_s, runs_ahead=waits.runs_ahead
-        )
+        engine = replace(engine, overlaps_host=False, host_exposed_s=0.0, runs_ahead=False)
     if not eager:
         return engine
     return replace(engine, graph_batch=0, compiled=False, host_launch_s=engine.host_eager_launch_s)

@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 
-from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, Model
@@ -24,8 +23,8 @@ from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
 from simulator.serving.sparse_attention import SparseAttention
+from simulator.serving.step_collectives import StepCollectives
 from topology.cluster import Cluster
-from topology.rates.groups import GroupShape
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class ForwardPass:
     engine: Engine = field(init=False)
     kernels: Kernels = field(init=False)
     launches: Launches = field(init=False)
-    _collectives: CollectiveModel = field(init=False)
+    _collectives: StepCollectives = field(init=False)
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
     _seconds: Floats = field(init=False)
@@ -75,7 +74,12 @@ class ForwardPass:
         self.launches = Launches(self.model, self.engine, self.pool, self.deployment.weights, self.kernels.generation)
         measured = self.deployment.measured
         timed = MeasuredCollectives(measured.collectives) if measured and measured.collectives else None
-        self._collectives = CollectiveModel(self.cluster, timed)
+        self._collectives = StepCollectives(
+            cluster=self.cluster,
+            kernels=self.engine.all_reduce if self.deployment.custom_all_reduce else ("nccl",),
+            generation=self.kernels.generation,
+            timed=timed,
+        )
         steps = measured.of(self.pool.tp) if measured else None
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
@@ -310,22 +314,31 @@ class ForwardPass:
                 for name, seconds in self._layer(LayerKind(sparse=sparse, window=0), tokens, local).items():
                     total[name] = total.get(name, np.zeros_like(tokens)) + layers * seconds
         if self.pool.pp > 1:
-            total["between_stages"] = (self.pool.pp - 1) * self._between_stages(local)
+            sent = 2.0 * local * self.model.hidden
+            total["between_stages"] = (self.pool.pp - 1) * self._collectives.between_stages(sent, self.pool)
         return total
 
     def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> dict[str, Floats]:
         # Norms with residuals, rotations, the activation, casts; and two kernels for parts of attention and their sum.
         small = 2.0 * local * self.model.hidden * 10
         apart = self.launches.small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
+        if self.kernels.listed_products(dense_format(self.deployment.weights)):
+            apart -= self.launches.casts
         block = {
             "attention_products": self._attention_products(local),
-            "small_kernels": self.kernels.moved(small, apart) + 2 * self.kernels.start_s,
+            "small_kernels": self.kernels.moved(small, apart) + self._attention_start_s(),
         }
         if kind.sparse:
             block["experts"] = self._experts(tokens, local)
         else:
             block["feed_forward"] = self._mlp(local, self.model.ffn)
         return block | self._block_collectives(tokens, local, sparse=kind.sparse)
+
+    def _attention_start_s(self) -> float:
+        """Return the mean seconds of a layer for attention of answers with hardly any keys."""
+        linear = self.model.linear_layers
+        full = self.kernels.attention_start_s(latent=self.model.latent is not None)
+        return (full * (self.model.layers - linear) + 2 * self.kernels.start_s * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp
@@ -377,12 +390,12 @@ class ForwardPass:
         experts.
         """
         pool, h, moe = self.pool, self.model.hidden, self.model.moe
-        reduced = self._all_reduce(2.0 * local * h, pool.tp)
+        reduced = self._collectives.all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
         if moe is not None and pool.ep > moe.experts_per_token:
             sent = exchange_s(
-                partial(self._collective, "all_to_all"),
+                partial(self._collectives.run, "all_to_all"),
                 local,
                 hidden=h,
                 chosen=moe.experts_per_token,
@@ -393,42 +406,16 @@ class ForwardPass:
             )
             return {"all_reduce": reduced, "expert_exchange": sent}
         everywhere = 2.0 * tokens * h
-        gather = self._collective("all_gather", everywhere, pool.ranks)
-        sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
+        gather = self._collectives.run("all_gather", everywhere, pool.ranks)
+        sent = gather + self._collectives.run("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
 
     def _ends(self, rows: Floats) -> Floats:
         """Return the seconds of the head for one token per sequence, and of sampling from its scores."""
         columns = self.model.vocab / self.pool.tp
         head = self.kernels.product(rows, columns, self.model.hidden, stored="bfloat16")
-        scores = self._collective("all_gather", 2.0 * rows * self.model.vocab, self.pool.tp)
+        scores = self._collectives.run("all_gather", 2.0 * rows * self.model.vocab, self.pool.tp)
         return head + scores + self.kernels.moved(4.0 * rows * self.model.vocab * 3, 10.0)
-
-    def _between_stages(self, local: Floats) -> Floats:
-        ranks = self.pool.ranks * self.pool.pp
-        width = min(ranks, self.cluster.gpus_per_node)
-        shape = GroupShape(ranks=2, ranks_per_node=2 if ranks <= width else 1, siblings=self.pool.ranks)
-        return self._collectives.time_s("send_recv", 2.0 * local * self.model.hidden, shape)
-
-    # --- collectives --------------------------------------------------------------------------------------------
-
-    def _shape(self, ranks: int) -> GroupShape:
-        node = self.cluster.gpus_per_node
-        return GroupShape(ranks=ranks, ranks_per_node=min(ranks, node))
-
-    def _collective(self, op: str, nbytes: Floats, ranks: int) -> Floats:
-        if ranks == 1:
-            return np.zeros_like(nbytes)
-        return self._collectives.time_s(op, nbytes, self._shape(ranks))
-
-    def _all_reduce(self, nbytes: Floats, ranks: int) -> Floats:
-        if ranks == 1:
-            return np.zeros_like(nbytes)
-        known = self.engine.all_reduce if self.deployment.custom_all_reduce else ("nccl",)
-        algorithms = [None if name == "nccl" else name for name in known]
-        shape = self._shape(ranks)
-        times = [self._collectives.time_s("all_reduce", nbytes, shape, algorithm=name) for name in algorithms]
-        return np.asarray(np.min(times, axis=0))
 
     def reductions(self) -> int:
         """Return the number of all-reduces in a step: one after each half of a layer."""
@@ -438,4 +425,4 @@ class ForwardPass:
         """Return the seconds of all all-reduces of a step with this number of answers."""
         nbytes = np.array([2.0 * sequences * self.model.hidden])
         ratio = float(scaled(self._sum_ratios, np.array([float(sequences)]))[0])
-        return self.reductions() * ratio * float(self._all_reduce(nbytes, self.pool.tp)[0])
+        return self.reductions() * ratio * float(self._collectives.all_reduce(nbytes, self.pool.tp)[0])

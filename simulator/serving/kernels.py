@@ -5,10 +5,7 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 
 import numpy as np
 
@@ -17,8 +14,8 @@ from simulator.config.model import MixtureOfExperts
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
+from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
-from topology.codec import convert
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
 # against 4.5 PFLOP/s dense); before it, and for int4 and mxfp4, weights are widened to 16 bits inside the product.
@@ -32,6 +29,12 @@ STREAMED = 0.85
 # from 4,096 rows on, at widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm).
 SERVED = {"blackwell": 0.67}
 FLOAT8_FROM = 89
+# Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
+# 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200
+# (ai-dynamo/aiconfigurator 0.12 systems/data/*/attention, generation_attention_perf.parquet). Latent attention's kernel
+# takes 10 to 12 by itself, but its whole block as long as the two starts counted for it add up to
+# (mla_generation_module_perf.parquet of TensorRT-LLM and vLLM, B200: 46 to 52 us in 8 bits with 16 heads).
+ANSWERED_S = {"hopper": 1.0e-5, "blackwell": 9.6e-6}
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
 # measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
@@ -53,31 +56,6 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertKernels:
-    """Parts of the time of expert kernels, which add up; meanings in expert_kernels.toml."""
-
-    fixed_s: float
-    expert_s: float
-    read: float
-    rate: float
-    passed: float
-    routes: bool
-
-
-@cache
-def expert_kernels() -> dict[tuple[str, str, str], ExpertKernels]:
-    """Return the expert kernels by (engine, generation, format)."""
-    where = "expert_kernels.toml"
-    tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
-    return {
-        (engine, generation, format_): convert(found, ExpertKernels, where=f"{where} [{engine}.{generation}.{format_}]")
-        for engine, generations in tables.items()
-        for generation, formats in generations.items()
-        for format_, found in formats.items()
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +117,12 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
+    def attention_start_s(self, *, latent: bool) -> float:
+        """Return seconds of attention of answers with hardly any keys: the write to the cache, attention over parts of
+        the keys and their sum.
+        """
+        return 2 * self.start_s if latent else ANSWERED_S.get(self.generation, 2 * self.start_s)
+
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
         default one.
@@ -149,7 +133,17 @@ class Kernels:
         used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
         arithmetic = 2 * rows * columns * depth / (kernels.product_flops_per_s * np.maximum(used, 1e-9))
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
-        return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
+        listed = self.listed_products(format_)
+        if listed is None:
+            return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
+        reading = moved / (listed.read * self.gpu.memory_bytes_per_s) + listed.depth_s * depth
+        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s)
+
+    def listed_products(self, format_: str) -> ProductKernels | None:
+        """Return what product_kernels.toml says of weights in a format; None where it says nothing. Such products
+        include the cast of their rows.
+        """
+        return product_kernels().get((self.generation, "bfloat16" if format_ == "float16" else format_))
 
     @property
     def listed_experts(self) -> ExpertKernels | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import Pool
 from simulator.serving.engine import Engine
+from simulator.serving.kernel_tables import reduce_kernels
 from simulator.serving.linear_attention import DELTA_KERNELS
 from simulator.serving.sparse_attention import INDEX_KERNELS
 
@@ -64,11 +65,21 @@ class Launches:
         """
         latent = 6.0 if self.model.latent else 0.0
         latent += INDEX_KERNELS if self.model.latent and self.model.latent.indexer else 0.0
-        norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
-        casts = 4.0 if self._narrow else 0.0
+        norms = 0.0 if self._norms_in_sums else 2.0
+        return 2.0 + norms + self.casts + latent + (TO_EXPERTS if kind.sparse else 0.0)
+
+    @property
+    def _norms_in_sums(self) -> bool:
+        """Whether norms are part of sums over ranks."""
+        fused = self.engine.norm_in_all_reduce and self.pool.tp > 1
+        return fused and ("trtllm" not in self.engine.all_reduce or ("trtllm", self.generation) in reduce_kernels())
+
+    @property
+    def casts(self) -> float:
+        """Kernels of a layer that cast inputs of products."""
         if self.model.latent and self.weights == "float4":  # those of attention have 16 bits
-            casts = 2.0
-        return 2.0 + norms + casts + latent + (TO_EXPERTS if kind.sparse else 0.0)
+            return 2.0
+        return 4.0 if self._narrow else 0.0
 
     @property
     def _narrow(self) -> bool:

@@ -277,11 +277,14 @@ def _hand_over(
     env: simpy.Environment, read: list[Answer], last: EnginePool, move: Callable[[int], float], finished: Sink
 ) -> None:
     """Move read prompts to the generating engines, where each continues as a prompt of which all but one token are
-    cached.
+    cached. These send the first token as well: NVIDIA Dynamo streams answers from its decode workers
+    (docs.nvidia.com/dynamo v0.9.1, architecture-flow), llm-d's prefill engines' tokens are dropped
+    (inference-sim/inference-sim issue 930), and SGLang's router passes on what the decode engine streams
+    (sgl-project/sglang issue 22853).
     """
 
     def moved(answer: Answer) -> None:
-        answer.done_s = -1.0
+        answer.done_s = answer.first_s = -1.0
         answer.cached, answer.prompt, answer.read = answer.context - 1, 1, 0
         answer.output, answer.written = answer.output - 1, 0
         last.add(answer)

@@ -313,7 +313,7 @@ def test_prefill_engines_count_among_the_gpus() -> None:
     assert not problems_of(question, deployment)
     answer = answer_deployment(question, deployment)
     assert answer.account is not None
-    assert answer.account.token_s["moving"] > 0
+    assert answer.account.first_s["moving"] > 0, "the first token comes from where the answer is written"
     same = compare_answers(answer, answer)
     assert same.token_s == 0
 

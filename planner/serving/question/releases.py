@@ -23,11 +23,13 @@ _RELEASE = re.compile(
 )
 _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
+REWRITTEN_FROM, REWRITTEN_SINCE = "0.8.0", "2025-03-18"  # release notes: the V1 engine is the default; PyPI
 HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
 HYBRIDS_SINCE = "2026-04-05"  # when it was packaged (the wheel on PyPI)
 # First release to which the published times of TensorRT-LLM's host apply (NVIDIA/TensorRT-LLM pull request 10273, issue
 # 13957).
 HOST_HIDDEN_FROM = "1.2.0rc0"
+PYTORCH_SINCE = "2025-09-24"  # when 1.0 was packaged, whose default is the PyTorch backend (PyPI)
 WORDS = {
     "pipeline_parallel": "pipeline parallelism",
     "expert_parallel": "experts spread over GPUs",
@@ -87,12 +89,17 @@ def split_engine(text: str) -> tuple[str, str]:
     return described(release), release
 
 
-def vllm_of(release: str) -> str:
-    """Return our engine for a release of vLLM; an older one if the release is not stated or not readable."""
+def vllm_of(release: str, date: str = "") -> str:
+    """Return our engine for a release of vLLM; that of the date if the release is not stated or not readable, and
+    without one the last that schedules while the GPU waits.
+    """
     try:
-        return "vllm" if parse_release(release) >= parse_release(OVERLAPS_FROM) else "vllm013"
+        found = parse_release(release)
     except BadInput:
-        return "vllm013"
+        return "vllm07" if date and date < REWRITTEN_SINCE else "vllm013"
+    if found < parse_release(REWRITTEN_FROM):
+        return "vllm07"
+    return "vllm" if found >= parse_release(OVERLAPS_FROM) else "vllm013"
 
 
 def sglang_of(release: str, date: str = "") -> str:
@@ -107,12 +114,14 @@ def sglang_of(release: str, date: str = "") -> str:
         return "sglang059"
 
 
-def trtllm_of(release: str) -> str:
-    """Return our engine for a release of TensorRT-LLM; 1.0 if the release is not stated or not readable."""
+def trtllm_of(release: str, date: str = "") -> str:
+    """Return our engine for a release of TensorRT-LLM; that of the date if the release is not stated or not readable,
+    and without one 1.0.
+    """
     try:
         found = parse_release(release)
     except BadInput:
-        return "trtllm11"
+        return "tensorrt" if date and date < PYTORCH_SINCE else "trtllm11"
     if found < parse_release("1.0.0rc0"):
         return "tensorrt"
     return "trtllm" if found >= parse_release(HOST_HIDDEN_FROM) else "trtllm11"

@@ -99,15 +99,16 @@ def test_requests_that_are_looked_for_seldom_wait_for_half_of_the_steps_between(
     engine: str, named: str, ranks: int
 ) -> None:
     """Those that come while answers go on, at any time between two looks, one at a time: never one for each rank."""
-    requests = [*[Request(0.0, 100, 4000)] * ranks, *(Request(0.2 + 0.517 * i, 100, 1) for i in range(16))]
     pool = Pool(dp_attention=ranks)
+    costs = ForwardPass(LLAMA, H100, Deployment(engine=engine, pool=pool), pool)
+    step = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=ranks, keys=1000.0 * ranks)
+    apart = 1.618 * 40 * step  # the golden ratio of what lies between two looks: spread evenly over it
+    requests = [*[Request(0.0, 100, 4000)] * ranks, *(Request(0.2 + apart * i, 100, 1) for i in range(16))]
     waits = []
     for every in (1, 40):
         deployment = replace(Deployment(engine=engine, pool=pool), **{named: every})
         answers = serve(LLAMA, H100, deployment, trace(requests)).answers
         waits.append(np.mean([a.first_s - a.arrival_s for a in answers if a.tokens == 1]))
-    costs = ForwardPass(LLAMA, H100, Deployment(engine=engine, pool=pool), pool)
-    step = costs.seconds(prompt_tokens=0, pairs=0.0, sequences=ranks, keys=1000.0 * ranks)
     assert waits[1] - waits[0] == pytest.approx(40 / 2 * step, rel=0.25)
 
 
