@@ -100,8 +100,9 @@ class PlanTensors:
         if key not in self._passes:
             operators = self.of_block(unit)
             if unit.block == "head":
-                peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
-                kept = bool(self.context.spec.layer.metrics_after)
+                layer, cut = self.context.spec.layer, bool(self.context.table["tp"][0] > 1)
+                peaks = head_peaks(layer, self.context.runtime, cut=cut)
+                kept = bool(layer.metrics_after)
                 self._passes[key] = self._tensors.head_passes(
                     operators, peaks, kept=kept, at_once=turns_at_once(self.context.runtime)
                 )

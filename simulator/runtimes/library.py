@@ -55,7 +55,8 @@ class RuntimeSpec:
     (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With activation
     offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to host memory
     (`simulator.step.away`). A description that is `like` another states only the differences (operators of a part of
-    the layer under `layer.overrides`), and measurements of the other apply to it.
+    the layer under `layer.overrides`), and measurements of the other apply to it. Models without experts have the
+    layers of the description `dense_as`, where it is given.
     """
 
     names: tuple[str, ...]
@@ -91,6 +92,7 @@ class RuntimeSpec:
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
     like: str = ""
+    dense_as: str = ""
     rules: str = ""  # the framework whose rules apply, if neither it nor the description that it is like has rules
     tools: ToolsSpec = field(default_factory=ToolsSpec)
 
@@ -248,13 +250,13 @@ def attention_implementation(runtime: Runtime) -> str:
     return "unfused" if attention_kernel(runtime, "") == "unfused" else "flash"
 
 
-def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
+def head_peaks(layer: LayerSpec, runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together at the start of the loss's backward pass, one tuple per moment; the largest
-    decides.
+    decides. `layer` has the operators of the model.
 
     `cut`: tensor-parallel ranks divide the vocabulary. A head that is frozen with everything else has no gradient.
     """
-    layer, adapter = spec_for(runtime).layer, runtime.adapter
+    adapter = runtime.adapter
     fused = next((part for part in ("linear_loss", "loss") if part in {*runtime.fused} & {*layer.fused_head_peaks}), "")
     moments = (layer.fused_head_peaks[fused],) if fused else _head_moments(layer, runtime, cut=cut)
     if adapter is None or not adapter.freezes_all:
@@ -272,9 +274,8 @@ def turns_at_once(runtime: Runtime) -> bool:
     return spec_for(runtime).layer.head_at_once
 
 
-def head_left(runtime: Runtime) -> tuple[str, ...]:
+def head_left(layer: LayerSpec, runtime: Runtime) -> tuple[str, ...]:
     """Return the tensors of the loss whose blocks the allocator keeps as unused cache when its backward pass begins."""
-    layer = spec_for(runtime).layer
     fused = {*runtime.fused} & {*layer.fused_head_peaks}
     return () if fused or (runtime.compile and layer.compiled_head_peak) else layer.head_left
 

@@ -39,7 +39,7 @@ PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 @lru_cache(maxsize=32)
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     """Return the operators that `runtime` runs for `model`."""
-    spec = _with_head_weight(spec_for(runtime), model)
+    spec = _with_head_weight(_described(model, runtime), model)
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
@@ -81,6 +81,14 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         head=head,
         features=features,
     )
+
+
+def _described(model: Model, runtime: Runtime) -> RuntimeSpec:
+    """Return the description of a runtime with the layers that it has for `model`."""
+    spec = spec_for(runtime)
+    if model.moe or not spec.dense_as:
+        return spec
+    return replace(spec, layer=spec_for(replace(runtime, name=spec.dense_as, version=None)).layer)
 
 
 def _cast_at_once(operator: OperatorSpec, features: frozenset[str]) -> OperatorSpec:
@@ -125,6 +133,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "rotary": model.rotary,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "expert_bias": bool(model.moe and model.moe.expert_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "fused_layers": runtime.compile or "layers" in runtime.fused,

@@ -152,7 +152,7 @@ def head_peak_bytes(context: CostContext) -> Floats:
             peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
         return peak
 
-    whole, cut = (largest(head_peaks(context.runtime, cut=cut)) for cut in (False, True))
+    whole, cut = (largest(head_peaks(context.spec.layer, context.runtime, cut=cut)) for cut in (False, True))
     return np.where(context.table["tp"] > 1, cut, whole)
 
 
@@ -176,7 +176,8 @@ def head_cached_bytes(context: CostContext) -> Floats:
 
 
 def _logits_bytes(context: CostContext) -> Floats:
-    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in head_left(context.runtime))
+    left = head_left(context.spec.layer, context.runtime)
+    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in left)
     return np.asarray(sum(tensors, np.zeros(len(context.table))))
 
 

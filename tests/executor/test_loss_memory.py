@@ -71,9 +71,11 @@ def test_an_eager_loss_holds_what_its_description_says(name):
         loss.backward()
 
     runtime, logits_bytes = Runtime(name=name), SCALE * TOKENS * VOCABULARY
-    peak = max(per_logit(moment) for moment in head_peaks(runtime))
+    layer = spec_for(runtime).layer
+    peak = max(per_logit(moment) for moment in head_peaks(layer, runtime))
     assert found.pool.peak_allocated_bytes / logits_bytes == pytest.approx(peak, rel=0.02)
-    assert found.pool.reserved_bytes / logits_bytes == pytest.approx(peak + per_logit(head_left(runtime)), rel=0.03)
+    left = per_logit(head_left(layer, runtime))
+    assert found.pool.reserved_bytes / logits_bytes == pytest.approx(peak + left, rel=0.03)
 
 
 def test_a_loss_over_a_cut_vocabulary_holds_what_its_description_says():
@@ -91,7 +93,8 @@ def test_a_loss_over_a_cut_vocabulary_holds_what_its_description_says():
     finally:
         dist.destroy_process_group()
 
-    peak = max(per_logit(moment) for moment in head_peaks(Runtime(name="torchtitan"), cut=True))
+    runtime = Runtime(name="torchtitan")
+    peak = max(per_logit(moment) for moment in head_peaks(spec_for(runtime).layer, runtime, cut=True))
     assert found.pool.peak_allocated_bytes / (SCALE * TOKENS * VOCABULARY) == pytest.approx(peak, rel=0.02)
 
 
@@ -115,12 +118,13 @@ def test_losses_in_pieces_hold_what_their_descriptions_say():
             sum(losses).backward()
         found[name] = seen.pool.peak_allocated_bytes / (SCALE * TOKENS * VOCABULARY)
 
+    runtimes = [Runtime(name=name, savers=("chunked_loss",)) for name in ("torchtune", "trl")]
     tune, trl = (
         max(
             per_logit(x.replace("256*one v", "0.125*t v") for x in moment if "v" in x and "h" not in x)
-            for moment in head_peaks(Runtime(name=name, savers=("chunked_loss",)))
+            for moment in head_peaks(spec_for(runtime).layer, runtime)
         )
-        for name in ("torchtune", "trl")
+        for runtime in runtimes
     )
     weights = 2 * 2.0 * WIDTH / TOKENS  # the gradient of the head, and one of a piece of it
     assert found["torchtune"] == pytest.approx(tune + weights, rel=0.03)
@@ -151,3 +155,26 @@ def test_an_eager_norm_of_transformers_holds_what_its_description_says():
     assert forward / SCALE / elements == pytest.approx(per_logit(eager.allocates), rel=rows)
     assert kept / SCALE / elements == pytest.approx(per_logit(eager.saves) + 2.0, rel=rows), "its result, too"
     assert backward / SCALE / elements == pytest.approx(per_logit(eager.backward_allocates), rel=rows)
+
+
+def test_biases_of_experts_hold_what_the_description_of_automodel_says():
+    """`_apply_bias` of AutoModel (components/moe/experts.py) behind the second product of experts."""
+    elements, spread = TOKENS * WIDTH, torch.tensor([TOKENS // 4] * 4)
+    product = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.ones(4, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.ones(TOKENS, 1, requires_grad=True)
+    gradient = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16)
+    with Allocated() as found:
+        written = torch.repeat_interleave(bias.to(torch.float32), spread, dim=0, output_size=TOKENS) * weights
+        result = (product + written).to(torch.bfloat16)
+        del written
+        forward, kept = found.pool.peak_allocated_bytes, found.pool.allocated_bytes
+        result.backward(gradient)
+    backward = found.pool.peak_allocated_bytes - kept
+
+    experts = spec_for(Runtime(name="nemo-automodel")).layer.moe
+    biased = next(op for op in experts if op.name == "expert_fc2_bias")
+    rows = 4 * 4 / WIDTH  # the router's weights and their gradients, bytes an element
+    assert forward / SCALE / elements == pytest.approx(per_logit(biased.writes), abs=rows)
+    assert kept / SCALE / elements == pytest.approx(per_logit(biased.saves) + 2.0, abs=rows), "its result, too"
+    assert backward / SCALE / elements == pytest.approx(per_logit(biased.backward_allocates), abs=rows)

@@ -179,3 +179,15 @@ def test_parts_of_a_ring_are_held_one_at_a_time(name: str) -> None:
     for op in parts:
         held = [op.writes if op.allocates is None else op.allocates, op.backward_allocates or ()]
         assert not any("w t" in tensor for tensors in held for tensor in tensors), op.name
+
+
+def test_dense_models_of_a_runtime_have_the_layers_it_says():
+    """AutoModel's dense networks are transformers'; its networks of experts are its own."""
+    automodel, transformers = Runtime(name="nemo-automodel"), Runtime(name="transformers")
+    dense, experts = load_model("llama3-8b"), load_model("gpt-oss-20b")
+
+    assert operators_for(dense, automodel).dense_layer == operators_for(dense, transformers).dense_layer
+    own = [operator.name for operator in operators_for(experts, automodel).moe_layer]
+    assert own != [operator.name for operator in operators_for(experts, transformers).moe_layer]
+    assert {"expert_fc1_bias", "expert_fc2_bias"} <= {*own}
+    assert "expert_fc1_bias" not in [o.name for o in operators_for(load_model("qwen3-30b-a3b"), automodel).moe_layer]
