@@ -19,8 +19,9 @@ from torch.nn import functional
 # Logits per piece, 256 MiB in float32: 523 tokens of 128,256 logits, one thread block each, about two per SM; smaller
 # pieces would leave SMs idle.
 PIECE_LOGITS = 1 << 26
-# Logits per piece of a head in pieces, 256 MiB in 16 bits. Each piece reads and writes the gradient of the head; with
-# 1,046 tokens and a vocabulary of 128,256 its products take longer than that.
+# Logits per piece of a head in pieces, 256 MiB in 16 bits. Each piece reads the whole gradient of the head, and nothing
+# hides that: 10 % of head and loss with a vocabulary of 128,256, and 5 % in pieces twice as long, which need half a GiB
+# more (examples/validation/savers.md).
 HEAD_LOGITS = 2 * PIECE_LOGITS
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
-from simulator.kernels.operators import OperatorSpec, tensor_bytes
+from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tensors import Act, BlockTensors, Event, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
@@ -22,7 +22,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
-from simulator.step.held import State, state_bytes
+from simulator.step.held import State, casts_experts, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
@@ -89,16 +89,20 @@ class PlanTensors:
         fresh = self.traffic.adds_up or self.traffic.gradients_sharded  # gradients that stay on the compute stream
         return not self.context.spec.layer.metrics_after and (self.traffic.fully_sharded or not fresh)
 
-    def of_block(self, unit: Unit) -> tuple[OperatorSpec, ...]:
-        """Return the operators of a unit."""
-        return self._of_block[unit.block]
+    def recast_bytes(self, unit: Unit) -> tuple[float, float]:
+        """Return the bytes of 16-bit copies of a recomputed unit's weights: those that its block makes itself, of its
+        experts, and the others, which autocast may remember.
+        """
+        own = unit.experts[0] if unit.recast[0] and casts_experts(self._of_block[unit.block]) else 0.0
+        width = self.context.dtype_bytes("compute")
+        return own * width, (unit.recast[0] - own) * width
 
     def passes(self, unit: Unit) -> Passes:
         """Return the events of a unit's passes."""
         word = str(unit.words[0]) if unit.wrapped else ""
         key = (unit.block, word)
         if key not in self._passes:
-            operators = self.of_block(unit)
+            operators = self._of_block[unit.block]
             if unit.block == "head":
                 layer, cut = self.context.spec.layer, bool(self.context.table["tp"][0] > 1)
                 peaks = head_peaks(layer, self.context.runtime, cut=cut)

@@ -33,7 +33,7 @@ from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
-from simulator.step.held import autocast_remembers, casts_experts, placeholder_bytes, state_bytes
+from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -62,7 +62,7 @@ class RankReplay:
         self.outputs: dict[tuple[int, int], Block] = {}
         self.logits: list[Block] = []  # logits that a trainer keeps for metrics until there are others
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
-        self.reducing: list[Block] = []
+        self.reducing, self.buckets = list[Block](), list[Block]()
         self.passing: list[Block] = []  # freed by the host, but still to be used by the device
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
@@ -73,7 +73,6 @@ class RankReplay:
         bytes_of, table = self.context.dtype_bytes, self.context.table
         self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
         self.zero = plan.zero_of(self.units)
-        self.buckets: list[Block] = []
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
         self.piped = bool(table["pp"][0] > 1)
@@ -172,19 +171,17 @@ class RankReplay:
     def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
         given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self.message_bytes)[0]
-        recast: list[Block] = []
-        own: list[Block] = []
+        recast, own = list[Block](), list[Block]()
         for position, unit in enumerate(units):
             passes = self.plan.passes(unit)
             self._gather(unit, forward=True)
             instance = self.running[unit.name, micro_batch] = Instance()
             if self.casts:
                 instance.casts = self._taken(unit.kept_cast[0] * self.compute_bytes)
-                own = self._taken(*self._recast(unit, experts=True))
-                remembered = self._taken(*self._recast(unit, experts=False))
+                own, others = (self._taken(nbytes) for nbytes in self.plan.recast_bytes(unit))
                 if not autocast_remembers(self.context.runtime):
-                    self._give(remembered)
-                recast += remembered
+                    self._give(others)
+                recast += others
             if given is not None:
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
@@ -224,8 +221,7 @@ class RankReplay:
                 instance.slots[passes.incoming] = gradient
             if keeps := self.plan.keeps_inputs(unit):
                 self.kept.append(instance.slots.pop(passes.inward))
-            sizes = [*self._recast(unit, experts=True), *self._recast(unit, experts=False)]
-            again = self._taken(*sizes) if self.casts and unit.wrapped else []
+            again = self._taken(*self.plan.recast_bytes(unit)) if self.casts and unit.wrapped else []
             if split:
                 now, instance.later = self.plan.halves(passes.backward, instance.from_forward)
             else:
@@ -256,14 +252,6 @@ class RankReplay:
             yield
         if self.traffic.reduces(last_micro_batch=last):
             self._free_last_buffers()
-
-    def _recast(self, unit: Unit, *, experts: bool) -> list[float]:
-        """Return the bytes of 16-bit copies of a recomputed unit's weights: of those that its block casts itself, its
-        experts', or of the others.
-        """
-        apart = unit.experts[0] if unit.recast[0] and casts_experts(self.plan.of_block(unit)) else 0.0
-        elements = apart if experts else unit.recast[0] - apart
-        return [elements * self.compute_bytes] if elements else []
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
         for events, weight in pieces:

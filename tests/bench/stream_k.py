@@ -1,8 +1,10 @@
-"""Products whose last round of tiles is shared along the depth (stream-K, arXiv 2301.03598), next to the present ones.
+"""Products whose last round of tiles is shared along the depth (stream-K, arXiv 2301.03598), next to the present
+ones.
 
 `python3 tests/bench/stream_k.py > stream_k.jsonl`: on one GPU, the products of `products_alone.py` whose tiles do not
-fill whole rounds. The last full round and the rest are cut into as many equal runs of steps as there are SMs; a run that
-begins inside a tile leaves its sum in float32 for the run before it, which began the tile. The remaining tiles go whole.
+fill whole rounds. The last full round and the rest are cut into as many equal runs of steps as there are SMs. A run
+that begins inside a tile leaves its sum in float32 for the run before it, which began the tile. The remaining tiles go
+whole.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def stream_k(
     a, b, c, sums, flags, rows, columns, depth, shared,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """c = a @ b^T; the first `shared` tiles are cut along the depth, none between more than two programs."""
+    """Compute c = a @ b^T; the first `shared` tiles are cut along the depth, none between more than two programs."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_m, tiles_n, steps = tl.cdiv(rows, M), tl.cdiv(columns, N), tl.cdiv(depth, K)
     at = program * shared * steps // programs

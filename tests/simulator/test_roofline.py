@@ -52,6 +52,25 @@ def test_a_partial_wave_costs_a_whole_one() -> None:
     assert over > 1.2 * full
 
 
+@pytest.mark.parametrize(
+    ("shape", "alone_s", "adds_s"),
+    [
+        ((128256, 4096, 8192), 12.595e-3, 12.988e-3),
+        ((128256, 2048, 1024), 0.868e-3, 1.069e-3),
+        ((32000, 4096, 2048), 0.814e-3, 0.955e-3),
+    ],
+)
+def test_adding_to_a_stored_result_takes_as_much_longer_as_on_an_h200(shape, alone_s, adds_s) -> None:
+    """Products alone and added to float32, medians on one H200 (examples/validation/kernels.md)."""
+    roofline, (rows, columns, _) = Roofline(gpu=gpu_kind("h200-sxm")), shape
+    alone = product(*shape)
+    adds = replace(alone, bytes=alone.bytes + 2 * rows * columns, added_bytes=4.0 * rows * columns)
+
+    longer = float((roofline.seconds(adds) - roofline.seconds(alone))[0])
+
+    assert alone_s + longer == pytest.approx(adds_s, rel=0.05)
+
+
 def test_packing_takes_what_it_took_on_an_h200() -> None:
     """A layer of 218 million parameters: 200 and 232 us to pack and unpack its gather, 695 us to pack its reduction
     (examples/profiles/h200x4.json), for two passes in 16 bits, and one in 16 and one in 32.
