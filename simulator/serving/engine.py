@@ -98,10 +98,11 @@ def engines() -> dict[str, Engine]:
     """Return all engines by name."""
     where = "engines.toml"
     tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
-    for table in tables.values():  # each after the one that it is like
-        like = tables[table.pop("like")] if "like" in table else {}
-        table |= like | table
-    return {name: convert({"name": name, **table}, Engine, where=f"{where} [{name}]") for name, table in tables.items()}
+    found: dict[str, Engine] = {}
+    for name, table in tables.items():
+        tables[name] = tables.get(table.pop("like", ""), {}) | table
+        found[name] = convert({"name": name, **tables[name]}, Engine, where=f"{where} [{name}]")
+    return found
 
 
 def engine_of(name: str) -> Engine:

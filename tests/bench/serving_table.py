@@ -48,7 +48,7 @@ stated), medians and means of absolute errors:
 | all-reduces by engine (`reduce_kernels.toml`), with their norms | 8.1 (14.9) % | Qwen3 235B on H100 8 to 4 %; gpt-oss-120b with vLLM 11 to 15, GLM-5 4 to 9 |
 | hosts of vLLM and SGLang as others measured them | 8.8 (15.2) % | Llama 3.1 70B, vLLM 7 to 2 %; DeepSeek-R1 with SGLang on H200 5 to 3, on B300 12 to 7, on B200 10 to 14 (its host had been fitted there); throughput of vLLM of 2024 on H100 18 to 10, 14 to 6 and 24 to 14 %, on GH200 8 to 4, 15 to 9 and 18 to 7 % |
 | attention of an answer | 8.7 (15.2) % | throughput of TensorRT-LLM of 2024 on H100 13 to 10 %; Qwen3 235B 4 to 6 |
-| experts of gpt-oss in vLLM, sums with norms from 0.17 on | 8.2 (14.8) % | gpt-oss-120b with vLLM 12 to 5 %, Kimi K2.5 on H200 4 to 2; first tokens of gpt-oss-120b 12 to 25 |
+| experts of gpt-oss in vLLM, sums with norms from 0.17 on | 8.1 (14.9) % | gpt-oss-120b with vLLM 12 to 5 %, Kimi K2.5 on H200 4 to 2; first tokens of gpt-oss-120b 12 to 25 |
 
 The largest term of what is off, by group:
 
