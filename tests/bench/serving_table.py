@@ -28,13 +28,13 @@ Points of public sources, each predicted from datasheets by simulating its reque
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,
 LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made. Fitted to them are
 times of TensorRT-LLM's hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` of 1.0 and 1.1 by hand to time
-per token of Llama 3.1 8B on H100 (with slower all-reduces and faster products than now, and not again),
+per token of Llama 3.1 8B on H100 (with products and all-reduces priced shorter than they are now),
 `host_request_s` of 1.0 to the same and of 1.2 to gpt-oss-120b on B200 with four clients, `host_launch_s` by hand to first tokens
 of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b; and `first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang,
 TensorRT-LLM 1.1 and 1.3; 1.2 between them). Hosts of vLLM and SGLang and of TensorRT-LLM from 1.2 on are as their makers and others
 measured them by themselves. Kernels are priced from datasheets and from kernels measured by themselves, not from these points.
 The other groups are a test of the rest of the model, not a prediction made before the fact. GLM-5 was first predicted after its
-attention had been described; only launches of SGLang changed afterwards.
+attention had been described; launches, hosts and sums of SGLang changed afterwards, by what others measured.
 
 ## By cause
 
@@ -208,15 +208,16 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 4a172c1b. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
+made with. Ours are of commit ec9f2bfa. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
 (microsoft/vidur @7d47513) the tables of attention (data/profiling/compute/*/attention.csv, 10 to 17 MB each) are left out of the
 copy that could be had, while those of products and collectives are there; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS pointers in their place, and two
 (sw5sh/cs378-assignment3, adi-anirudh/vidur_hbf_hbm_backend) have those of Llama 2 7B and Llama 3 8B on A100, readable in parts of
 16 kB only. These, Llama 2 70B and Llama 3 70B are the models of these points that it profiles: offline throughput of vLLM in
 2024, no first tokens. The errors that its authors publish are of traces of their own, which no point here states.
 
-aiconfigurator is ahead by a point in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
-which two are of a release whose kernels were compiled while requests waited, and nowhere in first tokens.
+aiconfigurator is ahead in tokens of two groups, both with SGLang on B300, and nowhere in first tokens: by three points of Qwen3.5,
+whose nvfp4 points are predicted early by more the more clients there are, and by one of DeepSeek-R1, four points that both answer
+of ten drawn, of which two are of a release whose kernels were compiled while requests waited.
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"
