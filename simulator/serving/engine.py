@@ -83,18 +83,26 @@ COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names 
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
 # Engines that are described separately for older releases, and other names, with the program of each.
-RELEASES = {"vllm07": "vllm", "vllm013": "vllm", "sglang059": "sglang", "trtllm11": "trtllm", "tensorrt": "trtllm"}
+RELEASES = {
+    "vllm07": "vllm",
+    "vllm013": "vllm",
+    "vllm016": "vllm",
+    "sglang059": "sglang",
+    "trtllm11": "trtllm",
+    "tensorrt": "trtllm",
+}
 
 
 @cache
 def engines() -> dict[str, Engine]:
     """Return all engines by name."""
     where = "engines.toml"
-    text = (resources.files("simulator") / "serving" / where).read_text("utf-8")
-    return {
-        name: convert({"name": name, **table}, Engine, where=f"{where} [{name}]")
-        for name, table in tomllib.loads(text).items()
-    }
+    tables = tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
+    found: dict[str, Engine] = {}
+    for name, table in tables.items():
+        tables[name] = tables.get(table.pop("like", ""), {}) | table
+        found[name] = convert({"name": name, **tables[name]}, Engine, where=f"{where} [{name}]")
+    return found
 
 
 def engine_of(name: str) -> Engine:

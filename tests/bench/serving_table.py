@@ -27,18 +27,28 @@ TEXT = """# Serving: predictions compared with published points
 Points of public sources, each predicted from datasheets by simulating its requests: aiconfigurator's accuracy sample
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,
 LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made. Fitted to them are
-times of hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` by hand to time per token of three groups
-(Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM 1.0 on H100, DeepSeek-R1 with SGLang on B200), what passes before the
-first token to two (`host_request_s` of TensorRT-LLM 1.0 to Llama 3.1 8B on H100, of 1.2 to gpt-oss-120b on B200 with four
-clients), TensorRT-LLM's `host_launch_s` by hand to first tokens of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b, and
-`first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang, TensorRT-LLM 1.1 and 1.3; 1.2 between
-them). SGLang's and
-eager vLLM's `host_launch_s`, and hosts of TensorRT-LLM from 1.2 on, are as their makers and others measured them by themselves. Kernels
-are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test of the rest of
-the model, not a prediction made before the fact. GLM-5 was first predicted after its attention had been described; only launches of
-SGLang changed afterwards.
+times of TensorRT-LLM's hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` of 1.0 and 1.1 by hand to time
+per token of Llama 3.1 8B on H100 (with products and all-reduces priced shorter than they are now),
+`host_request_s` of 1.0 to the same and of 1.2 to gpt-oss-120b on B200 with four clients, `host_launch_s` by hand to first tokens
+of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b; and `first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang,
+TensorRT-LLM 1.1 and 1.3; 1.2 between them). Hosts of vLLM and SGLang and of TensorRT-LLM from 1.2 on are as their makers and others
+measured them by themselves. Kernels are priced from datasheets and from kernels measured by themselves, not from these points.
+The other groups are a test of the rest of the model, not a prediction made before the fact. GLM-5 was first predicted after its
+attention had been described; launches, hosts and sums of SGLang changed afterwards, by what others measured.
 
 ## By cause
+
+What sources say and these points do not was changed last, with this effect on a token's time (throughput where only that is
+stated), medians and means of absolute errors:
+
+| | tokens, all | by group |
+|---|--:|---|
+| before | 9.2 (14.8) % | |
+| products of few rows, their casts, their depth (`product_kernels.toml`) | 8.5 (15.3) % | Qwen3.5 on B200 13 to 8 %, GLM-5 12 to 4, DeepSeek-R1 with TensorRT-LLM on H200 10 to 6; Llama 3.1 70B, whose host had been fitted without, 2 to 8 |
+| all-reduces by engine (`reduce_kernels.toml`), with their norms | 8.1 (14.9) % | Qwen3 235B on H100 8 to 4 %; gpt-oss-120b with vLLM 11 to 15, GLM-5 4 to 9 |
+| hosts of vLLM and SGLang as others measured them | 8.8 (15.2) % | Llama 3.1 70B, vLLM 7 to 2 %; DeepSeek-R1 with SGLang on H200 5 to 3, on B300 12 to 7, on B200 10 to 14 (its host had been fitted there); throughput of vLLM of 2024 on H100 18 to 10, 14 to 6 and 24 to 14 %, on GH200 8 to 4, 15 to 9 and 18 to 7 % |
+| attention of an answer | 8.7 (15.2) % | throughput of TensorRT-LLM of 2024 on H100 13 to 10 %; Qwen3 235B 4 to 6 |
+| experts of gpt-oss in vLLM, sums with norms from 0.17 on | 8.1 (14.9) % | gpt-oss-120b with vLLM 12 to 5 %, Kimi K2.5 on H200 4 to 2; first tokens of gpt-oss-120b 12 to 25 |
 
 The largest term of what is off, by group:
 
@@ -77,7 +87,7 @@ The largest term of what is off, by group:
   benchmark's scripts of 2026-08 state (SemiAnalysisAI/InferenceX @843c6254): chunks of 16,384 and 32,768 tokens change first
   tokens by less than a point, limits of 128 and 256 requests would have 512 clients queue for minutes, which they did not.
 - **Prompts in graphs**: SGLang of today replays prompts of up to a chunk piece by piece (sgl-project/sglang pull request 16331), which is
-  not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 and 77 ms on B300 with 0.5.12, predicted 67 by launches. Of 8,192
+  not described: one prompt of 1,024 tokens of DeepSeek-R1 takes 71 and 77 ms on B300 with 0.5.12, predicted 62 by launches. Of 8,192
   tokens in 8 bits it takes 288 ms where kernels by themselves add up to 165; in nvfp4 on four GPUs 188, predicted 158.
 - **Launches of SGLang**: the two published measurements are of different releases and machines, 46 us each in 2025 and 31 with 0.5.14;
   from 0.5.10 on the second is taken. Qwen3.5 with 0.5.10 would agree with the first, next to the interval above.
@@ -102,34 +112,39 @@ The largest term of what is off, by group:
   requests that its makers send, throughput of TensorRT-LLM 1.x went from 24 to 16 % (mean 27 to 19 %), of prompts of 32,768
   tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 48 % too high, with
   64 requests 4 %. Random tokens may load its experts unevenly, which is not described for a router that is trained to load evenly.
+- **DeepSeek-R1 in nvfp4 and on B200**: with SGLang 0.5.9, of whose points in 8 bits some are sooner by what drafted tokens bring, the others'
+  tokens are within 6 % up to 64 clients and prompts of 1,024 tokens; in nvfp4 all are predicted 5 to 15 % early, with as few clients
+  as four. The measured GPU's idle time between steps is one figure of one request (0.24 ms, or 2 ms a year before).
 - **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
-  Some tables are not taken: vLLM's on Blackwell in mxfp4 and SGLang's in 16 bits read prompts in half the time that is counted,
-  and first tokens of gpt-oss-120b after 8,192 tokens would be 19 to 47 % early with them, so that something else of such prompts
-  is not counted; nor SGLang's on H200 in 8 bits, with which tokens of GLM-5 would be 2 % off instead of 12, and those of
-  DeepSeek-R1 13 instead of 4, as its host was fitted without. With SGLang's on Blackwell in 8 bits and nvfp4, which are taken,
-  tokens of DeepSeek-R1 with 64 clients and more are further off, while racks agree (wide expert parallel, below).
+  Not taken are SGLang's in 16 bits on Blackwell, and those in 8 bits on H200, of which the tables of two releases differ by up to
+  a factor of two (64 tokens of DeepSeek-R1 on eight GPUs 473 us with 0.5.10, 249 with 0.5.14): GLM-5 would be 2 % off with one of them
+  instead of 12, and DeepSeek-R1 13 instead of 3. First tokens of gpt-oss-120b with vLLM are early by a quarter, now that prompts are
+  multiplied in half the time as vLLM's kernels are: something else of such prompts is not counted.
   Throughput of gpt-oss-120b on H200 is 23 % too high with the kernels in Triton that its router loads unevenly. In nvfp4 with
   attention of its own on each rank TensorRT-LLM takes Cutlass', which are half as fast as its own: throughput of Qwen3 235B on
-  B200 went from 21 to 3 %. Tokens of DeepSeek-R1 there are 1 % early with 1.2.0rc6.post2, and further off than before with the
-  releases that are listed with speculative decoding's times.
+  B200 went from 21 to 3 %.
 - **Offline throughput of small networks**: gpt-oss-20b on B200 writes 53,800 tokens a second, one each 19 us, where the host alone is
   counted with 20 to 38 us a sequence: what answers cost a server that sends them is not what they cost a run that keeps them.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak
   would allow.
-- **Separated engines' first tokens**: routers, transfers and the wait for a place on the engine that writes; medians of 0.2 to
-  7 s where 0.1 to 0.3 s are predicted. The slowest of TensorRT-LLM take 3 to 25 s whatever the load (10 s with 11 clients on H200,
-  19 s with 6 on H100): a first transfer to each engine that writes, probably, which is not described. Attention with requests of
-  its own on each rank and its host decide their tokens.
+- **Separated engines' first tokens** are sent by the engine that writes: they wait for the prompt, its cache's way and a place there.
+  Counted so, and with their caches in 8 bits next to 8-bit weights, they went from 75 to 62 % (mean 74 to 68), tokens with full
+  engines from 13 to 13 % (19 to 18). What is left is mostly a wait that is longer with few clients than with many (TensorRT-LLM on
+  H200: median 1.7 s with 9 clients, 0.7 with 28 and 48; on H100 12.7 s with 6, 2.2 with 30; the slowest 10 to 20 s whatever the
+  load): first transfers between each two engines, probably, for which no source states a time. SGLang's router, besides, passes
+  nothing on until the engine that reads has answered, between two of its batches (sgl-project/sglang issue 22853: 0.2 s with prompts of
+  12,000 tokens), which is not described. Their source counts output by the GPUs that write and all tokens by all GPUs, so
+  throughput by all GPUs is taken from the second: errors went from 25 to 17 %.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
-  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 11,710 and 8,730,
-  with two batches 12,690 and 9,220; on 72 H100 it writes 2,785 with two batches, predicted 2,260 (LMSYS, 2025-09-25 and 2025-05-05;
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 13,350 and 9,590,
+  with two batches 14,660 and 10,130; on 72 H100 it writes 2,785 with two batches, predicted 2,320 (LMSYS, 2025-09-25 and 2025-05-05;
   `tests/simulator/serving/test_forward_pass.py`). Prompts of 2,000 tokens: 26,156 and 18,471 a second and GPU on GB200, predicted
-  25,960 and 17,100 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 7,640 with two batches, a node
+  25,980 and 17,100 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 7,640 with two batches, a node
   being sent a token once, whose ranks pass it on. None of these figures was fitted; experts, attention's format and 16-bit products
   were priced anew from tables and checkpoints after prompts had been seen to be a third too slow.
-- **Releases**: engines of 2024 (LLM-Inference-Bench) are slower by a half than the same engines later. Its rows say "A100" without
-  its memory, which is read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, errors would be 14 instead of 34 %
-  (Llama 2 7B, vLLM), 11 instead of 35 (TensorRT-LLM) and 16 instead of 36 (Llama 3 8B, vLLM).
+- **Releases**: vLLM of 2024 takes 0.1 ms of its host for each answer of a step (vllm-project/vllm issue 6913), which explains it on H100
+  and GH200. On A100 it and TensorRT-LLM are still 30 to 40 % slower than predicted: rows say "A100" without its memory, which is
+  read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, they would be closer.
 
 """
 
@@ -193,15 +208,16 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 4a172c1b. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
+made with. Ours are of commit ec9f2bfa. vidur is not compared: its package (0.0.26) has no profiles, and of its repository
 (microsoft/vidur @7d47513) the tables of attention (data/profiling/compute/*/attention.csv, 10 to 17 MB each) are left out of the
 copy that could be had, while those of products and collectives are there; a fork (Nisarg-M-Patel/llm-fair-scheduling) has Git LFS pointers in their place, and two
 (sw5sh/cs378-assignment3, adi-anirudh/vidur_hbf_hbm_backend) have those of Llama 2 7B and Llama 3 8B on A100, readable in parts of
 16 kB only. These, Llama 2 70B and Llama 3 70B are the models of these points that it profiles: offline throughput of vLLM in
 2024, no first tokens. The errors that its authors publish are of traces of their own, which no point here states.
 
-aiconfigurator is ahead by a point in tokens of DeepSeek-R1 with SGLang on B300, four points that both answer of ten drawn, of
-which two are of a release whose kernels were compiled while requests waited, and nowhere in first tokens.
+aiconfigurator is ahead in tokens of two groups, both with SGLang on B300, and nowhere in first tokens: by three points of Qwen3.5,
+whose nvfp4 points are predicted early by more the more clients there are, and by one of DeepSeek-R1, four points that both answer
+of ten drawn, of which two are of a release whose kernels were compiled while requests waited.
 """
 HEADING = "| source, GPU, model, engine | points | first token | a token | throughput |"
 RULE = "|---|--:|--:|--:|--:|"

@@ -24,6 +24,7 @@ _RELEASE = re.compile(
 _STAGES = {"rc": -1, None: 0, "post": 1}
 OVERLAPS_FROM = "0.14.0"  # release notes: async scheduling is enabled by default (#27614)
 REWRITTEN_FROM, REWRITTEN_SINCE = "0.8.0", "2025-03-18"  # release notes: the V1 engine is the default; PyPI
+FUSES_FROM = "0.17.0"  # sums with norms by default (vllm-project/vllm pull request 34299, after 0.16 was cut)
 HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
 HYBRIDS_SINCE = "2026-04-05"  # when it was packaged (the wheel on PyPI)
 # First release to which the published times of TensorRT-LLM's host apply (NVIDIA/TensorRT-LLM pull request 10273, issue
@@ -99,7 +100,9 @@ def vllm_of(release: str, date: str = "") -> str:
         return "vllm07" if date and date < REWRITTEN_SINCE else "vllm013"
     if found < parse_release(REWRITTEN_FROM):
         return "vllm07"
-    return "vllm" if found >= parse_release(OVERLAPS_FROM) else "vllm013"
+    if found < parse_release(OVERLAPS_FROM):
+        return "vllm013"
+    return "vllm" if found >= parse_release(FUSES_FROM) else "vllm016"
 
 
 def sglang_of(release: str, date: str = "") -> str:
