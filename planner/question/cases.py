@@ -298,7 +298,7 @@ def all_assumed(
         *overlap_assumed([plan.tp_overlap for plan in plans], question.calibration),
         *offload_assumed(plans, question.cluster),
         *paged_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
-        *away_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
+        *away_assumed(question.runtime, plans, question.cluster),
     )
     return tuple(dict.fromkeys(lines))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.question.case_fields import unsaid
 from simulator.config.model import Model
+from simulator.config.runtime import LOW_PRECISION
 from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec
 from simulator.runtimes.parts import RecipeSpec
@@ -24,12 +25,16 @@ def recipe_settings(
     spec = runtime_spec(str(runtime["name"]))
     chosen, planned, assumed = dict(runtime), dict(plan), []
     for recipe in spec.recipes:
-        if not _is_of(recipe, runtime, model, cluster, workload):
+        if not _is_of(recipe, runtime, model, cluster, workload) or (recipe.sharded and not _sharded(planned, model)):
             continue
         if _leaves_open(chosen, recipe.runtime):
             chosen |= recipe.runtime
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.runtime.items()]
-        if _leaves_open(planned, recipe.plan) and ("ep_overlap" not in recipe.plan or _can_overlap(planned)):
+        if (
+            _leaves_open(planned, recipe.plan)
+            and ("ep_overlap" not in recipe.plan or _can_overlap(planned))
+            and 2 * recipe.plan.get("offload_layers", 0) <= model.layers  # recipes offload half of the layers at most
+        ):
             planned |= recipe.plan
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
     return chosen, planned, assumed
@@ -39,9 +44,17 @@ def _is_of(recipe: RecipeSpec, runtime: Mapping[str, Any], model: Model, cluster
     return (
         (model.moe is not None or not recipe.experts)
         and (not recipe.gpus or cluster.slowest_kind.name in recipe.gpus)
-        and (not recipe.low_precision or runtime.get("low_precision_recipe") in recipe.low_precision)
+        and (
+            not recipe.low_precision
+            or runtime.get("low_precision_recipe") in recipe.low_precision
+            or _any_low(recipe, runtime)
+        )
         and (workload.routing == "balanced" or not recipe.balanced)
     )
+
+
+def _any_low(recipe: RecipeSpec, runtime: Mapping[str, Any]) -> bool:
+    return "any" in recipe.low_precision and runtime.get("compute_dtype") in LOW_PRECISION
 
 
 def _leaves_open(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -52,6 +65,12 @@ def _can_overlap(plan: Mapping[str, Any]) -> bool:
     """Return whether a plan runs passes of two micro batches at the same time and exchanges tokens in both."""
     staged = (plan.get("pp") or 1) == 1 or (plan.get("virtual_stages") or 1) > 1
     return staged and (plan.get("ep") or 1) > 1 and plan.get("recompute") != "full"
+
+
+def _sharded(plan: Mapping[str, Any], model: Model) -> bool:
+    """Return whether a plan shards the parameters of a model without experts, in one stage without recomputation."""
+    shards = (plan.get("dp_shard") or 1) > 1 or plan.get("zero_stage") == 3
+    return shards and model.moe is None and (plan.get("pp") or 1) == 1 and plan.get("recompute") in {None, "none"}
 
 
 def _shown(value: Any) -> str:

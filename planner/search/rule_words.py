@@ -66,6 +66,7 @@ RULE_WORDS = {
     "zero-stage": "ZeRO stage not supported",
     "zero-pipeline": "ZeRO stage not supported with a pipeline",
     "offload": "offloading not supported",
+    "offload-layers": "activations of a number of layers in host memory not supported",
     "offload-optimizer": "offloading of the optimizer not supported",
     "offload-parameters": "offloading of parameters not supported",
     "one-axis": "two kinds of parallelism that exclude each other",

@@ -205,7 +205,8 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
     steps = ((str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row]))) for row in piped[different])
     counted[piped] = np.array([walked(*step) for step in steps], dtype=np.float64)[which]
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
-    return _groups(kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap)
+    away = table.offload_layers > 0
+    return _groups(kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap, away)
 
 
 def unit_maker(inputs: AccountInputs) -> UnitMaker:
@@ -217,7 +218,7 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     """Return the account of plans without a pipeline whose steps have the same operations."""
     context = inputs.context
     m = context.table.micro_batches
-    walk = StepWalk(context, stage_units(inputs))
+    walk = StepWalk(context, stage_units(inputs), inputs.scenario.model)
     rank = RankTimeline(*_times(inputs))
     data = walk.begin(rank)
     rank.start()
@@ -263,7 +264,7 @@ class PipelinePlans:
             table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts
         ]
         stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
-        walk = StepWalk(inputs.context, stages[0])
+        walk = StepWalk(inputs.context, stages[0], inputs.scenario.model)
         blocks, traffic = _times(inputs)
         counter = Counter(
             [walk.with_stages(units) for units in stages],

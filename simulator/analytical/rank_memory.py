@@ -19,7 +19,7 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout, beside_gradients, in_flight
 from simulator.runtimes.model_operators import ModelOperators
-from simulator.step.away import away_bytes, goes_away
+from simulator.step.away import away_bytes, counted_layers, goes_away
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import (
@@ -402,6 +402,7 @@ class RankMemory:
         saved, of_layer = self._saved
         if goes_away(self.context.runtime):  # everything but one layer's is offloaded
             return flight.of_heads + np.minimum(saved, of_layer)
+        saved = np.maximum(saved - counted_layers(self.table)[:, None] * of_layer, np.minimum(saved, of_layer))
         # Where nearly all micro batches are in flight on all stages: the bytes of all, less those of the passes not in
         # flight.
         micro_batches = self.table.micro_batches[:, None]
@@ -416,7 +417,8 @@ class RankMemory:
     @cached_property
     def away(self) -> Floats:
         """Bytes that the layers of micro batches in flight keep in host memory."""
-        return sum(self.layout.layers) * away_bytes(self.context)[:, None] * self.in_flight
+        layers, counted = sum(self.layout.layers), counted_layers(self.table)[:, None]
+        return (layers * away_bytes(self.context)[:, None] + counted * self._saved[1]) * self.in_flight
 
     def _parameters(self, layers: tuple[Floats, Floats] | None, *, experts: bool) -> Floats | float:
         """Return the parameters of `layers`, the counts of dense layers and of layers with experts; counts and result

@@ -219,9 +219,8 @@ class LowerBound:
 
     def host(self) -> RankPasses:
         """Return the host's seconds to issue the passes."""
-        host = self.spec.host
         forward_s, backward_s = (each[:, None] for each in layer_host_s(self.spec, self.table))
-        again_s = again_host_s(host, self.table)[:, None]
+        again_s = again_host_s(self.spec, self.table)[:, None]
         dense, moe = self.layout.layers
         again = self._sum("again", "host_s") + again_s * np.sum(
             [self._wrapped(mode) for mode in self.layout.by_mode], axis=0

@@ -5,7 +5,8 @@ a prediction is less sure: each thing that was never measured multiplies the log
 of another vendor was fitted when its GPUs borrowed the kernels of another: three steps of torchtitan on 8 MI300X took
 1.3 to 1.6 times as long as predicted (pytorch/ao, torchtitan benchmarks), where the upper end of the range was 1.14.
 With kernels of their own they take 1.14 to 1.26 times as long; no other point has checked the factor, so it stays. The
-other factors are assumed.
+other factors are assumed; that of 16-bit products on Blackwell is what its published hosts differ by (1.31, `burst` in
+efficiency.toml), over the upper end of the range.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from simulator.config.runtime import Runtime
 from topology.cluster import Cluster
 
 OTHER_VENDORS = {"CDNA": "AMD", "Xe": "Intel"}  # by the prefix of their architectures' names
+
+HOSTS_DIFFER = ("Blackwell", "Blackwell Ultra")  # in 16-bit products
 
 VENDOR, GENERATION, RUNTIME, DOUBLING = 4.0, 2.0, 1.5, 0.1
 
@@ -30,6 +33,8 @@ def distance(cluster: Cluster, runtime: Runtime, gpus: int) -> tuple[float, tupl
         parts.append((VENDOR, f"GPUs of {vendor}"))
     elif kind.architecture not in known.architectures:
         parts.append((GENERATION, f"{kind.architecture} GPUs"))
+    elif kind.architecture in HOSTS_DIFFER and not runtime.low:
+        parts.append((GENERATION, f"16-bit products on {kind.architecture} GPUs, in which published hosts differ,"))
     if runtime.name not in known.runtimes:
         parts.append((RUNTIME, f"steps of {runtime.name}"))
     if gpus > known.gpus:

@@ -50,6 +50,7 @@ class PlanColumns:
     cp_method: NDArray[np.str_]
     capacity_factor: NDArray[np.float64]
     offload: NDArray[np.str_]
+    offload_layers: NDArray[np.int64]
     ep_overlap: NDArray[np.str_]
     listed: NDArray[np.bool_]
     placing: NDArray[np.int64]

@@ -44,7 +44,8 @@ class Plan:
 
     `cp_method` is how ranks exchange keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and overrides `recompute`. `offload`
-    is the state kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`. `ep_overlap`
+    is the state kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`. What the
+    first `offload_layers` layers save for backward waits there, too (`simulator.step.away`). `ep_overlap`
     is how the all-to-all of experts overlaps compute (`EP_OVERLAPS`). `etp` ranks split each expert; None is the
     framework's default, which is `tp` in Megatron-LM. `tp_overlap` is one overlap mode, or one for each site of a
     block: see `simulator.config.overlap_sites`. With `capacity_factor` every expert computes that multiple of its mean
@@ -183,6 +184,15 @@ class Plan:
         flag="--offload",
         help="What to keep in host memory: none, optimizer, or parameters as well; default: none.",
         search_help="What to keep in host memory: none, optimizer, or parameters as well (comma-separated).",
+    )
+    offload_layers: int | None = entry(
+        None,
+        "layers with activations in host memory",
+        least=1,
+        most=MAX_LAYERS,
+        flag="--offload-layers",
+        help="How many of the first layers keep activations in host memory until their backward pass (Megatron-LM's"
+        " --cpu-offloading-num-layers); default: none.",
     )
     ep_overlap: str = entry(
         "none",

@@ -279,6 +279,27 @@ DATA_RULES: list[Rule] = [
         applies=lambda q: "parameters" in q.framework.offloads,
     ),
     rule(
+        "offload-layers",
+        lambda c, q: (
+            (c.offload_layers > 0)
+            & (
+                (not q.framework.offloads_layers)
+                | (c.pp > 1)
+                | (c.recompute != "none")
+                | (c.offload_layers >= q.model.layers)
+            )
+        ),
+        lambda p, q: (
+            f"offload_layers {p.offload_layers}: {q.framework.title} "
+            + (
+                f"needs pp 1, recompute none and fewer than the {q.model.layers} layers"
+                f" (pp is {p.pp}, recompute {p.recompute})"
+                if q.framework.offloads_layers
+                else "keeps activations of no number of layers in host memory; Megatron-LM does"
+            )
+        ),
+    ),
+    rule(
         "ep-overlap",
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.ep_overlap, _ep_overlaps(q)),
         lambda p, q: (

@@ -98,6 +98,7 @@ class Framework:
     overlap_needs_eager: bool = False
     parameter_offload: bool = False  # parameters, gradients and optimizer state may be kept in host memory
     optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer state alone may be
+    offloads_layers: bool = False  # activations of a number of layers may be kept in host memory
     wraps_one_rank: bool = True  # uses FSDP even if it shards over one rank
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     adapters: tuple[str, ...] = ()  # kinds of adapters that it trains (`simulator.config.adapter.KINDS`)
@@ -269,6 +270,8 @@ MEGATRON = Framework(
     sequence_parallel_default=False,
     uneven_stages=False,
     pads_vocabulary=True,
+    # --cpu-offloading-num-layers, for fewer than all, without pipelines or recomputation (transformer_config.py)
+    offloads_layers=True,
     optimizer_offload_stages=(1,),  # --optimizer-cpu-offload, with the precision-aware distributed optimizer
     adapters=("lora", "dora"),  # by Megatron-Bridge
 )

@@ -23,7 +23,8 @@ from simulator.runtimes.library import is_described, spec_for
 
 # Implementations of savers that are not modelled, where more is known than that a runtime has none.
 OTHERWISE = {
-    ("megatron-lm", ACTIVATION_OFFLOAD): "its --fine-grained-activation-offloading of listed modules has no cost here",
+    ("megatron-lm", ACTIVATION_OFFLOAD): "say for how many layers (--offload-layers); its"
+    " --fine-grained-activation-offloading of listed modules has no cost here",
     ("megatron-lm", CHUNKED_LOSS): "--cross-entropy-loss-fusion keeps whole logits, and is what is costed",
     ("nemo-automodel", LINEAR_LOSS): "its cut cross-entropy has no cost here",
     ("nemo-automodel", CHUNKED_LOSS): "its chunked cross-entropy has no cost here",

@@ -64,7 +64,7 @@ def block_code(
     """Return the code of one block under the single plan of `context`, with recomputation as `mode` states."""
     passes = block_passes(operators, context, {"": mode})
     again = _written(passes.again.get("", ()), context)
-    extra_s = float(again_host_s(context.spec.host, context.table)[0]) if again else 0.0
+    extra_s = float(again_host_s(context.spec, context.table)[0]) if again else 0.0
     return BlockCode(
         name=name,
         forward=(*_host(f"{name} forward", host_forward_s), *_written(passes.forward, context)),

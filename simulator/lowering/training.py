@@ -81,7 +81,7 @@ class _Lowering:
         self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context, sustained=context)
-        self.walk = StepWalk(self.context, self.network.stages)
+        self.walk = StepWalk(self.context, self.network.stages, self.model)
         self.steps = StepWriter()
         self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
 

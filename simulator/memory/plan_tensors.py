@@ -19,7 +19,7 @@ from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import head_peaks, turns_at_once
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
-from simulator.step.away import goes_away
+from simulator.step.away import goes_away, layers_on_gpu
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import State, casts_experts, state_bytes
@@ -27,7 +27,7 @@ from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
 from simulator.step.traffic import DataTraffic, data_traffic
-from simulator.step.units import Unit
+from simulator.step.units import Unit, held_kinds
 from simulator.step.zero import zero_buffers
 
 
@@ -69,7 +69,12 @@ class PlanTensors:
         self.turns: dict[Hashable, Any] = {}  # backward passes that ranks have replayed (`memory.shortcut`)
         self._elements: dict[tuple[int, int, bool], list[Held]] = {}
         self._shares: dict[tuple[int, State], float] = {}
-        self.away, self.in_backward = goes_away(context.runtime), OPTIMIZER_IN_BACKWARD in context.runtime.savers
+        plan, layers = context.table.plans[0], sum(sum(held_kinds(units)) for units in stages)
+        self.away = goes_away(context.runtime) or bool(plan.offload_layers)
+        self.on_gpu = layers_on_gpu(plan, context, layers)
+        # How many units ahead of a backward pass a layer returns.
+        self.returns_ahead = max(self.on_gpu - 1, 0) if plan.offload_layers else min(self.on_gpu, 1)
+        self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
             "dense": operators.dense_layer,

@@ -188,7 +188,7 @@ class RankReplay:
             self._give(own)
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
-            if self.plan.away and unit.wrapped:
+            if self.plan.away and unit.block in {"dense", "moe"}:
                 self._send_away(instance)
             if position + 1 < len(units) and unit is not self.tied and not self._in_root(unit):
                 self._reshard(unit, last_use=False)
@@ -215,8 +215,8 @@ class RankReplay:
             passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
             self._gather(unit, forward=False)
             self._fetch(instance)
-            if self.spec.away_layers and position:  # the next unit's is fetched in the meantime
-                self._fetch(self.running[units[position - 1].name, micro_batch])
+            if self.plan.away and 0 < self.plan.returns_ahead <= position:  # in the meantime
+                self._fetch(self.running[units[position - self.plan.returns_ahead].name, micro_batch])
             if gradient is not None and gradient not in self.kept:
                 instance.slots[passes.incoming] = gradient
             if keeps := self.plan.keeps_inputs(unit):
@@ -274,7 +274,7 @@ class RankReplay:
     def _send_away(self, instance: Instance) -> None:
         """After a layer's forward pass: copy what it keeps to host memory, after that of earlier layers."""
         self.leaving.append(instance)
-        while len(self.leaving) > self.spec.away_layers:
+        while len(self.leaving) > self.plan.on_gpu:
             gone = self.leaving.pop(0)
             gone.away = {slot: size for slot, (_, _, size) in gone.slots.items()}
             self._give([*gone.slots.values()])

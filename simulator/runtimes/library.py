@@ -54,9 +54,10 @@ class RuntimeSpec:
     may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory savers
     (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With activation
     offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to host memory
-    (`simulator.step.away`). A description that is `like` another states only the differences (operators of a part of
-    the layer under `layer.overrides`), and measurements of the other apply to it. Models without experts have the
-    layers of the description `dense_as`, where it is given.
+    (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of `host.tp_layer_s`, by a
+    feature of the model (`shared_expert`: of its layers with experts). A description that is `like` another states only
+    the differences (operators of a part of the layer under `layer.overrides`), and measurements of the other apply to
+    it. Models without experts have the layers of the description `dense_as`, where it is given.
     """
 
     names: tuple[str, ...]
@@ -91,6 +92,7 @@ class RuntimeSpec:
     savers: tuple[str, ...] = ()
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
+    tp_layer_more: dict[str, float] = field(default_factory=dict)
     like: str = ""
     dense_as: str = ""
     rules: str = ""  # the framework whose rules apply, if neither it nor the description that it is like has rules

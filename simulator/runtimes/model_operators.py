@@ -74,7 +74,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
 
     return ModelOperators(
-        spec=spec,
+        spec=replace(spec, tp_layer_more={part: s for part, s in spec.tp_layer_more.items() if part in features}),
         dense_layer=active(attention + mlp, in_layer=True),
         moe_layer=active(attention + spec.layer.moe, in_layer=True),
         embedding=embedding,
@@ -131,6 +131,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qk_norm": model.qk_norm,
         "qk_norm_wide": model.qk_norm_wide,
         "rotary": model.rotary,
+        "latent": model.latent is not None,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "expert_bias": bool(model.moe and model.moe.expert_bias),

@@ -281,11 +281,13 @@ class EarlierSpec:
 class RecipeSpec:
     """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`.
 
-    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`) and `balanced`
-    loads of experts; what is not given matches any run.
+    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`, or `any`),
+    `balanced` loads of experts, and `sharded` parameters of a model without experts in one stage that recomputes
+    nothing; what is not given matches any run.
     """
 
     experts: bool = False
+    sharded: bool = False
     gpus: tuple[str, ...] = ()
     low_precision: tuple[str, ...] = ()
     balanced: bool = False

@@ -22,6 +22,11 @@ FORWARD_SHARE = 0.43
 # CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones adds a third.
 WRAPPED_SHARE = 0.5
 
+# What tensor parallelism adds to a compiled layer, over what it adds to an eager one: DTensor's dispatch is part of the
+# graph, and its inputs, parameters and gradients are still unwrapped and wrapped for every call. Source: torchtitan
+# 0.2.2's Llama on a CPU, 1.9 and 5.3 ms a layer (tests/bench/titan_dispatch.py; examples/profiles/hosts.md).
+COMPILED_DISPATCH = 0.36
+
 # Cost of requesting a batch from torchtitan's loader, in tokens: 256 tokens take 0.8 ms, of thousands each takes 1.5 us
 # (examples/profiles/h200x4.json).
 BATCH_TOKENS = 280
@@ -63,7 +68,14 @@ def compiled(host: HostSpec) -> HostSpec:
     """Return host costs for compiled layers: recomputation is part of their graphs, so nothing is wrapped and no
     operator goes through Python.
     """
-    return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True)
+    around_s = (1.0 if host.plain_tensors else COMPILED_DISPATCH) * host.tp_layer_s
+    return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True, tp_layer_s=around_s)
+
+
+def _dispatch_s(spec: RuntimeSpec, *, sparse: bool = False) -> float:
+    """Return the host seconds that tensor parallelism adds to a layer of the description's model."""
+    more = sum(more for part, more in spec.tp_layer_more.items() if sparse or part != "shared_expert")
+    return spec.host.tp_layer_s * (1.0 + more)
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
@@ -77,7 +89,7 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
     replicated = ~sharded & (table["dp_replicate"] > 1)
     added = (
         _sharding(table) * host.fsdp_layer_s
-        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
+        + np.where(table["tp"] > 1, _dispatch_s(spec, sparse=sparse), 0.0)
         + np.where((table["tp"] > 1) & (table["pp"] > 1), table["tp"] * host.tp_rank_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
         + (host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0) if sparse else 0.0)
@@ -141,12 +153,13 @@ def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
     return np.full(len(table), host.synchronizes == "always")
 
 
-def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
+def again_host_s(spec: RuntimeSpec, table: PlanTable) -> Floats:
     """Return the host seconds of recomputing one layer, besides launches: modules, wrapping, DTensors, parts of
     sequences.
     """
+    host = spec.host
     tensors = (table["tp"] > 1) & (not host.plain_tensors)
-    parts = np.where(tensors, host.tp_layer_s, 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+    parts = np.where(tensors, _dispatch_s(spec), 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     wrapping = np.zeros(len(table))
     for word in words(table.recompute):
         wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)

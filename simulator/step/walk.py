@@ -12,11 +12,12 @@ from copy import copy
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.model import Model
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.table import Action, Kind
-from simulator.step.away import AwayWriter, away_bytes, goes_away
+from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
 from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
 from simulator.step.rank import Pass, Rank, Value
@@ -40,13 +41,13 @@ def message_bytes(context: CostContext, hidden: int) -> Floats:
 class StepWalk:
     """Walks plans whose steps have the same operations: those of `context`, with the units `stages` of each stage."""
 
-    def __init__(self, context: CostContext, stages: Sequence[Sequence[Unit]]) -> None:
+    def __init__(self, context: CostContext, stages: Sequence[Sequence[Unit]], model: Model) -> None:
         self.context, self.stages, self.spec = context, stages, context.spec
         self.traffic: DataTraffic = data_traffic(context)
         # A pipeline loads all tokens at once.
         self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
-        self.away = away_bytes(context) if goes_away(context.runtime) else None
+        self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
@@ -119,9 +120,10 @@ class StepWalk:
 
     def _away(self, rank: Rank) -> AwayWriter | None:
         """Return the writer of activation offload; None without offload."""
-        if self.away is None:
+        if not self.away:
             return None
-        return AwayWriter(rank=rank, nbytes=self.away, waits=self.spec.away_layers == 0)
+        waits = goes_away(self.context.runtime) and self.spec.away_layers == 0
+        return AwayWriter(rank=rank, nbytes=self.away, waits=waits)
 
     def end(self, rank: Rank, data: DataWriter, stages: Sequence[int]) -> None:
         """Wait for all traffic, sum the gradient norm over the ranks that share it, and update the parameters of a

@@ -140,6 +140,28 @@ def test_recipes_of_a_runtime_fill_what_a_run_leaves_open_and_nothing_else():
     assert not any("recipes)" in line for line in kept.assumed)
 
 
+def test_recipes_for_sharded_networks_keep_layers_in_host_memory():
+    """perf_recipes/llama/gb200/llama3.py of Megatron-Bridge: 40 layers in float8, 20 in bfloat16."""
+    machine = {"gpu": "gb200", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch"}
+    plan = {"dp_replicate": 1, "dp_shard": 8, "recompute": "none"}
+    runtime = {"name": "megatron-bridge", "compute_dtype": "float8"}
+    case = changed(cluster=machine, plan=plan, runtime=runtime) | {"model": "llama3-70b"}
+
+    def away(**said: object) -> int | None:
+        return load_case(case | {"plan": plan | said}).plan.offload_layers
+
+    assert (away(), away(offload_layers=7)) == (40, 7)
+    assert {
+        away(recompute="full"),
+        away(pp=2, dp_shard=4),
+        load_case(case | {"model": "llama3-8b"}).plan.offload_layers,
+    } == {None}
+    assert (
+        load_case(case | {"runtime": {"name": "megatron-bridge", "compute_dtype": "bfloat16"}}).plan.offload_layers
+        == 20
+    )
+
+
 def test_notes_name_graphs_routing_and_the_power_of_a_card():
     note = 'natural routing; {"cuda_graph_scopes": ["moe_router", "moe_preprocess"]}; these were 500 W cards'
     machine = {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1, "interconnect": "nvswitch"}

@@ -18,10 +18,21 @@ from topology.catalog.clusters import cluster
 MEASURED = Runtime(name="torchtitan")
 
 
-@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "dgx-h200", "dgx-b200"])
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "dgx-h200"])
 def test_what_was_measured_has_its_own_range(name):
     assert cluster(name).slowest_kind.architecture in interval_table().measured_on.architectures
     assert distance(cluster(name), MEASURED, 64) == (1.0, ())
+
+
+def test_blackwells_16_bit_products_have_the_spread_of_their_published_hosts():
+    """SimuMax's host reaches 1,125 TFLOP/s of large products, the middle of nine tables of aiconfigurator 1,470."""
+    upper = interval_table().factors["node"].high
+    wide, names = distance(cluster("dgx-b200"), MEASURED, 8)
+    low = Runtime(name="torchtitan", compute_dtype="float8")
+
+    assert upper**wide > 1470 / 1125 * 0.97
+    assert len(names) == 1
+    assert distance(cluster("dgx-b200"), low, 8) == (1.0, ())
 
 
 def test_each_thing_that_was_never_measured_widens_it():

@@ -97,7 +97,10 @@ def plans(draw, name: str):
         }
         values |= {"cp_method": draw(st.sampled_from(list(megatron_fields.CONTEXT))) if cp > 1 else None}
         values |= {"ep_overlap": draw(st.sampled_from(EP_OVERLAPS))}
-        values |= {"capacity_factor": draw(st.sampled_from([None, 1.25]))}
+        values |= {
+            "capacity_factor": draw(st.sampled_from([None, 1.25])),
+            "offload_layers": draw(st.sampled_from([None, 3])),
+        }
         compute = draw(st.sampled_from(["bfloat16", "float16"]))
         reduce = draw(st.sampled_from(["float32", "bfloat16"])) if compute == "bfloat16" else "float16"
         runtime |= {"compile": False, "param_dtype": compute, "compute_dtype": compute, "reduce_dtype": reduce}

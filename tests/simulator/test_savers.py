@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.question.cases import load_case
@@ -58,6 +60,7 @@ def held(question: Question, plan: Plan) -> float:
         ("pytorch", ("activation_offload", "chunked_loss", "optimizer_in_backward"), FULL, 1),
         ("pytorch", ("optimizer_in_backward",), FULL.with_(dp_shard=8), 8),
         ("trl", ("chunked_loss",), FULL.with_(dp_shard=8), 8),
+        ("megatron-lm", (), Plan(dp_shard=8, micro_batch_size=2, offload_layers=20), 8),
     ],
 )
 def test_the_account_takes_as_long_as_the_simulation(name, savers, plan, gpus):
@@ -86,6 +89,30 @@ def test_checkpoints_in_host_memory_are_layers_by_tokens_by_width_by_two_bytes(n
     assert estimate.memory.host_bytes == pytest.approx(32 * layer)
     # The fullest moment is the loss: all layers have run, and one is fetched ahead where copies have a stream.
     assert held(without, FULL) - held(one, FULL) == pytest.approx((32 - kept) * layer, rel=0.04)
+
+
+def test_layers_in_host_memory_leave_the_activations_of_the_others():
+    """Transformer Engine's own account (cpu_offload.py: DefaultOffloadSynchronizer): a model of 32 layers of which 12
+    are offloaded has the activations of one of 20. Most of the copies hide behind compute.
+    """
+    plan = Plan(dp_replicate=8, zero_stage=1)
+    whole, less = asked("megatron-lm", gpus=8, batch=8), asked("megatron-lm", gpus=8, batch=8)
+    less = replace(less, model=replace(less.model, layers=20))
+    away = plan.with_(offload_layers=12)
+
+    def activations(question: Question, plan: Plan) -> float:
+        return estimate_plans(question, [plan]).estimate(0).memory.by_category["activations"]
+
+    replayed = [held(question, plan) - held(question, plan.with_(recompute="full")) for question in (whole, less)]
+
+    assert activations(whole, away) == pytest.approx(activations(less, plan), rel=0.01)
+    assert held(whole, plan) - held(whole, away) == pytest.approx(replayed[0] - replayed[1], rel=0.1)
+    moved = estimate_plans(whole, [away]).estimate(0).memory.host_bytes
+    copies = 2 * moved / host_rates(cluster("dgx-h100", gpus=8), 8).copy_bytes_per_s
+    assert 0 <= step_s(whole, away) - step_s(whole, plan) < 0.3 * copies
+    for wrong in (away.with_(recompute="full"), away.with_(offload_layers=32), away.with_(pp=2, dp_replicate=4)):
+        assert "offload-layers" in {problem.rule for problem in whole.problems(wrong)}
+    assert "offload-layers" in {one.rule for one in asked("torchtitan").problems(Plan(offload_layers=2))}
 
 
 def test_copies_hide_behind_compute_or_stop_it():

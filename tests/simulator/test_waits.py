@@ -10,6 +10,8 @@ import pytest
 from simulator.analytical.clock_advance import NEVER, ClockAdvance, launching
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
+from simulator.columns.plan_table import plan_table
+from simulator.config.hf_config import load_model
 from simulator.config.model import MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -17,7 +19,8 @@ from simulator.config.workload import Workload
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import runtime_spec, wraps_one
-from simulator.step.host import compiled
+from simulator.runtimes.model_operators import operators_for
+from simulator.step.host import compiled, layer_host_s
 from topology.catalog.cluster_file import load_cluster
 
 EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=1024)
@@ -121,6 +124,27 @@ def test_compiled_layers_are_not_wrapped_to_recompute_them() -> None:
     assert host.wrapping_s("full") > 0
     assert compiled(host).wrapping_s("full") == compiled(host).wrapping_s("selective-op") == 0.0
     assert compiled(host).fsdp_layer_s == host.fsdp_layer_s  # its hooks stay around the compiled block
+
+
+def test_layers_that_keep_queries_as_dtensors_take_the_host_longer() -> None:
+    """Torchtitan's Qwen3 has two more norms, views and rotary positions on DTensors than its Llama; the executor has
+    none on DTensors. Dispatch is part of a compiled layer's graph.
+    """
+
+    def added(model: str, runtime: str, **changes: bool) -> float:
+        spec = operators_for(load_model(model), Runtime(name=runtime)).spec
+        host = compiled(spec.host) if changes else spec.host
+        plans = [Plan(tp=2), Plan(dp_replicate=2)]
+        table = plan_table(plans, Workload(seq_len=512, global_batch_size=2))
+        passes = layer_host_s(replace(spec, host=host), table, sparse="a3b" in model)
+        cut, whole = np.add(*passes)
+        return float(cut - whole)
+
+    llama, qwen, experts = (added(name, "torchtitan") for name in ("llama3-8b", "qwen3-8b", "qwen3-30b-a3b"))
+
+    assert llama < qwen == experts
+    assert added("llama3-8b", "torchtitan", compiled=True) < 0.5 * llama
+    assert added("llama3-8b", "meshwright") == added("qwen3-8b", "meshwright")
 
 
 def test_the_executor_shards_over_one_rank_whatever_the_types() -> None:

@@ -55,6 +55,7 @@ _SHARD = (
 # The hybrid optimizer of the first reuses the path of the second (Megatron-Core developer guide, optimizer CPU
 # offload).
 _OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+_AWAY_LAYERS = "--cpu-offloading-num-layers"
 _FRACTION = "--optimizer-offload-fraction"
 _OPTIMIZER = "--optimizer"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
@@ -409,6 +410,11 @@ TABLE: Table = (
     GRAPH_ENTRY,
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
     Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
+    Entry(
+        keys=(_AWAY_LAYERS,),
+        write=lambda facts: {_AWAY_LAYERS: facts["offload_layers"]} if facts["offload_layers"] else {},
+        read=lambda settings, _: {"offload_layers": whole(settings, _AWAY_LAYERS, 0, least=0) or None},
+    ),
     Entry(
         keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings", _STEPS),
         write=_write_batch,
