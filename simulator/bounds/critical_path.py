@@ -54,16 +54,14 @@ def _waited_for(walk: TableWalk) -> tuple[Ints, list[Ints]]:
     order = np.argsort(walk.state, kind="stable")
     same = walk.state[order[1:]] == walk.state[order[:-1]]
     before[order[1:][same]] = order[:-1][same]
-    sender = np.full(walk.messages, -1, dtype=np.intp)
+    sender = np.full(walk.messages + 2, -1, dtype=np.intp)
     for sends in walk.sends:
-        sender[sends.message] = sends.place
+        sender[sends.message] = np.arange(count)
     hops: list[Ints] = []
-    for needs, waited in zip(walk.needs, walk.bubbles, strict=True):
-        came = waited > 0.0
-        before[needs.place[came]] = sender[needs.message[came]]
+    for needs in walk.needs:
+        came = needs.waited > 0.0
+        before[came] = sender[needs.message[came]]
         for earlier in hops:
-            earlier[needs.place[came]] = -1
-        hop = np.full(count, -1, dtype=np.intp)
-        hop[needs.place] = needs.hop
-        hops.append(hop)
+            earlier[came] = -1
+        hops.append(needs.hop)
     return before, hops
