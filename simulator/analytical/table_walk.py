@@ -164,16 +164,6 @@ def _some_plans(course: Course, some: slice) -> Course:
 
 
 @dataclass(frozen=True, slots=True)
-class WalkedPasses:
-    """Passes of one walked plan: their places among all passes, their ranks and kinds, and when they began."""
-
-    places: Ints
-    rank: Ints
-    kind: Ints
-    began: Floats
-
-
-@dataclass(frozen=True, slots=True)
 class _Messages:
     """The first (or second) message that each pass receives, or sends, in the order of the passes.
 
@@ -250,6 +240,7 @@ class TableWalk:
         self.waited: dict[str, Floats] = {}
         self.room: dict[str, Floats] = {}
         self.began = np.zeros(len(self.state))
+        self.drained = np.zeros((2, 0), dtype=np.bool_)  # whether a pass itself decides when its streams are done
         self.compute = self.host = self.wire = self.summed = self.begins_s
 
     def _offsets(self, counts: Sequence[int] | Ints) -> tuple[int, Ints]:
@@ -304,6 +295,7 @@ class TableWalk:
         self._walk(lags, noted=True)
 
     def _walk(self, lags: Floats | None, *, noted: bool) -> Floats:
+        self.drained = np.zeros((2, len(self.state)), dtype=np.bool_)
         compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
         wires_s = np.zeros((2, self.states))  # of the stream of shards and that of replicas
         ready, took = np.full((2, self.messages + 2), LONG_AGO)
@@ -362,8 +354,10 @@ class TableWalk:
             if hosts:
                 host = np.maximum(host + hosted_s[here], begins + waiting_s[here])
             if moves[wave]:
-                wires = np.maximum(wires_s.take(state, axis=1) + self._sent[:, here], compute + self._drain[:, here])
-                wires_s[0, state], wires_s[1, state] = wires
+                busy, drained = wires_s.take(state, axis=1) + self._sent[:, here], compute + self._drain[:, here]
+                wires_s[0, state], wires_s[1, state] = np.maximum(busy, drained)
+                if noted:
+                    np.greater(drained, busy, out=self.drained[:, here])
             if waits[wave]:
                 begins = np.maximum(wires_s[:, state].max(axis=0), compute)
                 begins = np.where(self.waits[here], begins, compute)
@@ -394,11 +388,9 @@ class TableWalk:
         took[self.messages :] = LONG_AGO
         return took
 
-    def passes_of(self, number: int) -> WalkedPasses:
-        """Return the passes of a course walked with one plan, in the order of their waves."""
-        places = np.nonzero(self._course == number)[0]
-        ranks = self.state[places] - self.states_of[number]
-        return WalkedPasses(places, ranks, self.kind[places], self.began[places])
+    def last_pass(self, state: int) -> int:
+        """Return the last pass of a state."""
+        return int(np.nonzero(self.state == state)[0][-1])
 
     def clocks(self) -> list[Clocks]:
         """Return the clocks of every course."""
