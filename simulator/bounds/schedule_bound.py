@@ -137,7 +137,7 @@ class _LeastPasses:
         when the unit itself has been copied, and reduced after it.
         """
         nothing, long_ago = np.zeros(len(self.host_s)), np.full(len(self.host_s), LONG_AGO)
-        device = sent = summed = nothing
+        device = sent = scattered = summed = nothing
         shards = replicas = lead = long_ago
         fresh, reduces = [*self._fresh(kind, units), False], kind.action in TURNS and kind.last
         if fresh[0]:
@@ -163,9 +163,9 @@ class _LeastPasses:
                     lead = self._if_sharded(gather - device, long_ago)
             if reduces:
                 replicas = np.maximum(replicas, shards - again * (gather + reduced)) + unit.repeats * replicated
-            sent = sent + unit.repeats * (gather + reduced)
+            sent, scattered = sent + unit.repeats * gather, scattered + unit.repeats * reduced
             summed = summed + unit.repeats * replicated
-        return np.stack([device, lead, shards - device, sent, replicas - device, summed])
+        return np.stack([device, lead, shards - device, sent + scattered, replicas - device, summed, scattered])
 
     def _busy_s(self, unit: Unit, kind: PassKind) -> tuple[UnitTraffic, Floats]:
         """Return (a unit's traffic, seconds of its pass and the copies of its gradients)."""
@@ -220,10 +220,13 @@ class _Group:
         different = {id(one): one for one in passes}
         number_of = {key: number for number, key in enumerate(different)}
         self._number = [number_of[id(one)] for one in passes]
-        self._times = np.stack([one[:, rows] for one in different.values()], axis=1)
+        self._times = np.stack([one[:-1, rows] for one in different.values()], axis=1)
+        if (self._micro_batches > self.most).any():
+            # A gather may follow those of all passes before, and then one more micro batch adds as much as it gathers.
+            self._times[TIMES.index("lead_s")] = LONG_AGO
+            self._times[TIMES.index("sent_s")] = [one[-1, rows] for one in different.values()]
         self._hops = every.hops.of(rows, plan.pp)
-        # By critical paths of passes and messages alone, and by others.
-        self._done = np.zeros((2, len(rows)))
+        self._done = np.zeros(len(rows))
         self.walked = np.zeros(len(rows), dtype=np.bool_)
 
     def may_be_below(self, limit_s: float) -> bool:
@@ -232,7 +235,7 @@ class _Group:
 
     def fastest(self) -> int:
         """Return the plan not yet walked with the least bound; before the first walk, that with the shortest passes."""
-        done = self._done.max(axis=0) if self.walked.any() else self._times[0].sum(axis=0)
+        done = self._done if self.walked.any() else self._times[0].sum(axis=0)
         return int(np.argmin(np.where(self.walked, np.inf, done)))
 
     def course(self, row: int) -> Course:
@@ -270,26 +273,22 @@ class _Group:
         done = np.tensordot(times, self._times, axes=2) + np.tensordot(path.hops, self._hops.seconds, axes=2)
         if end.of == DEVICE:
             done = done + self._exposed_s[:, end.rank]
-        waits = int(times[[TIMES.index(name) for name in ("lead_s", "sent_s", "summed_s")]].any())
-        self._done[waits] = np.maximum(self._done[waits], done)
-        self._done[:, row], self.walked[row] = 0.0, True
-        self._done[waits, row] = end.done_s
+        self._done = np.maximum(self._done, done)
+        self._done[row], self.walked[row] = end.done_s, True
 
     def step_s(self) -> Floats:
         """Return the bound of the step, seconds of shape (plans,)."""
         # In a V the last micro batches turn in another order, so one more may add less than a rank's time for it.
-        more, done = np.maximum(self._micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped), self._done
-        if more.any():
-            device_s, sent_s = (self._round_s(TIMES.index(name)) for name in ("device_s", "sent_s"))
-            done = done + more * np.stack([device_s, np.minimum(device_s, sent_s)])
+        more = np.maximum(self._micro_batches - self.most, 0.0) * (not self.table.schedule.v_shaped)
+        further = more * self._round_s() if more.any() else 0.0
         host_s, last_s, norm_s = self._besides_s
-        return np.asarray(host_s + done.max(axis=0) + last_s + norm_s)
+        return np.asarray(host_s + self._done + further + last_s + norm_s)
 
-    def _round_s(self, time: int) -> Floats:
-        """Return the least seconds that one more micro batch adds to one of TIMES, the minimum over ranks."""
+    def _round_s(self) -> Floats:
+        """Return the least seconds that one more micro batch adds, the minimum over ranks."""
         least: dict[tuple[int, Kind], Floats] = {}
         for kind, number in zip(self.table.kinds, self._number, strict=True):
-            seconds, before = self._times[time, number], least.get((kind.stage, kind.action))
+            seconds, before = self._times[0, number], least.get((kind.stage, kind.action))
             least[kind.stage, kind.action] = seconds if before is None else np.minimum(before, seconds)
         schedule = self.table.schedule
         of_rank = [np.zeros(len(self.walked))] * schedule.ranks
