@@ -31,7 +31,7 @@ from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
-from simulator.step.traffic import traffic_kinds
+from simulator.step.traffic import sharded_sends, traffic_kinds
 from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
@@ -139,6 +139,8 @@ def _grouped(inputs: AccountInputs) -> Account:
     """Return the account of all plans; plans whose steps have the same operations are walked together."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
+    if inputs.context.table.fully_sharded.any():
+        TrafficTimes(inputs.context).look_up(sharded_sends(inputs.context, unit_maker(inputs).kinds()))
     piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
     for some in walked_together(inputs.context.table, inputs.context):
         check_time()
