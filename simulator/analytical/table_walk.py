@@ -461,7 +461,13 @@ def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
     """Return how much longer kernels take while messages hold SMs; rows are messages, on their way for so long."""
     # Of the time that they take, each message takes its share for as long as it is on its way.
-    left_s, lost = np.maximum(left_s, 0.0), np.zeros(len(kernels_s))
+    kernel, message = np.nonzero(left_s.T > 0.0)
+    left_s, held = left_s[message, kernel], held[message, kernel]
+    lost, one_each = np.zeros(len(kernels_s)), np.array_equal(kernel, np.arange(len(kernels_s)))
     for _ in range(ROUNDS):
-        lost = (held * np.minimum(kernels_s + lost, left_s)).sum(axis=0)
+        takes = kernels_s + lost
+        if one_each:
+            lost = held * np.minimum(takes, left_s)
+        else:
+            lost = np.bincount(kernel, held * np.minimum(takes[kernel], left_s), len(kernels_s))
     return lost

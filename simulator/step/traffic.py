@@ -219,7 +219,7 @@ class DataWriter:
                 self._resident.discard(unit.name)
             elif unit.name not in self._resident and unit.name in names:
                 self._gather(unit)
-                self._gathered.pop(unit.name)
+                self.rank.wait(STREAM, self._gathered.pop(unit.name))
                 self._resident.add(unit.name)
 
     def begin_pass(self) -> None:
