@@ -463,11 +463,12 @@ def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
     # Of the time that they take, each message takes its share for as long as it is on its way.
     kernel, message = np.nonzero(left_s.T > 0.0)
     left_s, held = left_s[message, kernel], held[message, kernel]
-    lost, one_each = np.zeros(len(kernels_s)), np.array_equal(kernel, np.arange(len(kernels_s)))
+    lost: Floats = np.zeros(len(kernels_s))
+    one_each = np.array_equal(kernel, np.arange(len(kernels_s)))
     for _ in range(ROUNDS):
         takes = kernels_s + lost
         if one_each:
             lost = held * np.minimum(takes, left_s)
         else:
-            lost = np.bincount(kernel, held * np.minimum(takes[kernel], left_s), len(kernels_s))
+            lost = np.asarray(np.bincount(kernel, held * np.minimum(takes[kernel], left_s), len(kernels_s)), np.float64)
     return lost

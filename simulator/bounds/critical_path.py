@@ -81,7 +81,8 @@ def _waited_for(walk: TableWalk) -> tuple[Ints, Ints, list[Ints]]:
     sender = np.full(walk.messages + 2, -1, dtype=np.intp)
     for sends in walk.sends:
         sender[sends.message] = np.arange(count)
-    on_device, hops = previous.copy(), []
+    on_device = previous.copy()
+    hops: list[Ints] = []
     for needs in walk.needs:
         came = (needs.waited > 0.0) & ~led
         on_device[came] = sender[needs.message[came]]

@@ -70,15 +70,18 @@ class Waves:
 def passes_of(schedule: Schedule) -> Passes:
     """Return the passes of a schedule."""
     actions = [action for row in schedule.table for action in row]
-    count = np.array([len(action.parts) or 1 for action in actions], dtype=np.intp)
-    leaves = [leaf for action in actions for leaf in action.parts or (action,)]
+    stage, kind, micro_batch, parts = zip(*actions, strict=True)
+    count = np.ones(len(actions), dtype=np.intp)
+    if any(parts):
+        count = np.array([len(each) or 1 for each in parts], dtype=np.intp)
+        stage, kind, micro_batch, _ = zip(*(leaf for action in actions for leaf in action.leaves), strict=True)
     rank = np.repeat(np.arange(schedule.ranks), [len(row) for row in schedule.table])
     return Passes(
         rank=np.repeat(rank, count),
         action=np.repeat(np.arange(len(actions)), count),
-        stage=np.array([leaf.stage for leaf in leaves], dtype=np.intp),
-        kind=np.array([_NUMBER[leaf.kind] for leaf in leaves], dtype=np.intp),
-        micro_batch=np.array([leaf.micro_batch for leaf in leaves], dtype=np.intp),
+        stage=np.array(stage, dtype=np.intp),
+        kind=np.array([*map(_NUMBER.__getitem__, kind)], dtype=np.intp),
+        micro_batch=np.array(micro_batch, dtype=np.intp),
         together=np.repeat(count > 1, count),
     )
 
@@ -86,7 +89,8 @@ def passes_of(schedule: Schedule) -> Passes:
 def waves_of(schedule: Schedule) -> Waves:
     """Return the passes of all ranks, each in the earliest wave that its needs allow."""
     passes, stages = passes_of(schedule), schedule.stages
-    home = np.array([schedule.rank_of(stage) for stage in range(stages)])
+    turn, place = np.divmod(np.arange(stages), schedule.ranks)  # a rank has one stage of each turn
+    home = np.where((turn % 2 == 1) & schedule.v_shaped, schedule.ranks - 1 - place, place)
     forward, onward = passes.kind == FORWARD, np.where(passes.kind == FORWARD, 1, -1)
     passed_on = passes.kind != WEIGHT_GRAD
     source, target = passes.stage - onward, passes.stage + onward
@@ -103,8 +107,7 @@ def waves_of(schedule: Schedule) -> Waves:
     message[made_by(passes.stage)[sent]] = np.arange(len(sent))
     first = np.searchsorted(passes.action, passes.action, side="left")
     last = np.searchsorted(passes.action, passes.action, side="right") - 1
-    local = np.array([np.sum(home[:stage] == home[stage]) for stage in range(stages)])
-    slot = 2 * local[passes.stage] + forward
+    slot = 2 * turn[passes.stage] + forward
     coming = message[made_by(source)[needed]]
 
     def hop(of: Ints, to: Ints) -> Ints:
