@@ -303,7 +303,8 @@ class TableWalk:
         latest = np.full(self.states, LONG_AGO)  # of `until`
         device_s, kernels_s, hosted_s, waiting_s, slack_s, lead_s = self.seconds[:6]
         leads = _any(lead_s > 0.5 * LONG_AGO, self.starts)
-        moves = _any((self._sent > 0.0).any(axis=0) | (self._drain > 0.5 * LONG_AGO).any(axis=0), self.starts)
+        moving = np.any(self._sent > 0.0, axis=0) | np.any(self._drain > 0.5 * LONG_AGO, axis=0)
+        moves = _any(np.asarray(moving), self.starts)
         hosts = _any((hosted_s > 0.0) | (slack_s > 0.0) | (waiting_s > 0.5 * LONG_AGO), [0, len(hosted_s)])[0]
         hosts = hosts or any(each.host_s.any() for each in (*self.needs, *self.sends)) or bool(self.begins_s.any())
         waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
