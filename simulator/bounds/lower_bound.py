@@ -31,6 +31,9 @@ from simulator.step.update import NORM_AXES, NORM_BYTES
 
 LAYERS = ("dense", "moe")
 LAYER_PASSES = ("forward", "backward")
+# Micro batches for each rank of a pipeline up to which its account walks all of them
+# (`simulator.pipeline.schedule_walk.rounds_of`).
+WALKED_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,27 @@ class LowerBound:
         m, forward, backward = self.table.micro_batches[:, None], traffic.forward, traffic.backward
         own = m * device.both + forward.copies_s + forward.exposed_s + backward.copies_s
         first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
-        return np.asarray(own + m * self._messages() * hop + first)
+        return np.asarray(own + m * self._messages() * hop + np.maximum(first, self._waiting_s(traffic)))
+
+    def _waiting_s(self, traffic: LeastTraffic) -> Floats:
+        """Return for how long passes wait for gathers of parameters that are freed after each pass, shape (plans,
+        ranks): a layer is gathered while the one before it computes.
+
+        Of a stage's two passes of a micro batch one gathers all its units and one all but the last, unless the backward
+        pass is split: then one of the two may gather nothing.
+        """
+        table, m, stages = self.table, self.table.micro_batches[:, None], self._stages[:, None]
+        lets_go = (table.fully_sharded & ~table.keeps_gathered)[:, None]
+        forward, backward = (
+            np.maximum(traffic.unit_gather_s - self._layer_s(which) - turning, 0.0)[:, None]
+            for which, turning in zip(LAYER_PASSES, (0.0, traffic.turning_s), strict=True)
+        )
+        layers, off = np.add(*self.layout.layers), where(table.schedule, lambda kind: kind.splits_backward)[:, None]
+        fewer, all_but_one = np.maximum(layers - 2.0 * stages, 0.0), np.maximum(layers - stages, 0.0)
+        both = np.where(
+            off, (m - 1.0) * fewer * np.minimum(forward, backward), m * (fewer * forward + all_but_one * backward)
+        )
+        return np.where(lets_go, both, 0.0)
 
     def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
         """Return the seconds of the first forward and of the last backward pass of each rank."""
@@ -183,7 +206,8 @@ class LowerBound:
         # Where shards are summed over replicas, the account lets the collectives of a pass wait for those of other
         # passes only at its end.
         lets_go = (table.fully_sharded & ~table.keeps_gathered & ~has_replicas(table))[:, None]
-        return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
+        late = np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
+        return np.maximum(late, np.where(m <= WALKED_ROUNDS * table["pp"][:, None], traffic.in_turn_s, 0.0))
 
     def _layer_s(self, which: str) -> Floats:
         """Return the most seconds that a layer's pass takes, recomputation included."""
@@ -315,7 +339,32 @@ class LowerBound:
         # One micro batch passes all ranks, after all others have passed the stage that takes longest.
         longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
         once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
-        return np.asarray(np.maximum(there + own + np.maximum(home - deferred, drain), once))
+        back = np.maximum(home - deferred, drain)
+        ends = there + own + back
+        if looped.any():
+            ends = np.where(
+                looped, np.maximum(ends, self._after_all_stages(device, hop, m, first, traffic) + back), ends
+            )
+        return np.asarray(np.maximum(ends, once))
+
+    def _after_all_stages(
+        self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic
+    ) -> Floats:
+        """Return when the last rank of a pipeline that goes round the ranks has computed everything at the earliest:
+        the first micro batch passes all stages; and then the rank has all its backward passes to compute, and the
+        forward passes that do not come before, which are those of its other stages in the first round.
+        """
+        layout, stages, table = self.layout, self._stages[:, None], self.table
+        there = (layout.rank_count * layout.exists * first).sum(axis=1)[:, None]
+        there = there + (table["pp"][:, None] * stages - 1.0) * hop
+        rounds = where(table.schedule, lambda kind: kind.rounds)[:, None]
+        in_round = np.where(rounds, m / np.maximum(1.0, np.floor(m / table["pp"][:, None])), m)
+        most = np.add(*layout.layers) - (stages - 1.0) * layout.largest  # at least so many layers are on its last stage
+        top = np.maximum(most, 0.0) * self._layer_passes_s(np.zeros(len(table), dtype=np.bool_))[0][:, None]
+        forward = (m - in_round) * device.forward + (in_round - 1.0) * top
+        done = there + forward + m * device.backward + traffic.backward.copies_s
+        turns = where(table.schedule, lambda kind: kind.v_shaped)[:, None]
+        return np.where(layout.last & ~turns, done, 0.0)
 
     def _late_passes(self) -> Floats:
         """Return the most micro batches whose weight gradients a rank can still have to compute when its last input
