@@ -162,33 +162,44 @@ class LowerBound:
         """
         m, forward, backward = self.table.micro_batches[:, None], traffic.forward, traffic.backward
         own = m * device.both + forward.copies_s + forward.exposed_s + backward.copies_s
-        first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
-        return np.asarray(own + m * self._messages() * hop + np.maximum(first, self._waiting_s(traffic)))
+        waits = np.maximum(self._first_waits_s(device, traffic), self._waits_s(traffic))
+        return np.asarray(own + m * self._messages() * hop + waits)
 
-    def _waiting_s(self, traffic: LeastTraffic) -> Floats:
+    def _first_waits_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
+        """Return for how long the first forward pass of a rank through all its stages waits for gathers."""
+        gathers = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
+        layers = np.maximum(np.add(*self.layout.layers) - self._stages[:, None], 0.0)
+        return np.where(self.table.fully_sharded[:, None], np.maximum(gathers, layers * self._late_s(traffic)[0]), 0.0)
+
+    def _late_s(self, traffic: LeastTraffic) -> tuple[Floats, Floats]:
+        """Return by how much a layer's gather takes longer than the forward and the backward pass of the layer before,
+        during which it runs, shape (plans, 1).
+        """
+        forward, backward = (
+            np.maximum(traffic.unit_gather_s - self._layer_s(which) - turning, 0.0)[:, None]
+            for which, turning in zip(LAYER_PASSES, (0.0, traffic.turning_s), strict=True)
+        )
+        return forward, backward
+
+    def _waits_s(self, traffic: LeastTraffic) -> Floats:
         """Return for how long passes wait for gathers of parameters that are freed after each pass, shape (plans,
-        ranks): a layer is gathered while the one before it computes.
+        ranks).
 
         Of a stage's two passes of a micro batch one gathers all its units and one all but the last, unless the backward
         pass is split: then one of the two may gather nothing.
         """
         table, m, stages = self.table, self.table.micro_batches[:, None], self._stages[:, None]
         lets_go = (table.fully_sharded & ~table.keeps_gathered)[:, None]
-        forward, backward = (
-            np.maximum(traffic.unit_gather_s - self._layer_s(which) - turning, 0.0)[:, None]
-            for which, turning in zip(LAYER_PASSES, (0.0, traffic.turning_s), strict=True)
-        )
+        forward, backward = self._late_s(traffic)
         layers, off = np.add(*self.layout.layers), where(table.schedule, lambda kind: kind.splits_backward)[:, None]
         fewer, all_but_one = np.maximum(layers - 2.0 * stages, 0.0), np.maximum(layers - stages, 0.0)
-        both = np.where(
-            off, (m - 1.0) * fewer * np.minimum(forward, backward), m * (fewer * forward + all_but_one * backward)
-        )
-        return np.where(lets_go, both, 0.0)
+        split = (m - 1.0) * fewer * np.minimum(forward, backward)
+        return np.where(lets_go, np.where(off, split, m * (fewer * forward + all_but_one * backward)), 0.0)
 
     def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
         """Return the seconds of the first forward and of the last backward pass of each rank."""
         off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
-        first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
+        first = device.forward + traffic.first_copies_s + self._first_waits_s(device, traffic)
         return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
     def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
@@ -341,30 +352,38 @@ class LowerBound:
         once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
         back = np.maximum(home - deferred, drain)
         ends = there + own + back
-        if looped.any():
-            ends = np.where(
-                looped, np.maximum(ends, self._after_all_stages(device, hop, m, first, traffic) + back), ends
-            )
+        if (round_ranks := looped & ~where(self.table.schedule, lambda kind: kind.v_shaped)[:, None]).any():
+            after = self._after_all_stages(device, hop, m, first, traffic, layer_back)
+            then = np.where(layout.last, self._forward_after(device, m, layer_forward) + back, drain)
+            ends = np.where(round_ranks, np.maximum(ends, after + then), ends)
         return np.asarray(np.maximum(ends, once))
 
     def _after_all_stages(
-        self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic
+        self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic, layer_back: Floats
     ) -> Floats:
-        """Return when the last rank of a pipeline that goes round the ranks has computed everything at the earliest:
-        the first micro batch passes all stages; and then the rank has all its backward passes to compute, and the
-        forward passes that do not come before, which are those of its other stages in the first round.
+        """Return when the first of the ranks of each kind has computed all backward passes at the earliest, in a
+        pipeline that goes round the ranks: the first micro batch passes all stages, and then the last stages of the
+        ranks after this one.
         """
-        layout, stages, table = self.layout, self._stages[:, None], self.table
-        there = (layout.rank_count * layout.exists * first).sum(axis=1)[:, None]
-        there = there + (table["pp"][:, None] * stages - 1.0) * hop
-        rounds = where(table.schedule, lambda kind: kind.rounds)[:, None]
-        in_round = np.where(rounds, m / np.maximum(1.0, np.floor(m / table["pp"][:, None])), m)
-        most = np.add(*layout.layers) - (stages - 1.0) * layout.largest  # at least so many layers are on its last stage
-        top = np.maximum(most, 0.0) * self._layer_passes_s(np.zeros(len(table), dtype=np.bool_))[0][:, None]
-        forward = (m - in_round) * device.forward + (in_round - 1.0) * top
-        done = there + forward + m * device.backward + traffic.backward.copies_s
-        turns = where(table.schedule, lambda kind: kind.v_shaped)[:, None]
-        return np.where(layout.last & ~turns, done, 0.0)
+        layout, pp = self.layout, self.table["pp"][:, None]
+        alike = layout.rank_count * layout.exists
+        there = (alike * first).sum(axis=1)[:, None] + (pp * self._stages[:, None] - 1.0) * hop
+        back = self._last_stage() * layer_back + hop
+        behind = np.cumsum((alike * back)[:, ::-1], axis=1)[:, ::-1] - back
+        return np.where(layout.exists, there + behind + m * device.backward + traffic.backward.copies_s, 0.0)
+
+    def _forward_after(self, device: RankPasses, m: Floats, layer_forward: Floats) -> Floats:
+        """Return the seconds of a rank's forward passes that follow that of the first micro batch through its last
+        stage: those before it are of its other stages in the first round.
+        """
+        rounds = where(self.table.schedule, lambda kind: kind.rounds)[:, None]
+        in_round = np.where(rounds, m / np.maximum(1.0, np.floor(m / self.table["pp"][:, None])), m)
+        return (m - in_round) * device.forward + (in_round - 1.0) * self._last_stage() * layer_forward
+
+    def _last_stage(self) -> Floats:
+        """Return the least number of layers on the last stage of each rank."""
+        layout = self.layout
+        return np.maximum(np.add(*layout.layers) - (self._stages[:, None] - 1.0) * layout.largest, 0.0)
 
     def _late_passes(self) -> Floats:
         """Return the most micro batches whose weight gradients a rank can still have to compute when its last input
