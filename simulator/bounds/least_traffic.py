@@ -136,7 +136,7 @@ class LeastTraffic:
         full = table.fully_sharded[:, None]
         in_turn = forward[:, None] * gathered - stay * widest("gather_s") + gathered_again + once * total("scatter_s")
         self.in_turn_s = np.where(full & ~keeps[:, None], in_turn, 0.0)
-        added = np.max([sum(self._blocks[name]) for name in self._layers], axis=0)
+        added = np.max([np.add(*self._blocks[name]) for name in self._layers], axis=0)
         width = 0.0 if self.spec.state.gradient_dtype == "reduce" else self._compute + 2 * self._reduce
         self.turning_s = np.max([unit.in_s for unit in layers], axis=0)
         self.turning_s = self.turning_s + added * width / self.context.roofline.memory_bytes_per_s

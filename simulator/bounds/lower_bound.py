@@ -175,11 +175,11 @@ class LowerBound:
         """Return by how much a layer's gather takes longer than the forward and the backward pass of the layer before,
         during which it runs, shape (plans, 1).
         """
-        forward, backward = (
-            np.maximum(traffic.unit_gather_s - self._layer_s(which) - turning, 0.0)[:, None]
-            for which, turning in zip(LAYER_PASSES, (0.0, traffic.turning_s), strict=True)
+        gather, forward, backward = (
+            each[:, None] for each in (traffic.unit_gather_s, *(self._layer_s(which) for which in LAYER_PASSES))
         )
-        return forward, backward
+        turning = traffic.turning_s[:, None]
+        return np.maximum(gather - forward, 0.0), np.maximum(gather - backward - turning, 0.0)
 
     def _waits_s(self, traffic: LeastTraffic) -> Floats:
         """Return for how long passes wait for gathers of parameters that are freed after each pass, shape (plans,
