@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from simulator.analytical.account import AccountInputs, HopTimes, plan_of, unit_maker, walked_together, wrapped_alike
 from simulator.analytical.block_times import BlockTimes
 from simulator.analytical.clocks import fastest
+from simulator.analytical.course import LONG_AGO, Course, PassClocks
 from simulator.analytical.pipeline_account import shape_of
-from simulator.analytical.table_walk import LONG_AGO, Course, PassClocks, TableWalk
+from simulator.analytical.table_walk import TableWalk
 from simulator.bounds.critical_path import DEVICE, TIMES, Path, longest_paths
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats

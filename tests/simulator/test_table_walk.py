@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from simulator.analytical.table_walk import LONG_AGO, Course, Hops, PassClocks, TableWalk, walk_tables
+from simulator.analytical.course import LONG_AGO, Course, Hops, PassClocks
+from simulator.analytical.table_walk import TableWalk, walk_tables
 from simulator.bounds.critical_path import DEVICE, longest_paths
 from simulator.pipeline.schedule_program import needs
 from simulator.pipeline.schedule_walk import table_of
