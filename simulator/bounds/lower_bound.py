@@ -352,24 +352,26 @@ class LowerBound:
         once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
         back = np.maximum(home - deferred, drain)
         ends = there + own + back
-        if (round_ranks := looped & ~where(self.table.schedule, lambda kind: kind.v_shaped)[:, None]).any():
+        if looped.any():
             after = self._after_all_stages(device, hop, m, first, traffic, layer_back)
             then = np.where(layout.last, self._forward_after(device, m, layer_forward) + back, drain)
-            ends = np.where(round_ranks, np.maximum(ends, after + then), ends)
+            ends = np.where(looped, np.maximum(ends, after + then), ends)
         return np.asarray(np.maximum(ends, once))
 
     def _after_all_stages(
         self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic, layer_back: Floats
     ) -> Floats:
-        """Return when the first of the ranks of each kind has computed all backward passes at the earliest, in a
-        pipeline that goes round the ranks: the first micro batch passes all stages, and then the last stages of the
-        ranks after this one.
+        """Return when a rank of each kind has computed all backward passes at the earliest, in a pipeline of which each
+        rank has several stages: the first micro batch passes all stages, and then the last stages of the ranks on the
+        way from the end of the model.
         """
-        layout, pp = self.layout, self.table["pp"][:, None]
+        layout, turns = self.layout, where(self.table.schedule, lambda kind: kind.v_shaped)[:, None]
         alike = layout.rank_count * layout.exists
-        there = (alike * first).sum(axis=1)[:, None] + (pp * self._stages[:, None] - 1.0) * hop
+        there = (alike * first).sum(axis=1)[:, None]
+        there = there + (self.table["pp"][:, None] * self._stages[:, None] - 1.0 - turns) * hop
         back = self._last_stage() * layer_back + hop
-        behind = np.cumsum((alike * back)[:, ::-1], axis=1)[:, ::-1] - back
+        passed = np.cumsum(alike * back, axis=1)  # in a V the model ends on the first rank
+        behind = np.where(turns, passed, passed[:, -1:] - passed + alike * back) - back
         return np.where(layout.exists, there + behind + m * device.backward + traffic.backward.copies_s, 0.0)
 
     def _forward_after(self, device: RankPasses, m: Floats, layer_forward: Floats) -> Floats:
