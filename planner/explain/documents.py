@@ -15,7 +15,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.cores import on_cores
 
-TRAFFIC_S = 0.04  # least seconds that counting the bytes of a plan takes, for most plans
+TRAFFIC_S = 0.01  # least seconds that counting the bytes of a plan takes, for most plans
 
 
 def search_document(result: SearchResult) -> JsonObject:

@@ -1,6 +1,6 @@
 """Bytes that GPUs send in a step, by axis of the mesh and by kind of link: NVLink, PCIe, or the network between nodes.
 
-Counted on the Program that the simulation runs: every collective and message of every rank. A collective moves the
+Counted on the step that the simulation runs: every collective and message of every rank. A collective moves the
 bytes of a ring with neighbours on the same node where possible, so that each node sends into the network once;
 reductions by tree or switch also enter the network once per node. All-to-all sends each peer its part directly. Overlap
 changes when bytes move, not how many, so the plan is counted without it.
@@ -9,7 +9,7 @@ changes when bytes move, not how many, so the plan is counted without it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from simulator.collectives.traffic import REDUCES_INSIDE, TRAFFIC
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.machine_costs import MachineCosts
-from simulator.lowering.training import lower_training
+from simulator.lowering.training import sent_bytes
 from simulator.pipeline.schedules.registry import SCHEDULES, schedule_kind
 from simulator.program.program import Collective, Copy, RankCode, Send
 from topology.cluster import Cluster
@@ -34,6 +34,7 @@ HOST_COPIES = ("h2d", "d2h")
 FEW = 2
 
 Sent = dict[tuple[str, str], float]  # (axis, link) -> bytes
+OfRanks = tuple[tuple[int, ...], Sent]  # what each of some ranks sends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +93,17 @@ class Traffic:
 def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | None:
     """Return the bytes that the GPUs of `plan` send in the step of `estimate`; None if the plan is not legal.
 
-    Raises BadPlan as `lower_training` does.
+    Raises BadPlan as `sent_bytes` does.
     """
     if not question.legal(plan):
         return None
     batch = question.workload.global_batch_size
     count = plan.micro_batches(batch)
     few = replace(plan, tp_overlap="none", ep_overlap="none", schedule=_schedule(plan, count))
-    if count <= FEW + 1:
-        by_rank, shapes = _sent(question, few, count)
-    else:
-        by_rank, shapes = _sent(question, few, FEW)
-        more = _sent(question, few, FEW + 1)[0]
+    (by_rank, *more), shapes = _sent(question, few, (count,) if count <= FEW + 1 else (FEW, FEW + 1))
+    if more:
         by_rank = [
-            (ranks, _further(one, two, count - FEW)) for (ranks, one), (_, two) in zip(by_rank, more, strict=True)
+            (ranks, _further(one, two, count - FEW)) for (ranks, one), (_, two) in zip(by_rank, more[0], strict=True)
         ]
     counted = [(len(ranks), sent) for ranks, sent in by_rank]
     return Traffic(
@@ -139,16 +137,16 @@ def _by_link(sent: Sent) -> dict[str, float]:
 
 
 def _sent(
-    question: Question, plan: Plan, count: int
-) -> tuple[list[tuple[tuple[int, ...], Sent]], Mapping[str, GroupShape]]:
-    """Return for each pipeline rank the ranks on its GPUs and the bytes that each sends with `count` micro batches, and
-    the placement of each axis's groups.
+    question: Question, plan: Plan, counts: Sequence[int]
+) -> tuple[list[list[OfRanks]], Mapping[str, GroupShape]]:
+    """Return for each number of micro batches, by pipeline rank, the ranks on its GPUs and the bytes that each sends;
+    and the placement of each axis's groups.
     """
-    batch = plan.data_parallel * plan.micro_batch_size * count
-    scenario = replace(question, workload=replace(question.workload, global_batch_size=batch))
-    lowered = lower_training(scenario, plan)
-    counter = _Counter(question.cluster, plan, lowered.costs)
-    return [(tuple(code.ranks), counter.count(code)) for code in lowered.program.codes], counter.shapes
+    found = sent_bytes(question, plan, counts)
+    counter = _Counter(question.cluster, plan, found[0].costs)
+    return [
+        [(tuple(code.ranks), counter.count(code)) for code in lowered.program.codes] for lowered in found
+    ], counter.shapes
 
 
 class _Counter:

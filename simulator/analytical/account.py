@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
+from simulator.analytical.course import Course, Hops
 from simulator.analytical.layer_cost import BlockCost
 from simulator.analytical.pipeline_account import Counter, PassCounts, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
-from simulator.analytical.table_walk import Clocks, Course, Hops, walk_tables
+from simulator.analytical.table_walk import Clocks, walk_tables
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
@@ -31,7 +32,7 @@ from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
-from simulator.step.traffic import traffic_kinds
+from simulator.step.traffic import sharded_sends, traffic_kinds
 from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
@@ -139,6 +140,8 @@ def _grouped(inputs: AccountInputs) -> Account:
     """Return the account of all plans; plans whose steps have the same operations are walked together."""
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
+    if inputs.context.table.fully_sharded.any():
+        TrafficTimes(inputs.context).look_up(sharded_sends(inputs.context, unit_maker(inputs).kinds()))
     piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
     for some in walked_together(inputs.context.table, inputs.context):
         check_time()

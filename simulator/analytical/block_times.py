@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -295,6 +295,7 @@ class TrafficTimes:
     host_update_bytes_per_s: Value = field(init=False)
     _hbm: Floats = field(init=False)
     _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str, bytes | float], tuple[Floats, Floats]] = field(default_factory=dict)
     _rates: dict[bytes | float, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -318,6 +319,29 @@ class TrafficTimes:
             self._rates[key] = np.broadcast_to(roofline.packing_bytes_per_s(module_bytes), (rows,))
         return self._rates[key]
 
+    def look_up(self, sends: Iterable[tuple[str, str, Floats]]) -> None:
+        """Find what collectives (op, family, bytes of each plan) cost, all sizes of a kind at once: `cost` of each is
+        then known.
+        """
+        of_kind: dict[tuple[str, str], list[Floats]] = {}
+        for op, family, nbytes in sends:
+            of_kind.setdefault((op, family), []).append(nbytes)
+        for (op, family), several in of_kind.items():
+            self.context.groups.load(op, family, np.stack(several))
+
+    def seconds(self, op: str, family: str, nbytes: Value) -> tuple[Floats, Floats]:
+        """Return (seconds of a collective in the groups of a family, of the host to issue it); zero in groups of one
+        rank.
+        """
+        groups, axis = self.context.groups, "pipeline" if family == "pp" else family
+        key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)
+        if key not in self._seconds:
+            size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.context.table),))
+            there = (groups.extent(axis)[0] > 1) & (size > 0)
+            seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
+            self._seconds[key] = seconds, np.where(there, self.context.spec.host.collective_s, 0.0)
+        return self._seconds[key]
+
     def cost(self, op: str, family: str, nbytes: Value) -> Background:
         """Return the cost of a collective in the groups of a family; zero in groups of one rank."""
         groups: GroupTimes = self.context.groups
@@ -326,14 +350,14 @@ class TrafficTimes:
         if key not in self._known:
             size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.context.table),))
             there = (groups.extent(axis)[0] > 1) & (size > 0)
-            seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
             sms, sent = groups.load(op, axis, size)
+            seconds, host_s = self.seconds(op, family, nbytes)
             measured = self.context.held_sms(op)
             sms = sms if measured is None else np.where(there, measured, 0.0)
             across, share, rate = groups.bottlenecks(axis)
             self._known[key] = Background(
                 seconds=seconds,
-                host_s=np.where(there, self.context.spec.host.collective_s, 0.0),
+                host_s=host_s,
                 runs=bool(there.any()),
                 everywhere=bool(there.all()),
                 sms=sms,

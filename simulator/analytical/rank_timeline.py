@@ -278,14 +278,14 @@ class RankTimeline:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
 
     def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
-        cost = self.traffic.cost(op, family, nbytes)
-        self.host = self.host + cost.host_s
+        seconds, host_s = self.traffic.seconds(op, family, nbytes)
+        self.host = self.host + host_s
         if family == "pp":
             self.met = np.maximum(self.compute, self.host)
             if self.meeting is not None:
                 self._wait(COMPUTE, self.meeting, "bubble")
-        end = np.maximum(np.maximum(self.compute, self._clock(stream)), self.host) + cost.seconds
-        self._wait(COMPUTE, np.where(cost.seconds > 0, end, self.compute), "dp")
+        end = np.maximum(np.maximum(self.compute, self._clock(stream)), self.host) + seconds
+        self._wait(COMPUTE, np.where(seconds > 0, end, self.compute), "dp")
 
     def after(self, stream: str, other: str) -> None:
         self._wait(stream, self._clock(other))

@@ -14,68 +14,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.analytical.course import LONG_AGO, SECONDS, Course, PassClocks
 from simulator.columns.plan_table import Floats
-from simulator.pipeline.schedule_walk import Table
 from simulator.pipeline.waves import Ends, Ints
 from topology.time_limit import check_time
 
-LONG_AGO = -1e6  # seconds: earlier than any clock, so it delays nothing
 # Iterations that find how long kernels take during messages, to a hundredth of the time they lose.
 ROUNDS = 4
 MOST_PASSES = 1 << 18  # passes walked at once: limits memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassClocks:
-    """How a kind of pass moves the clocks of its rank, in seconds of shape (plans,). `device_s` is its time on the
-    device, `kernels_s` the kernels in it. `host_s` is the host's time. With `lead_s` it begins that much after the wire
-    is free, for the parameters that it gathers (negative: before). `drain_s` after its end the wire is done with what
-    it sent.
-    """
-
-    device_s: Floats
-    kernels_s: Floats
-    host_s: Floats
-    waits_s: Floats  # from the device's start until the host goes on, where the host waits for the device
-    slack_s: Floats  # where the host comes last, the device ends this much later than `device_s` after the host's clock
-    lead_s: Floats
-    drain_s: Floats
-    sent_s: Floats  # seconds of its collectives on the stream of shards
-    summed_drain_s: Floats
-    summed_s: Floats  # and on the stream of sums over replicas
-    waits_for_traffic: bool
-
-
-SECONDS = tuple(each.name for each in fields(PassClocks) if each.name != "waits_for_traffic")
-
-
-@dataclass(frozen=True, slots=True)
-class Hops:
-    """Seconds of a message from each rank to the next one and to the one before, shape (2, ranks, plans). While a
-    message waits for its receiver it holds a share `held` of the sender's SMs.
-    """
-
-    seconds: Floats
-    held: Floats
-    host_s: Floats
-
-    def take(self, some: slice) -> Hops:
-        """Return the hops of the plans `some`."""
-        return Hops(self.seconds[..., some], self.held[..., some], self.host_s[some])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """Plans that go through one table. `passes` has one entry for each kind of the table; ranks begin at `begins_s`.
-
-    With `synchronizes` the host waits for its device after each pass.
-    """
-
-    table: Table
-    passes: Sequence[PassClocks]
-    hops: Hops
-    begins_s: Floats
-    synchronizes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +74,7 @@ def walk_tables(courses: Sequence[Course]) -> list[Clocks]:
     found: list[Clocks | None] = [None] * len(courses)
     for batch in _batches(courses):
         walk = TableWalk([course for _, course in batch])
-        walk.run(walk.run(None))
+        walk.run(walk.lags())
         for (number, _), clocks in zip(batch, walk.clocks(), strict=True):
             before = found[number]
             found[number] = clocks if before is None else before.joined(clocks)
@@ -164,31 +110,22 @@ def _some_plans(course: Course, some: slice) -> Course:
 
 
 @dataclass(frozen=True, slots=True)
-class WalkedPasses:
-    """Passes of one walked plan: their places among all passes, their ranks and kinds, and when they began."""
-
-    places: Ints
-    rank: Ints
-    kind: Ints
-    began: Floats
-
-
-@dataclass(frozen=True, slots=True)
 class _Messages:
-    """The sending or receiving ends of messages, in the order of their passes. Those of wave w are entries `starts[w]`
-    to `starts[w + 1]`, each at position `at` among the passes of that wave.
+    """The first (or second) message that each pass receives, or sends, in the order of the passes.
+
+    `waves` says which waves have any. Where a pass has none, `message` is one that nobody waits for, and `hop` is -1.
+    `seconds` are those of the message, `host_s` the host's to post it, and `posts_s` the same, or LONG_AGO for none.
+    `waited` is how long compute has waited for it.
     """
 
-    starts: list[int]
-    at: Ints
-    place: Ints  # among all passes
-    state: Ints
+    waves: list[bool]
     message: Ints
     slot: Ints
     hop: Ints
     seconds: Floats
-    held: Floats
     host_s: Floats
+    posts_s: Floats
+    waited: Floats
 
 
 class TableWalk:
@@ -199,54 +136,57 @@ class TableWalk:
     def __init__(self, courses: Sequence[Course]) -> None:
         self.courses = courses
         self._waves = [course.table.waves for course in courses]
-        self.plans = np.array([len(course.begins_s) for course in courses])
+        plans = np.array([len(course.begins_s) for course in courses])
+        self.plans, self._one_each = plans, bool((plans == 1).all())
         ranks = np.array([course.table.schedule.ranks for course in courses])
         turns = np.array([len(each.wave) for each in self._waves])
         self._slots = max(1, *(each.slots for each in self._waves))
         self.states, self.states_of = self._offsets(ranks)
-        self.messages, self._messages_of = self._offsets([each.messages for each in self._waves])
+        self.messages, messages_of = self._offsets([each.messages for each in self._waves])
         _, self.hops_of = self._offsets(2 * ranks)
         values, which, waits = zip(*map(_pass_values, courses), strict=True)
         _, values_of = self._offsets([block.shape[1] for block in values])
 
         wave = np.concatenate([each.wave for each in self._waves])
-        order = np.argsort(wave, kind="stable")  # of the turns of all courses
+        # Of each pass: its turn among those of all courses, its course, and its plan.
+        order = np.argsort(wave, kind="stable")
         course = np.repeat(np.arange(len(courses)), turns)[order]
-        plans = self.plans[course]
-        self._first_turn = np.concatenate([[0], np.cumsum(turns)[:-1]])
-        self._place = np.empty_like(order)  # of each turn's first pass
-        self._place[order] = np.cumsum(plans) - plans
-        self._wave = np.repeat(wave[order], plans)
-        self.starts = _starts(self._wave, int(self._wave[-1]) + 1)
-        rank = np.concatenate([each.rank for each in self._waves])[order]
-        self.state = _spread(self.states_of[course] + rank * plans, plans)
-        self.kind = np.repeat(np.concatenate([each.table.turn_kinds for each in courses])[order], plans)
-        kinds = _spread(values_of[course] + np.concatenate(which)[order] * plans, plans)
+        self._turn, self._course, self._plan = order, course, np.zeros(len(order), dtype=np.intp)
+        if not self._one_each:
+            many = plans[course]
+            self._turn, self._course = np.repeat(order, many), np.repeat(course, many)
+            self._plan = np.arange(len(self._turn)) - np.repeat(np.cumsum(many) - many, many)
+        self.starts = np.searchsorted(wave[order].repeat(plans[course]), np.arange(int(wave.max()) + 2)).tolist()
+        self.state = self._each(self.states_of, np.concatenate([each.rank for each in self._waves]))
+        self.kind = np.concatenate([each.table.turn_kinds for each in courses])[self._turn]
+        kinds = self._each(values_of, np.concatenate(which))
         self.seconds = np.concatenate([block.reshape(len(SECONDS), -1) for block in values], axis=1)[:, kinds]
         # Of the streams of shards and of replicas.
         self._sent, self._drain = (
             self.seconds[[SECONDS.index(name) for name in names]]
             for names in (("sent_s", "summed_s"), ("drain_s", "summed_drain_s"))
         )
-        self.waits = np.repeat(np.concatenate(waits)[order], plans)
-        self.synchronizes = np.repeat(np.array([each.synchronizes for each in courses])[course], plans)
+        self.waits = np.concatenate(waits)[self._turn]
+        self.synchronizes = np.array([each.synchronizes for each in courses])[self._course]
         self.begins_s = np.concatenate([np.tile(c.begins_s, count) for c, count in zip(courses, ranks, strict=True)])
         hops = [each.hops for each in courses]
-        self._hop_s, self._held_s = (
-            np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held")
-        )
+        hop_s, held = (np.concatenate([getattr(hop, name).ravel() for hop in hops]) for name in ("seconds", "held"))
+        host_s = np.concatenate([hop.host_s for hop in hops])[self._each(np.cumsum(plans) - plans)]
         self.needs, self.sends = (
-            [self._ends(ends, number) for number in range(1 + max(each.number.max(initial=0) for each in ends))]
-            for ends in ([each.needs for each in self._waves], [each.sends for each in self._waves])
+            [self._messages(ends, number, messages_of, none, hop_s, host_s) for number in range(max(map(_most, ends)))]
+            for ends, none in (
+                ([each.needs for each in self._waves], self.messages),
+                ([each.sends for each in self._waves], self.messages + 1),
+            )
         )
-        self.held = np.zeros((self._slots, self.states))
+        self.held = np.zeros((self._slots + 1, self.states))  # by slots of messages, the last for none
         for sends in self.sends:
-            self.held[sends.slot, sends.state] = sends.held
+            self.held[sends.slot, self.state] = np.where(sends.hop < 0, 0.0, held[sends.hop])
         # What passes and messages have waited.
         self.waited: dict[str, Floats] = {}
         self.room: dict[str, Floats] = {}
-        self.bubbles = [np.zeros(len(needs.at)) for needs in self.needs]
         self.began = np.zeros(len(self.state))
+        self.drained = np.zeros((2, 0), dtype=np.bool_)  # whether a pass itself decides when its streams are done
         self.compute = self.host = self.wire = self.summed = self.begins_s
 
     def _offsets(self, counts: Sequence[int] | Ints) -> tuple[int, Ints]:
@@ -254,127 +194,160 @@ class TableWalk:
         ends = np.cumsum(np.asarray(counts) * self.plans)
         return int(ends[-1]), np.concatenate([[0], ends[:-1]])
 
-    def _ends(self, ends: Sequence[Ends], number: int) -> _Messages:
+    def _each(self, of_course: Ints, of_turn: Ints | None = None) -> Ints:
+        """Return for each pass an index: of the entry `of_turn`, if there are several in a course, and its plan, where
+        the entries of each course begin at `of_course`.
+        """
+        first: Ints = of_course[self._course]
+        if of_turn is not None:
+            entry = of_turn[self._turn]
+            first = first + (entry if self._one_each else entry * self.plans[self._course])
+        return first if self._one_each else first + self._plan
+
+    def _messages(
+        self, ends: Sequence[Ends], number: int, messages_of: Ints, none: int, hop_s: Floats, host_s: Floats
+    ) -> _Messages:
         """Return the messages that are the first (`number` 0) or second of their passes."""
-        some = [each.take(each.number == number) for each in ends]
-        course = np.repeat(np.arange(len(some)), [len(each.turn) for each in some])
-        turn, message, slot, source, target = (
-            np.concatenate([getattr(each, name) for each in some])
-            for name in ("turn", "message", "slot", "source", "target")
+        message, hop, slot = (
+            np.concatenate(
+                [
+                    getattr(each, name)[number]
+                    if number < _most(each)
+                    else np.full(each.message.shape[1], -1, dtype=np.intp)
+                    for each in ends
+                ]
+            )
+            for name in ("message", "hop", "slot")
         )
-        ranks = np.array([each.table.schedule.ranks for each in self.courses])[course]
-        hop = np.where(target == (source + 1) % ranks, 0, ranks) + source
-        place = self._place[self._first_turn[course] + turn]
-        order = np.argsort(place, kind="stable")
-        course, plans = course[order], self.plans[course[order]]
-        place = _spread(place[order], plans)
-        hop = _spread(self.hops_of[course] + hop[order] * plans, plans)
-        host_s = np.concatenate([each.hops.host_s for each in self.courses])
+        there = (message >= 0)[self._turn]
+        hops = np.where(there, self._each(self.hops_of, hop), -1)
         return _Messages(
-            starts=_starts(self._wave[place], len(self.starts) - 1),
-            at=place - np.array(self.starts)[self._wave[place]],
-            place=place,
-            state=self.state[place],
-            message=_spread(self._messages_of[course] + message[order] * plans, plans),
-            slot=np.repeat(slot[order], plans),
-            hop=hop,
-            seconds=self._hop_s[hop],
-            held=self._held_s[hop],
-            host_s=host_s[_spread((np.cumsum(self.plans) - self.plans)[course], plans)],
+            waves=_any(there, self.starts),
+            message=np.where(there, self._each(messages_of, message), none),
+            slot=np.where(there, slot[self._turn], self._slots),
+            hop=hops,
+            seconds=np.where(there, hop_s[hops], 0.0),
+            host_s=np.where(there, host_s, 0.0),
+            posts_s=np.where(there, host_s, LONG_AGO),
+            waited=np.zeros(len(there)),
         )
 
-    def run(self, lags: Floats | None) -> Floats:
-        """Walk all passes, and return how long every message waited and moved; `lags` are a guess at it."""
-        clocks = np.zeros((4, self.states))  # of compute, host, the stream of shards and that of replicas
-        clocks[:2] = self.begins_s
-        of_clock = [*clocks]
-        ready, took = np.zeros(self.messages), np.zeros(self.messages)
+    def lags(self) -> Floats:
+        """Walk all passes, and return how long every message waited and moved."""
+        return self._walk(None, noted=False)
+
+    def run(self, lags: Floats | None) -> None:
+        """Walk all passes, and note what they wait for; `lags` are a guess at how long messages wait and move."""
+        self._walk(lags, noted=True)
+
+    def _walk(self, lags: Floats | None, *, noted: bool) -> Floats:
+        self.drained = np.zeros((2, len(self.state)), dtype=np.bool_)
+        compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
+        wires_s = np.zeros((2, self.states))  # of the stream of shards and that of replicas
+        ready, took = np.full((2, self.messages + 2), LONG_AGO)
         until = np.full(self.held.shape, LONG_AGO)
         latest = np.full(self.states, LONG_AGO)  # of `until`
-        leads = _any(self.seconds[SECONDS.index("lead_s")] > 0.5 * LONG_AGO, self.starts)
+        device_s, kernels_s, hosted_s, waiting_s, slack_s, lead_s = self.seconds[:6]
+        leads = _any(lead_s > 0.5 * LONG_AGO, self.starts)
+        moving = np.any(self._sent > 0.0, axis=0) | np.any(self._drain > 0.5 * LONG_AGO, axis=0)
+        moves = _any(np.asarray(moving), self.starts)
+        hosts = _any((hosted_s > 0.0) | (slack_s > 0.0) | (waiting_s > 0.5 * LONG_AGO), [0, len(hosted_s)])[0]
+        hosts = hosts or any(each.host_s.any() for each in (*self.needs, *self.sends)) or bool(self.begins_s.any())
         waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
         contention, dp_waits = np.zeros(len(self.state)), np.zeros(len(self.state))
         dp_room = np.full(len(self.state), np.inf)
         # When compute has got to each pass, and when its host has.
-        computed_s, launched_s, self.began = (np.empty(len(self.state)) for _ in range(3))
+        computed_s, launched_s = np.empty(len(self.state)), np.zeros(len(self.state))
         for wave, (first, end) in enumerate(pairwise(self.starts)):
             check_time()
             here = slice(first, end)
             state = self.state[here]
-            now = clocks.take(state, axis=1)
-            compute, host = now[:2]
-            device, kernels, hosted, waiting, slack, lead = self.seconds[:6, here]
-            for needs, bubbles in zip(self.needs, self.bubbles, strict=True):
-                some = slice(*needs.starts[wave : wave + 2])
-                if some.stop == some.start:
+            compute, host = compute_s[state], host_s[state]
+            for needs in self.needs:
+                if not needs.waves[wave]:
                     continue
-                at, message = needs.at[some], needs.message[some]
-                free, posted, sent_at = compute[at], host[at] + needs.host_s[some], ready[message]
-                begins = np.maximum(np.maximum(sent_at, posted), free)
-                bubbles[some] = begins - free
-                arrived = begins + needs.seconds[some]
-                compute[at], host[at], took[message] = arrived, posted, arrived - sent_at
+                message = needs.message[here]
+                sent_at = ready[message]
+                begins = np.maximum(sent_at, compute)
+                if hosts:
+                    begins = np.maximum(begins, host + needs.posts_s[here])
+                    host = host + needs.host_s[here]
+                if noted:
+                    np.subtract(begins, compute, out=needs.waited[here])
+                compute = begins + needs.seconds[here]
+                if lags is None:
+                    took[message] = compute - sent_at
             if leads[wave]:
-                wire = now[2]
-                dp_room[here] = np.maximum(compute - (wire + lead), 0.0)
+                wire, lead = wires_s[0, state], lead_s[here]
                 begins = np.maximum(np.maximum(wire, host) + lead, compute)
-                dp_waits[here] = begins - compute
+                if noted:
+                    dp_room[here] = np.maximum(compute - (wire + lead), 0.0)
+                    dp_waits[here] = begins - compute
                 compute = begins
-            computed_s[here], launched_s[here] = compute, host + slack
-            begins = np.maximum(compute, launched_s[here], out=self.began[here])
-            compute = begins + device
+            computed_s[here] = compute
+            if hosts:
+                launched = np.add(host, slack_s[here], out=launched_s[here])
+                compute = np.maximum(compute, launched)
+            self.began[here] = begins = compute
+            compute = begins + device_s[here]
             if lags is not None:
-                rows = np.nonzero(latest[state] > begins)[0]
+                late = latest[state]
+                rows = np.nonzero(late > begins)[0]
                 if len(rows):
                     left_s = until.take(state[rows], axis=1) - begins[rows]
-                    longer = _beside_messages(left_s, self.held.take(state[rows], axis=1), kernels[rows])
+                    longer = _beside_messages(left_s, self.held.take(state[rows], axis=1), kernels_s[here][rows])
                     contention[first + rows] = longer
                     compute[rows] += longer
-            now[1] = np.maximum(host + hosted, begins + waiting)
-            now[2:] = np.maximum(now[2:] + self._sent[:, here], compute + self._drain[:, here])
+            if hosts:
+                host = np.maximum(host + hosted_s[here], begins + waiting_s[here])
+            if moves[wave]:
+                busy, drained = wires_s.take(state, axis=1) + self._sent[:, here], compute + self._drain[:, here]
+                wires_s[0, state], wires_s[1, state] = np.maximum(busy, drained)
+                if noted:
+                    np.greater(drained, busy, out=self.drained[:, here])
             if waits[wave]:
-                begins = np.where(self.waits[here], np.maximum(np.maximum(now[2], now[3]), compute), compute)
+                begins = np.maximum(wires_s[:, state].max(axis=0), compute)
+                begins = np.where(self.waits[here], begins, compute)
                 dp_waits[here] += begins - compute
                 compute = begins
             if synchronizes[wave]:
-                now[1] = np.where(self.synchronizes[here], np.maximum(now[1], compute), now[1])
-            host = now[1]
+                host = np.where(self.synchronizes[here], np.maximum(host, compute), host)
             for sends in self.sends:
-                some = slice(*sends.starts[wave : wave + 2])
-                if some.stop == some.start:
+                if not sends.waves[wave]:
                     continue
-                at, message = sends.at[some], sends.message[some]
-                posted = host[at] + sends.host_s[some]
-                there = np.maximum(compute[at], posted)
-                host[at], ready[message] = posted, there
+                message, there = sends.message[here], compute
+                if hosts:
+                    host = host + sends.host_s[here]
+                    there = np.maximum(compute, host)
+                ready[message] = there
                 if lags is not None:
-                    sender, gone = sends.state[some], there + lags[message]
-                    until[sends.slot[some], sender] = gone
-                    latest[sender] = np.maximum(latest[sender], gone)
-            now[0] = compute
-            for clock, seconds in zip(of_clock, now, strict=True):
-                clock[state] = seconds
-        self.compute, self.host, self.wire, self.summed = clocks
+                    gone = there + lags[message]
+                    until[sends.slot[here], state] = gone
+                    late = np.maximum(late, gone)
+            if lags is not None:
+                latest[state] = late
+            compute_s[state] = compute
+            if hosts:
+                host_s[state] = host
+        self.compute, self.host, (self.wire, self.summed) = compute_s, host_s, wires_s
         self.waited = {"host": self.began - computed_s, "dp": dp_waits, "contention": contention}
         self.room = {"host": np.maximum(computed_s - launched_s, 0.0), "dp": dp_room}
+        took[self.messages :] = LONG_AGO
         return took
 
-    def passes_of(self, number: int) -> WalkedPasses:
-        """Return the passes of a course walked with one plan, in the order of their waves."""
-        first = self._first_turn[number]
-        places = np.sort(self._place[first : first + len(self._waves[number].wave)])
-        ranks = self.state[places] - self.states_of[number]
-        return WalkedPasses(places, ranks, self.kind[places], self.began[places])
+    def last_pass(self, state: int) -> int:
+        """Return the last pass of a state."""
+        return int(np.nonzero(self.state == state)[0][-1])
 
     def clocks(self) -> list[Clocks]:
         """Return the clocks of every course."""
         bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
         first = np.zeros(len(self.state), dtype=np.bool_)
         first[np.unique(self.state, return_index=True)[1]] = True
-        for needs, waited in zip(self.needs, self.bubbles, strict=True):
-            bubble += np.bincount(needs.state, waited, self.states)
-            pp += np.bincount(needs.state, needs.seconds, self.states)
-            filling += np.bincount(needs.state, waited * first[needs.place], self.states)
+        for needs in self.needs:
+            bubble += np.bincount(self.state, needs.waited, self.states)
+            pp += np.bincount(self.state, needs.seconds, self.states)
+            filling += np.bincount(self.state, needs.waited * first, self.states)
         waits: dict[str, Floats] = {
             part: np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
             for part, waited in self.waited.items()
@@ -421,18 +394,9 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     return values, np.array(numbers, dtype=np.intp)[kinds], waits[kinds]
 
 
-def _spread(first: Ints, plans: Ints) -> Ints:
-    """Return `first` and the numbers that follow it, one for each of so many plans."""
-    if (plans == 1).all():
-        return first
-    ends = np.cumsum(plans)
-    return np.repeat(first - (ends - plans), plans) + np.arange(ends[-1] if len(ends) else 0)
-
-
-def _starts(wave: Ints, waves: int) -> list[int]:
-    """Return where each of `waves` waves begins in the sorted array `wave`, and where the last one ends."""
-    starts: list[int] = np.searchsorted(wave, np.arange(waves + 1)).tolist()
-    return starts
+def _most(ends: Ends) -> int:
+    """Return the most messages of a pass."""
+    return len(ends.message)
 
 
 def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
@@ -444,7 +408,14 @@ def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
     """Return how much longer kernels take while messages hold SMs; rows are messages, on their way for so long."""
     # Of the time that they take, each message takes its share for as long as it is on its way.
-    left_s, lost = np.maximum(left_s, 0.0), np.zeros(len(kernels_s))
+    kernel, message = np.nonzero(left_s.T > 0.0)
+    left_s, held = left_s[message, kernel], held[message, kernel]
+    lost: Floats = np.zeros(len(kernels_s))
+    one_each = np.array_equal(kernel, np.arange(len(kernels_s)))
     for _ in range(ROUNDS):
-        lost = (held * np.minimum(kernels_s + lost, left_s)).sum(axis=0)
+        takes = kernels_s + lost
+        if one_each:
+            lost = held * np.minimum(takes, left_s)
+        else:
+            lost = np.asarray(np.bincount(kernel, held * np.minimum(takes[kernel], left_s), len(kernels_s)), np.float64)
     return lost

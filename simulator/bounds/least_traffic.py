@@ -60,6 +60,9 @@ class LeastTraffic:
         self.first_gathers_s, self.first_copies_s = nothing.stream_s, nothing.stream_s
         self.last_copies_s = nothing.stream_s  # of the last backward pass
         self.unit_gather_s = rows  # the least over the kinds of layer
+        # Gathers and reductions, which run one after the other, where parameters are freed after each pass; and the
+        # most that copies of a layer's gradients take behind a backward pass.
+        self.in_turn_s, self.turning_s = nothing.stream_s, rows
         if full.any():
             self.forward, self.backward = self._sharded(lookup_s)
         if not full.all():
@@ -131,6 +134,12 @@ class LeastTraffic:
         drain = self._end(embedding.drain_s, np.min([unit.drain_s for unit in layers], axis=0))
         reduced = np.maximum(gathered_again + once * total("scatter_s"), once * total("replicate_s"))
         full = table.fully_sharded[:, None]
+        in_turn = forward[:, None] * gathered - stay * widest("gather_s") + gathered_again + once * total("scatter_s")
+        self.in_turn_s = np.where(full & ~keeps[:, None], in_turn, 0.0)
+        added = np.max([np.add(*self._blocks[name]) for name in self._layers], axis=0)
+        width = 0.0 if self.spec.state.gradient_dtype == "reduce" else self._compute + 2 * self._reduce
+        self.turning_s = np.max([unit.in_s for unit in layers], axis=0)
+        self.turning_s = self.turning_s + added * width / self.context.roofline.memory_bytes_per_s
         # The first unit of a stage is gathered before the pass begins, and the second while the pass waits for the
         # first.
         ahead = 2.0 * np.maximum(

@@ -31,6 +31,9 @@ from simulator.step.update import NORM_AXES, NORM_BYTES
 
 LAYERS = ("dense", "moe")
 LAYER_PASSES = ("forward", "backward")
+# Micro batches for each rank of a pipeline up to which its account walks all of them
+# (`simulator.pipeline.schedule_walk.rounds_of`).
+WALKED_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +162,44 @@ class LowerBound:
         """
         m, forward, backward = self.table.micro_batches[:, None], traffic.forward, traffic.backward
         own = m * device.both + forward.copies_s + forward.exposed_s + backward.copies_s
-        first = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
-        return np.asarray(own + m * self._messages() * hop + first)
+        waits = np.maximum(self._first_waits_s(device, traffic), self._waits_s(traffic))
+        return np.asarray(own + m * self._messages() * hop + waits)
+
+    def _first_waits_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
+        """Return for how long the first forward pass of a rank through all its stages waits for gathers."""
+        gathers = np.maximum(traffic.first_gathers_s - device.forward - traffic.first_copies_s, 0.0)
+        layers = np.maximum(np.add(*self.layout.layers) - self._stages[:, None], 0.0)
+        return np.where(self.table.fully_sharded[:, None], np.maximum(gathers, layers * self._late_s(traffic)[0]), 0.0)
+
+    def _late_s(self, traffic: LeastTraffic) -> tuple[Floats, Floats]:
+        """Return by how much a layer's gather takes longer than the forward and the backward pass of the layer before,
+        during which it runs, shape (plans, 1).
+        """
+        gather, forward, backward = (
+            each[:, None] for each in (traffic.unit_gather_s, *(self._layer_s(which) for which in LAYER_PASSES))
+        )
+        turning = traffic.turning_s[:, None]
+        return np.maximum(gather - forward, 0.0), np.maximum(gather - backward - turning, 0.0)
+
+    def _waits_s(self, traffic: LeastTraffic) -> Floats:
+        """Return for how long passes wait for gathers of parameters that are freed after each pass, shape (plans,
+        ranks).
+
+        Of a stage's two passes of a micro batch one gathers all its units and one all but the last, unless the backward
+        pass is split: then one of the two may gather nothing.
+        """
+        table, m, stages = self.table, self.table.micro_batches[:, None], self._stages[:, None]
+        lets_go = (table.fully_sharded & ~table.keeps_gathered)[:, None]
+        forward, backward = self._late_s(traffic)
+        layers, off = np.add(*self.layout.layers), where(table.schedule, lambda kind: kind.splits_backward)[:, None]
+        fewer, all_but_one = np.maximum(layers - 2.0 * stages, 0.0), np.maximum(layers - stages, 0.0)
+        split = (m - 1.0) * fewer * np.minimum(forward, backward)
+        return np.where(lets_go, np.where(off, split, m * (fewer * forward + all_but_one * backward)), 0.0)
 
     def _first_and_last_s(self, device: RankPasses, traffic: LeastTraffic) -> tuple[Floats, Floats]:
         """Return the seconds of the first forward and of the last backward pass of each rank."""
         off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
-        first = np.maximum(device.forward + traffic.first_copies_s, traffic.first_gathers_s)
+        first = device.forward + traffic.first_copies_s + self._first_waits_s(device, traffic)
         return first, device.backward - np.where(off, device.weight, traffic.last_copies_s * -1.0)
 
     def _wire_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
@@ -183,7 +217,8 @@ class LowerBound:
         # Where shards are summed over replicas, the account lets the collectives of a pass wait for those of other
         # passes only at its end.
         lets_go = (table.fully_sharded & ~table.keeps_gathered & ~has_replicas(table))[:, None]
-        return np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
+        late = np.where(lets_go, traffic.forward.stream_s + traffic.backward.stream_s - slack, 0.0)
+        return np.maximum(late, np.where(m <= WALKED_ROUNDS * table["pp"][:, None], traffic.in_turn_s, 0.0))
 
     def _layer_s(self, which: str) -> Floats:
         """Return the most seconds that a layer's pass takes, recomputation included."""
@@ -314,7 +349,42 @@ class LowerBound:
         # One micro batch passes all ranks, after all others have passed the stage that takes longest.
         longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
         once = (alike * passing).sum(axis=1)[:, None] + (m - 1.0) * (longest * layout.exists).max(axis=1)[:, None]
-        return np.asarray(np.maximum(there + own + np.maximum(home - deferred, drain), once))
+        back = np.maximum(home - deferred, drain)
+        ends = there + own + back
+        if looped.any():
+            after = self._after_all_stages(device, hop, m, first, traffic, layer_back)
+            then = np.where(layout.last, self._forward_after(device, m, layer_forward) + back, drain)
+            ends = np.where(looped, np.maximum(ends, after + then), ends)
+        return np.asarray(np.maximum(ends, once))
+
+    def _after_all_stages(
+        self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic, layer_back: Floats
+    ) -> Floats:
+        """Return when a rank of each kind has computed all backward passes at the earliest, in a pipeline of which each
+        rank has several stages: the first micro batch passes all stages, and then the last stages of the ranks on the
+        way from the end of the model.
+        """
+        layout, turns = self.layout, where(self.table.schedule, lambda kind: kind.v_shaped)[:, None]
+        alike = layout.rank_count * layout.exists
+        there = (alike * first).sum(axis=1)[:, None]
+        there = there + (self.table["pp"][:, None] * self._stages[:, None] - 1.0 - turns) * hop
+        back = self._last_stage() * layer_back + hop
+        passed = np.cumsum(alike * back, axis=1)  # in a V the model ends on the first rank
+        behind = np.where(turns, passed, passed[:, -1:] - passed + alike * back) - back
+        return np.where(layout.exists, there + behind + m * device.backward + traffic.backward.copies_s, 0.0)
+
+    def _forward_after(self, device: RankPasses, m: Floats, layer_forward: Floats) -> Floats:
+        """Return the seconds of a rank's forward passes that follow that of the first micro batch through its last
+        stage: those before it are of its other stages in the first round.
+        """
+        rounds = where(self.table.schedule, lambda kind: kind.rounds)[:, None]
+        in_round = np.where(rounds, m / np.maximum(1.0, np.floor(m / self.table["pp"][:, None])), m)
+        return (m - in_round) * device.forward + (in_round - 1.0) * self._last_stage() * layer_forward
+
+    def _last_stage(self) -> Floats:
+        """Return the least number of layers on the last stage of each rank."""
+        layout = self.layout
+        return np.maximum(np.add(*layout.layers) - (self._stages[:, None] - 1.0) * layout.largest, 0.0)
 
     def _late_passes(self) -> Floats:
         """Return the most micro batches whose weight gradients a rank can still have to compute when its last input

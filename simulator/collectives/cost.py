@@ -105,9 +105,12 @@ class CollectiveModel:
             device, _ = self._blended(self.measured, op, flat, shape, int8=int8)
         else:
             device = self._options(op, flat, shape, int8=int8, algorithm=algorithm).time_s
+        return self._seconds(op, device, shape, launch).reshape(size.shape)
+
+    def _seconds(self, op: str, device_s: Floats, shape: GroupShape, launch: LaunchMode) -> Floats:
         if shape.nodes > 1:
-            device = self.network_factor * device + self.crossing_s * _crossings(op, shape.nodes)
-        return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
+            device_s = self.network_factor * device_s + self.crossing_s * _crossings(op, shape.nodes)
+        return np.asarray(self._launched(op, device_s, launch), dtype=np.float64)
 
     def times_s(self, op: str, sizes: Floats, shape: GroupShape, *, algorithm: str | None = None) -> Floats:
         """Return `time_s` of sizes in one row; each size is cached."""
@@ -183,10 +186,13 @@ class CollectiveModel:
         known = self._loads.setdefault((op, shape), {})
         asked = sizes.tolist()
         if missing := [nbytes for nbytes in dict.fromkeys(asked) if nbytes not in known]:
-            if not np.isfinite(self.times_s(op, np.array(missing[:1]), shape)[0]):
-                return np.zeros((2, len(asked)))
             some, comm = np.array(missing), self.communicator(shape)
             options = self._options(op, some, shape, int8=False, algorithm=None)
+            if not np.isfinite(options.time_s[0]):
+                return np.zeros((2, len(asked)))
+            if self.measured is None:  # then these are also the times
+                seconds = self._seconds(op, options.time_s, shape, LaunchMode.QUEUED).tolist()
+                self._times.setdefault((op, shape, None), {}).update(zip(missing, seconds, strict=True))
             held = held_sms(comm, op, some, options).tolist()
             shares = [port_share(op, options.names[pick][0], shape) for pick in options.pick]
             for nbytes, sms, share in zip(missing, held, shares, strict=True):

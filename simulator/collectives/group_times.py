@@ -66,11 +66,16 @@ class GroupTimes:
         )
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
-        """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
-        found = np.zeros((2, len(self.table)))
+        """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan; of `nbytes`
+        with several rows, for each row.
+        """
+        found = np.zeros((2, *nbytes.shape))
         for model, shape, every in self.shapes(axis):
-            rows = every[nbytes[every] > 0]
-            found[:, rows] = model.loads(op, nbytes[rows], shape)
+            of_shape = nbytes[..., every]
+            there = of_shape > 0
+            loads = np.zeros((2, *of_shape.shape))
+            loads[:, there] = model.loads(op, of_shape[there], shape)
+            found[..., every] = loads
         return found[0], found[1]
 
     def bottlenecks(self, axis: str) -> tuple[NDArray[np.bool_], Floats, Floats]:

@@ -4,6 +4,7 @@ instructions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
@@ -14,6 +15,7 @@ from simulator.lowering.block_code import Detail
 from simulator.lowering.code_rank import CodeOfUnits, CodeRank
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network
+from simulator.lowering.sending import SendingRank, SendingUnits, SendingWriter
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import schedule_of_plan
@@ -51,7 +53,17 @@ def lower_training(
     `clocks` multiplies kernel times (`EstimateTable.clocks` of the analytical model). With `marks` ranks record an
     event at the end of every pass of a unit.
     """
-    return _Lowering(scenario, plan, detail, clocks, micro_batches).lower(marks=marks)
+    lowering = _Lowering(scenario, plan, detail, clocks)
+    counted = micro_batches or lowering.plan.micro_batches(scenario.workload.global_batch_size)
+    return lowering.lower(counted, marks=marks)
+
+
+def sent_bytes(scenario: Scenario, plan: Plan, counts: Sequence[int]) -> list[Lowered]:
+    """Return `lower_training` with each of these numbers of micro batches, reduced to what ranks send: collectives,
+    messages and copies, in programs that cannot run. Raises BadPlan as it does.
+    """
+    lowering = _Lowering(scenario, plan, Detail.KERNEL, 1.0, only_sent=True)
+    return [lowering.lower(count) for count in counts]
 
 
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
@@ -69,7 +81,7 @@ def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
 
 class _Lowering:
     def __init__(
-        self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float, micro_batches: int | None
+        self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float, *, only_sent: bool = False
     ) -> None:
         self.model, self.cluster, self.runtime = scenario.model, scenario.cluster, scenario.runtime
         context = plan_context(scenario, plan)
@@ -77,21 +89,21 @@ class _Lowering:
         self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        counted = micro_batches or self.plan.micro_batches(scenario.workload.global_batch_size)
-        self.schedule = schedule_of_plan(self.plan, counted)
         operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context, sustained=context)
         self.walk = StepWalk(self.context, self.network.stages, self.model)
         self.steps = StepWriter()
-        self.units = CodeOfUnits(self.network, self.steps, self.context, detail)
+        self.only_sent, units = only_sent, SendingUnits if only_sent else CodeOfUnits
+        self.units = units(self.network, self.steps, self.context, detail)
 
-    def lower(self, *, marks: bool) -> Lowered:
-        last_turned = last_backwards(self.schedule)
+    def lower(self, micro_batches: int, *, marks: bool = False) -> Lowered:
+        schedule = schedule_of_plan(self.plan, micro_batches)
+        last_turned, of_rank = last_backwards(schedule), SendingRank if self.only_sent else CodeRank
         ranks: dict[int, tuple[CodeRank, DataWriter]] = {}
 
         def begun(code: CodeWriter, rank: int) -> tuple[CodeRank, DataWriter]:
             if rank not in ranks:
-                writer = CodeRank(code, self.units, marks=marks)
+                writer = of_rank(code, self.units, marks=marks)
                 ranks[rank] = writer, self.walk.begin(writer)
             return ranks[rank]
 
@@ -108,13 +120,14 @@ class _Lowering:
 
         per_rank = self.plan.gpus // self.plan.pp
         program = pipeline_program(
-            self.schedule,
+            schedule,
             body,
             message_bytes=round(float(message_bytes(self.context, self.model.hidden)[0])),
-            groups=self._groups(),
+            groups={} if self.only_sent else self._groups(),
             ranks_of=lambda rank: range(rank * per_rank, (rank + 1) * per_rank),
             early_receives=self.spec.pipeline.p2p_overlap,
-            finish=lambda code, rank: self.walk.end(*begun(code, rank), self.schedule.stages_of(rank)),
+            finish=lambda code, rank: self.walk.end(*begun(code, rank), schedule.stages_of(rank)),
+            writer=SendingWriter if self.only_sent else CodeWriter,
         )
         costs = MachineCosts(
             cluster=self.cluster,
@@ -128,7 +141,7 @@ class _Lowering:
             held_sms={op: sms for op in DATA_OPS if (sms := self.context.held_sms(op)) is not None},
             factor=float(self.context.groups.factor),
         )
-        return Lowered(program=program, costs=costs, schedule=self.schedule)
+        return Lowered(program=program, costs=costs, schedule=schedule)
 
     def _groups(self) -> dict[str, Groups]:
         world = self.plan.gpus

@@ -82,6 +82,7 @@ def pipeline_program(
     ranks_of: Callable[[int], Iterable[int]],
     early_receives: bool = True,
     finish: Callable[[CodeWriter, int], None] | None = None,
+    writer: Callable[[], CodeWriter] = CodeWriter,
 ) -> Program:
     """Return a program that runs `schedule`, in which `body(code, action, rank)` writes an action.
 
@@ -92,10 +93,10 @@ def pipeline_program(
     An overlapped pair is passed to `body` as one action. The body works on the `compute` stream, or joins it before it
     returns. With `early_receives` a message can arrive while the rank still computes. Without, a receive is launched
     after the compute before it, as in torch.distributed.pipelining and Megatron, since a waiting receive would hold
-    SMs.
+    SMs. `writer` makes what writes the code of each rank.
     """
     codes = (
-        _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), early=early_receives, finish=finish)
+        _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), writer(), early=early_receives, finish=finish)
         for rank in range(schedule.ranks)
     )
     return Program(codes=tuple(codes), groups=groups)
@@ -107,11 +108,11 @@ def _rank_code(
     body: Callable[[CodeWriter, Action, int], None],
     nbytes: int,
     members: Iterable[int],
+    code: CodeWriter,
     *,
     early: bool,
     finish: Callable[[CodeWriter, int], None] | None,
 ) -> RankCode:
-    code = CodeWriter()
     for action in schedule.table[rank]:
         for leaf in action.leaves:
             for stage, kind, _ in needs(leaf, schedule.stages):

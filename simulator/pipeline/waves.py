@@ -5,7 +5,7 @@ So the passes of a wave, at most one for each rank, can be walked at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +22,16 @@ NOT_YET = np.iinfo(np.intp).max
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """One end of every message, at its receiver or at its sender.
+    """The first, second, ... message that each pass receives or sends, shape (most messages of a pass, passes).
 
-    `turn` is the pass there, `number` the index of the message among that pass's; `source` and `target` are ranks. A
-    rank sends the messages of one stage in one direction one after the other; `slot` numbers such sequences.
+    `message` is -1 where there is none. `hop` is the rank that sends it, plus the number of ranks where it goes to the
+    one before. A rank sends the messages of one stage in one direction one after the other; `slot` numbers such
+    sequences.
     """
 
-    turn: Ints
-    number: Ints
     message: Ints
+    hop: Ints
     slot: Ints
-    source: Ints
-    target: Ints
-
-    def take(self, some: Flags) -> Ends:
-        """Return the ends that `some` selects."""
-        return Ends(*(getattr(self, each.name)[some] for each in fields(Ends)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +50,8 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """The passes of a schedule, each with its wave, and the ends of all messages. Of the two passes of one action, the
-    first receives and the second sends the messages of both.
+    """The passes of a schedule, each with its wave, and the messages that they need and send. Of the two passes of one
+    action, the first receives and the second sends the messages of both.
     """
 
     passes: Passes
@@ -76,15 +70,18 @@ class Waves:
 def passes_of(schedule: Schedule) -> Passes:
     """Return the passes of a schedule."""
     actions = [action for row in schedule.table for action in row]
-    count = np.array([len(action.parts) or 1 for action in actions], dtype=np.intp)
-    leaves = [leaf for action in actions for leaf in action.parts or (action,)]
+    stage, kind, micro_batch, parts = zip(*actions, strict=True)
+    count = np.ones(len(actions), dtype=np.intp)
+    if any(parts):
+        count = np.array([len(each) or 1 for each in parts], dtype=np.intp)
+        stage, kind, micro_batch, _ = zip(*(leaf for action in actions for leaf in action.leaves), strict=True)
     rank = np.repeat(np.arange(schedule.ranks), [len(row) for row in schedule.table])
     return Passes(
         rank=np.repeat(rank, count),
         action=np.repeat(np.arange(len(actions)), count),
-        stage=np.array([leaf.stage for leaf in leaves], dtype=np.intp),
-        kind=np.array([_NUMBER[leaf.kind] for leaf in leaves], dtype=np.intp),
-        micro_batch=np.array([leaf.micro_batch for leaf in leaves], dtype=np.intp),
+        stage=np.array(stage, dtype=np.intp),
+        kind=np.array([*map(_NUMBER.__getitem__, kind)], dtype=np.intp),
+        micro_batch=np.array(micro_batch, dtype=np.intp),
         together=np.repeat(count > 1, count),
     )
 
@@ -92,7 +89,8 @@ def passes_of(schedule: Schedule) -> Passes:
 def waves_of(schedule: Schedule) -> Waves:
     """Return the passes of all ranks, each in the earliest wave that its needs allow."""
     passes, stages = passes_of(schedule), schedule.stages
-    home = np.array([schedule.rank_of(stage) for stage in range(stages)])
+    turn, place = np.divmod(np.arange(stages), schedule.ranks)  # a rank has one stage of each turn
+    home = np.where((turn % 2 == 1) & schedule.v_shaped, schedule.ranks - 1 - place, place)
     forward, onward = passes.kind == FORWARD, np.where(passes.kind == FORWARD, 1, -1)
     passed_on = passes.kind != WEIGHT_GRAD
     source, target = passes.stage - onward, passes.stage + onward
@@ -109,48 +107,40 @@ def waves_of(schedule: Schedule) -> Waves:
     message[made_by(passes.stage)[sent]] = np.arange(len(sent))
     first = np.searchsorted(passes.action, passes.action, side="left")
     last = np.searchsorted(passes.action, passes.action, side="right") - 1
-    local = np.array([np.sum(home[:stage] == home[stage]) for stage in range(stages)])
-    slot = 2 * local[passes.stage] + forward
+    slot = 2 * turn[passes.stage] + forward
     coming = message[made_by(source)[needed]]
-    ends = [
-        Ends(
-            first[needed],
-            _number(passes.action[needed]),
-            coming,
-            slot[sent][coming],
-            home[source[needed]],
-            passes.rank[needed],
-        ),
-        Ends(
-            last[sent],
-            _number(passes.action[sent]),
-            np.arange(len(sent)),
-            slot[sent],
-            passes.rank[sent],
-            home[target[sent]],
-        ),
-    ]
-    wave = _waves(schedule, passes, *ends)
-    return Waves(passes, wave, ends[0], ends[1], messages=len(sent), slots=2 * schedule.stages_per_rank)
+
+    def hop(of: Ints, to: Ints) -> Ints:
+        return of + np.where(to == (of + 1) % schedule.ranks, 0, schedule.ranks)
+
+    into = hop(home[source[needed]], passes.rank[needed])
+    onto = hop(passes.rank[sent], home[target[sent]])
+    needs = _ends(passes, needed, first[needed], coming, into, slot[sent][coming])
+    sends = _ends(passes, sent, last[sent], np.arange(len(sent)), onto, slot[sent])
+    wave = _waves(schedule, passes, needs, sends, len(sent))
+    return Waves(passes, wave, needs, sends, messages=len(sent), slots=2 * schedule.stages_per_rank)
 
 
-def _number(action: Ints) -> Ints:
-    """Return the position of each entry within its action; the entries are sorted by action."""
-    return np.arange(len(action)) - np.searchsorted(action, action, side="left")
+def _ends(passes: Passes, made: Ints, at: Ints, message: Ints, hop: Ints, slot: Ints) -> Ends:
+    """Return messages that the passes `made` receive or send, by the passes `at` which do so."""
+    action = passes.action[made]  # ascending
+    number = np.arange(len(action)) - np.searchsorted(action, action, side="left")
+    found = np.zeros((3, 1 + int(number.max(initial=0)), len(passes.rank)), dtype=np.intp)
+    found[0] = -1
+    found[:, number, at] = message, hop, slot
+    return Ends(*found)
 
 
-def _waves(schedule: Schedule, passes: Passes, needs: Ends, sends: Ends) -> Ints:
+def _waves(schedule: Schedule, passes: Passes, needs: Ends, sends: Ends, messages: int) -> Ints:
     """Return the wave of every pass: each rank runs its next action as soon as everything it needs has arrived."""
     starts = np.unique(passes.action, return_index=True)[1]
     length = np.diff(np.append(starts, len(passes.action)))
     at = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="left")
     ends = np.searchsorted(passes.rank[starts], np.arange(schedule.ranks), side="right")
     # First wave in which a message has arrived; the last entry stands for no message.
-    there = np.full(len(sends.turn) + 1, NOT_YET)
+    there = np.full(messages + 1, NOT_YET)
     there[-1] = 0
-    need, send = (np.full((2, len(starts) + 1), len(sends.turn)) for _ in range(2))
-    for which, messages in ((need, needs), (send, sends)):
-        which[messages.number, passes.action[messages.turn]] = messages.message
+    need, send = needs.message[:, starts], sends.message[:, starts + length - 1]
     wave, free, now = np.zeros(len(starts), dtype=np.intp), np.zeros(schedule.ranks, dtype=np.intp), 0
     while True:
         ranks = np.nonzero(at < ends)[0]

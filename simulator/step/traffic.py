@@ -13,7 +13,7 @@ micro batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,6 +151,25 @@ def data_traffic(context: CostContext) -> DataTraffic:
     )
 
 
+def sharded_sends(context: CostContext, units: Iterable[Unit]) -> Iterator[tuple[str, str, Floats]]:
+    """Yield the collectives of units whose parameters are fully sharded: (op, family, bytes of each plan), no bytes of
+    other plans.
+    """
+    full = context.table.fully_sharded
+    compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
+    for unit in units:
+        shared, experts = unit.trained.shared * reduce, unit.trained.experts * reduce
+        shard = shared / context.groups.extent("fsdp")[0] + experts / context.groups.extent("expert_fsdp")[0]
+        for op, family, nbytes in (
+            ("all_gather", "fsdp", unit.shared * compute),
+            ("all_gather", "expert_fsdp", unit.experts * compute),
+            ("reduce_scatter", "fsdp", shared),
+            ("reduce_scatter", "expert_fsdp", experts),
+            ("all_reduce", "replicate", shard),
+        ):
+            yield op, family, np.where(full, nbytes, 0.0)
+
+
 def bucket_elements(context: CostContext) -> Floats:
     """Return the least elements that a sharded optimizer's ranks exchange at once, shape (plans,)."""
     ddp, ranks = context.spec.ddp, context.table["dp"] * context.table["cp"]
@@ -200,7 +219,7 @@ class DataWriter:
                 self._resident.discard(unit.name)
             elif unit.name not in self._resident and unit.name in names:
                 self._gather(unit)
-                self._gathered.pop(unit.name)
+                self.rank.wait(STREAM, self._gathered.pop(unit.name))
                 self._resident.add(unit.name)
 
     def begin_pass(self) -> None:

@@ -100,6 +100,12 @@ class UnitMaker:
             for number, (start, count, mode) in enumerate(parts)
         ]
 
+    def kinds(self) -> list[Unit]:
+        """Return a unit of each block that the model has, without recomputation."""
+        layers = {"moe" if kind.sparse else "dense" for kind in self.model.layer_kinds}
+        never = np.zeros(self._rows, dtype=bool)
+        return [self._unit(block, self._none, never) for block in ("embedding", *sorted(layers), "head")]
+
     def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool) -> list[Unit]:
         """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, if that is empty,
         under each plan's own.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from planner.explain import traffic as counting
 from planner.explain.traffic import traffic_of
 from planner.question.cases import case_from_flags
 from planner.question.flags import Flags
+from simulator.lowering.training import lower_training, sent_bytes
+from simulator.program.program import Collective, Copy, Send
 
 GB = 1e9
 
@@ -121,6 +124,29 @@ def test_further_micro_batches_add_the_same_bytes(monkeypatch, plan, batch):
     for axis, whole in sent(case)[0].items():
         assert short[0][axis].sent_bytes == pytest.approx(whole.sent_bytes, rel=1e-9)
         assert short[0][axis].network_bytes == pytest.approx(whole.network_bytes, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 4, "virtual_stages": 2, "schedule": "InterleavedZeroBubble", "dp_shard": 4, "recompute": "full"},
+        {"tp": 2, "cp": 2, "cp_method": "ring", "dp_shard": 4, "tp_overlap": "async"},
+    ],
+)
+def test_what_is_counted_is_what_the_step_sends(plan):
+    """Collectives, messages and copies of every rank are those of the program that is simulated."""
+    case = asked(plan, batch=16, seq=2048, compile=True)
+    whole, (few,) = lower_training(case.question, case.plan), sent_bytes(case.question, case.plan, [4])
+
+    def sending(code):
+        kept = (one for one in code.instructions if isinstance(one, (Collective, Send, Copy)))
+        return Counter((type(one), one.nbytes, getattr(one, "group", ""), getattr(one, "op", "")) for one in kept)
+
+    assert len(few.program.codes) == len(whole.program.codes)
+    for one, other in zip(few.program.codes, whole.program.codes, strict=True):
+        assert one.ranks == other.ranks
+        assert sending(one) == sending(other)
+        assert len(one.instructions) == sending(one).total() > 0
 
 
 def test_overlap_moves_the_same_bytes():

@@ -52,14 +52,17 @@ def test_no_bound_of_a_pipeline_is_above_its_account(schedule, data):
     asked = RUNTIMES[data.draw(st.sampled_from(ways))]
     pp, gpus = data.draw(st.sampled_from(((4, 32), (2, 16), (8, 32), (4, 128))))
     stages = data.draw(st.integers(kind.least_stages, kind.most_stages or 3))
-    each, more = data.draw(st.integers(1, 3)), data.draw(st.integers(0, pp - 1))  # stages may be uneven
+    each, more = data.draw(st.sampled_from((1, 2, 3, 9))), data.draw(st.integers(0, pp - 1))  # stages may be uneven
     model = replace(
         load_model(data.draw(st.sampled_from(("llama3-8b", "llama3-70b")))), layers=pp * stages * each + more
     )
     common = {"pp": pp, "virtual_stages": stages, "schedule": schedule}
     plans = [*plans_of(common, gpus=gpus, sharded=asked.name == "torchtitan")]
-    # Of every plan at least as many micro batches as stages.
-    batch = data.draw(st.sampled_from((1, 2, 4))) * stages * pp * gpus // pp
+    # Of every plan at least as many micro batches as ranks, and as stages where the schedule needs them.
+    rounds = data.draw(st.sampled_from((1, 2, 4))) * (
+        stages if kind.every_stage else data.draw(st.sampled_from((1, stages)))
+    )
+    batch = rounds * pp * gpus // pp
     scenario = Scenario(
         model=model,
         cluster=cluster("dgx-h100", gpus),

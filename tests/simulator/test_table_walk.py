@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from simulator.analytical.table_walk import LONG_AGO, Course, Hops, PassClocks, TableWalk, walk_tables
-from simulator.bounds.critical_path import longest_paths
+from simulator.analytical.course import LONG_AGO, Course, Hops, PassClocks
+from simulator.analytical.table_walk import TableWalk, walk_tables
+from simulator.bounds.critical_path import DEVICE, longest_paths
 from simulator.pipeline.schedule_program import needs
 from simulator.pipeline.schedule_walk import table_of
 from simulator.pipeline.schedules.registry import SCHEDULES
@@ -124,13 +125,12 @@ def test_the_longest_path_takes_as_long_as_the_walk_and_bounds_other_plans(case)
     clocks = walk.clocks()
     last = []
     for number, ends in enumerate(clocks):
-        passes = walk.passes_of(number)
-        last.append(int(passes.places[passes.rank == int(ends.compute[:, 0].argmax())][-1]))
-    paths = longest_paths(walk, last)
+        last.append(walk.last_pass(int(walk.states_of[number]) + int(ends.compute[:, 0].argmax())))
+    paths = longest_paths(walk, last, [DEVICE] * len(last))
     done = [float(ends.compute.max()) for ends in clocks]
 
     for plan, path in enumerate(paths):
-        takes = path.passes @ device_s + np.tensordot(path.hops, hops, axes=2)
+        takes = path.passes[0] @ device_s + np.tensordot(path.hops, hops, axes=2)
         assert takes[plan] == pytest.approx(done[plan])
         assert (takes <= np.array(done) * (1 + 1e-12)).all()
 

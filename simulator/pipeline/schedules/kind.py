@@ -133,11 +133,14 @@ class Row:
 
     def weight_grad(self, stage: int | None = None) -> None:
         """Run the oldest delayed weight gradient (of `stage`, if given), if there is one."""
-        for entry in self.delayed_weights:
-            if stage is None or entry[0] == stage:
-                self.delayed_weights.remove(entry)
-                self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
-                return
+        delayed = self.delayed_weights
+        entry = next((entry for entry in delayed if entry[0] == stage), None) if stage is not None else None
+        if entry is not None:
+            delayed.remove(entry)
+        elif stage is None and delayed:
+            entry = delayed.popleft()
+        if entry is not None:
+            self.actions.append(Action(entry[0], Kind.WEIGHT_GRAD, entry[1]))
 
     def pair(self, forward: int, backward: int) -> None:
         parts = self._forward(forward), self._backward(backward)

@@ -20,7 +20,7 @@ from simulator.pipeline.schedules.interleaved_zero_bubble import INTERLEAVED_ZER
 from simulator.pipeline.schedules.kind import Place, Row, ScheduleKind, per_round
 from simulator.pipeline.schedules.looped_bfs import LOOPED_BFS
 from simulator.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
-from simulator.pipeline.schedules.table import Schedule, stage_rank
+from simulator.pipeline.schedules.table import Schedule, stages_on
 from simulator.pipeline.schedules.zero_bubble_h1 import ZERO_BUBBLE_H1
 from simulator.pipeline.schedules.zero_bubble_v import ZERO_BUBBLE_V
 from topology.errors import BadPlan
@@ -72,7 +72,7 @@ def build_schedule(
     _refuse_impossible(kind, ranks, micro_batches, stages_per_rank)
     rows = []
     for rank in range(ranks):
-        stages = [s for s in range(ranks * stages_per_rank) if stage_rank(s, ranks, v_shaped=kind.v_shaped) == rank]
+        stages = [*stages_on(rank, ranks, stages_per_rank, v_shaped=kind.v_shaped)]
         row = Row(backward_first=paired)
         kind.lay_out(row, Place(rank=rank, ranks=ranks, stages=stages, micro_batches=micro_batches, paired=paired))
         rows.append(tuple(row.actions))

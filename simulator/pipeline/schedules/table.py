@@ -62,11 +62,16 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in order."""
-        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+        return stages_on(rank, self.ranks, self.stages_per_rank, v_shaped=self.v_shaped)
 
     def csv(self) -> str:
         """Return the table as torch's pipeline runtime loads it (`_load_csv(..., format="compute_only")`)."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.table)
+
+
+def stages_on(rank: int, ranks: int, each: int, *, v_shaped: bool) -> tuple[int, ...]:
+    """Return the stages of a rank, of which every rank has `each`; see `stage_rank`."""
+    return tuple(turn * ranks + (ranks - 1 - rank if v_shaped and turn % 2 else rank) for turn in range(each))
 
 
 def stage_rank(stage: int, ranks: int, *, v_shaped: bool) -> int:
