@@ -24,10 +24,10 @@ FLOAT4_FROM = 100
 # over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in efficiency.toml is of
 # kernels that write as much as they read.
 STREAMED = 0.85
-# The least of the peak that large products in 16 bits reach in engines, where efficiency.toml has the share of training.
-# vLLM 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200 from 4,096 rows on, at
+# The least of the peak that large products in 16 bits reach in engines; efficiency.toml has the share of training. vLLM
+# 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200 from 4,096 rows on, at
 # widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm). On A100 a search for the
-# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables by themselves have 0.89 in the middle.
+# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables there have 0.89 in the middle.
 SERVED = {"blackwell": 0.67, "ampere": 0.87}
 FLOAT8_FROM = 89
 # Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
