@@ -47,7 +47,8 @@ def serving_account(question: ServingQuestion, deployment: Deployment, estimate:
     cached = int(traffic.prompt.mean * traffic.cached_prompt)
     tokens = max(1, traffic.prompt.mean - cached)
     reading = reader.parts(prompt_tokens=tokens, pairs=tokens * (cached + (tokens + 1) / 2), sequences=0, keys=0.0)
-    first = {OUTSIDE: engine_of(deployment.engine).host_request_s, READING: sum(reading.values())}
+    outside = engine_of(deployment.engine).outside_s(traffic.prompt.mean)
+    first = {OUTSIDE: outside, READING: sum(reading.values())}
     if deployment.prefill is not None and BETWEEN in token:
         first[MOVING] = move_seconds(model, cluster, deployment)(traffic.prompt.mean)
     first[WAITING] = seen.ttft_s.mean - sum(first.values())

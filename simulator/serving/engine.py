@@ -41,6 +41,7 @@ class Engine:
     host_exposed_s: float
     host_exposed_sequence_s: float
     host_request_s: float
+    host_token_s: float
     first_burst_s: float
     first_burst_always: bool
     host_launch_s: float
@@ -63,6 +64,10 @@ class Engine:
     def batched_tokens(self, memory_bytes: float) -> int:
         """Return the limit of tokens in one step on a GPU with this memory."""
         return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
+
+    def outside_s(self, prompt: float) -> float:
+        """Return the seconds for which a request with so many tokens is on the host before a scheduler sees it."""
+        return self.host_request_s + self.host_token_s * prompt
 
     def first_wait_s(self, *, latent: bool) -> float:
         """Return the seconds by which the first requests to a server wait; depends on whether the model has latent

@@ -178,7 +178,7 @@ def serve(
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
         if time.monotonic() > until_s:
             return  # many thousands may begin at once; the loop below raises OutOfTime
-        _after(env, engine.host_request_s + later_s, lambda: first.add(answer))
+        _after(env, engine.outside_s(prompt) + later_s, lambda: first.add(answer))
 
     def finished(answers: Iterable[Answer]) -> None:
         for answer in answers:

@@ -49,6 +49,7 @@ stated), medians and means of absolute errors:
 | hosts of vLLM and SGLang as others measured them | 8.8 (15.2) % | Llama 3.1 70B, vLLM 7 to 2 %; DeepSeek-R1 with SGLang on H200 5 to 3, on B300 12 to 7, on B200 10 to 14 (its host had been fitted there); throughput of vLLM of 2024 on H100 18 to 10, 14 to 6 and 24 to 14 %, on GH200 8 to 4, 15 to 9 and 18 to 7 % |
 | attention of an answer | 8.7 (15.2) % | throughput of TensorRT-LLM of 2024 on H100 13 to 10 %; Qwen3 235B 4 to 6 |
 | experts of gpt-oss in vLLM, sums with norms from 0.17 on | 8.1 (14.9) % | gpt-oss-120b with vLLM 12 to 5 %, Kimi K2.5 on H200 4 to 2; first tokens of gpt-oss-120b 12 to 25 |
+| the tokenizer of a prompt (`host_token_s`) | first tokens 22.3 (30.3) to 20.3 (30.6) % | gpt-oss-120b with vLLM 25 to 16 %, with TensorRT-LLM 18 to 13, Kimi K2.5 on H200 8 to 6; Llama 3.1 70B 3 to 7, Llama 3.1 8B with TensorRT-LLM 1.0, whose requests' wait was fitted without, 40 to 46 |
 
 The largest term of what is off, by group:
 
@@ -118,8 +119,8 @@ The largest term of what is off, by group:
 - **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
   Not taken are SGLang's in 16 bits on Blackwell, and those in 8 bits on H200, of which the tables of two releases differ by up to
   a factor of two (64 tokens of DeepSeek-R1 on eight GPUs 473 us with 0.5.10, 249 with 0.5.14): GLM-5 would be 2 % off with one of them
-  instead of 12, and DeepSeek-R1 13 instead of 3. First tokens of gpt-oss-120b with vLLM are early by a quarter, now that prompts are
-  multiplied in half the time as vLLM's kernels are: something else of such prompts is not counted.
+  instead of 12, and DeepSeek-R1 13 instead of 3. First tokens of gpt-oss-120b with vLLM are early by 8 %, by 20 to 40 % with 32 clients and more: prompts of
+  all clients are tokenized one after the other, which is not counted.
   Throughput of gpt-oss-120b on H200 is 23 % too high with the kernels in Triton that its router loads unevenly. In nvfp4 with
   attention of its own on each rank TensorRT-LLM takes Cutlass', which are half as fast as its own: throughput of Qwen3 235B on
   B200 went from 21 to 3 %.

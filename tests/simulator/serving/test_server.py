@@ -37,9 +37,9 @@ def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tup
         max_tokens=costs.max_batched_tokens,
         receive_every=deployment.receive_every,
     )
-    host_s = costs.engine.host_request_s  # before a scheduler sees a request
-    coming = [Answer(arrival_s=r.arrival_s + host_s, prompt=r.prompt, output=r.output) for r in requests]
-    left, now, seen = list(coming), 0.0, {}
+    outside_s = costs.engine.outside_s  # before a scheduler sees a request
+    coming = [Answer(arrival_s=r.arrival_s + outside_s(r.prompt), prompt=r.prompt, output=r.output) for r in requests]
+    left, now, seen = sorted(coming, key=lambda answer: answer.arrival_s), 0.0, {}
     while len(seen) < len(coming):
         if batch.idle:
             now = max(now, left[0].arrival_s)
