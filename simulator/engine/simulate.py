@@ -239,30 +239,29 @@ class _Rank:
     def _look_up(self) -> list[_Op]:
         """Ask the cost model once for each distinct kernel and transfer of this rank."""
         costs = self.machine.costs
-        known: dict[Hashable, Cost] = {}
+        known: dict[Hashable, tuple[float, Cost]] = {}
         ops = []
         for instruction, meeting_key in zip(
             self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
         ):
-            op = _Op(instruction, costs.host_s(instruction), key=meeting_key)
             ranks: Ranks = (self.number,)
+            meeting = _ALONE
             match instruction:
                 case Launch():
                     key: Hashable = (instruction.name, instruction.shape, instruction.dtype)
                 case Copy():
                     key = (instruction.kind, instruction.nbytes)
                 case Collective() | Send() | Recv():
-                    op.meeting = self.rank_class.meetings[endpoint(instruction)]
-                    ranks = op.meeting.ranks
+                    meeting = self.rank_class.meetings[endpoint(instruction)]
+                    ranks = meeting.ranks
                     detail = instruction.op if isinstance(instruction, Collective) else instruction.tag
                     key = (endpoint(instruction), detail, instruction.nbytes)
                 case _:
-                    ops.append(op)
+                    ops.append(_Op(instruction, costs.host_s(instruction)))
                     continue
             if key not in known:
-                known[key] = costs.cost(instruction, ranks)
-            op.cost = known[key]
-            ops.append(op)
+                known[key] = costs.host_s(instruction), costs.cost(instruction, ranks)
+            ops.append(_Op(instruction, *known[key], meeting, meeting_key))
         return ops
 
     def start(self) -> list[simpy.Process]:

@@ -6,8 +6,10 @@ Actions of a rank run in order; the result of an action is sent to the neighbour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
+from types import MappingProxyType
 
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Program, RankCode
@@ -64,10 +66,11 @@ def _peak(row: Sequence[Action], stage: int | None = None) -> int:
 TURNS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
-def last_backwards(schedule: Schedule) -> dict[int, int]:
+@lru_cache(maxsize=256)
+def last_backwards(schedule: Schedule) -> Mapping[int, int]:
     """Return for each stage the micro batch whose parameter gradients are computed last."""
     leaves = (leaf for row in schedule.table for action in row for leaf in action.leaves)
-    return {leaf.stage: leaf.micro_batch for leaf in leaves if leaf.kind in TURNS}
+    return MappingProxyType({leaf.stage: leaf.micro_batch for leaf in leaves if leaf.kind in TURNS})
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ class CostModel(Protocol):
         ...
 
     def host_s(self, instruction: Instruction) -> float:
-        """Return how long the host thread needs to issue `instruction`; HostWork adds its own duration."""
+        """Return how long the host thread needs to issue `instruction`; HostWork adds its own duration. Asked once for
+        kernels and transfers of a rank that have the same cost.
+        """
         ...
 
     def limits(self, rank: int) -> GpuLimits:

@@ -175,7 +175,7 @@ def test_backward_passes_that_leave_nothing_behind_are_left_out(plan, monkeypatc
     ids=str,
 )
 def test_ranks_that_begin_alike_replay_their_beginning_once(plan, monkeypatch) -> None:
-    """What each holds is the same to the byte, in any order, and alongside replays that end at a limit."""
+    """What each holds is the same to the byte, in any order, and where other replays end at a limit."""
     _, replay = replayed(plan, layers=18, batch=32 * plan.data_parallel)
     run, begun = RankReplay.begin, []
     monkeypatch.setattr(RankReplay, "begin", lambda self: (begun.append(self.rank), run(self)))
