@@ -52,7 +52,7 @@ def require_one_kind(asked: Export) -> None:
         raise UserError(
             "say either --to TOOL or --all",
             why="--all writes a folder",
-            remedy="--to torchtitan, or --all --out FOLDER",
+            remedy="--to with a name that planner export --help lists, or --all --out FOLDER",
         )
 
 
