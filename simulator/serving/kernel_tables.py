@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -77,9 +77,9 @@ def reduce_kernels() -> dict[tuple[str, ...], ReduceKernels]:
 
 def _read(where: str, kind: type[T], *, levels: int) -> dict[tuple[str, ...], T]:
     """Return the tables of a file by their names, which have as many parts as `levels`."""
-    found: dict[tuple[str, ...], dict[str, object]] = {
+    found: dict[tuple[str, ...], Any] = {
         (): tomllib.loads((resources.files("simulator") / "serving" / where).read_text("utf-8"))
     }
     for _ in range(levels):
-        found = {(*key, name): part for key, table in found.items() for name, part in table.items()}  # type: ignore[misc]
+        found = {(*key, name): part for key, table in found.items() for name, part in table.items()}
     return {key: convert(table, kind, where=f"{where} [{'.'.join(key)}]") for key, table in found.items()}
