@@ -211,7 +211,7 @@ class _Group:
         name = plan.schedule_name
         self._micro_batches = plans.micro_batches[rows]
         lets_go = bool((plans.fully_sharded & ~plans.keeps_gathered)[rows[0]])
-        self.most = walked(name, plan.pp, int(self._micro_batches[0]))
+        self.most = walked(name, plan.pp, int(self._micro_batches[0]), plan.virtual_stages)
         paired = bool(plans.paired[rows[0]])
         self.table = table_of(name, plan.pp, self.most, plan.virtual_stages, lets_go=lets_go, paired=paired)
         ranks = every.rank_count[rows[0]]

@@ -56,7 +56,7 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
         return micro_batches
     if plan.pp == 1:
         return min(micro_batches, WALKED + (plan.ep_overlap != "none"))
-    return walked(plan.schedule_name, plan.pp, micro_batches)
+    return walked(plan.schedule_name, plan.pp, micro_batches, plan.virtual_stages)
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:

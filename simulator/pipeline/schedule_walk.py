@@ -18,17 +18,18 @@ from simulator.pipeline.schedules.table import Kind, Schedule
 from simulator.pipeline.waves import KINDS, Ints, Waves, waves_of
 
 
-def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+def rounds_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> tuple[int, int]:
     """Return (period of a schedule in micro batches, most micro batches worth walking)."""
     if SCHEDULES[name].rounds:
         period = micro_batches // max(1, micro_batches // ranks)
         return period, 3 * period
-    return 1, 2 * ranks + 2
+    # Where all forward passes come first, both ways through the stages take longer until they repeat themselves.
+    return 1, (4 * stages_per_rank + 4 if SCHEDULES[name].forwards_first else 3) * ranks + 2
 
 
-def walked(name: str, ranks: int, micro_batches: int) -> int:
+def walked(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> int:
     """Return the number of micro batches with which a schedule's table is walked."""
-    period, most = rounds_of(name, ranks, micro_batches)
+    period, most = rounds_of(name, ranks, micro_batches, stages_per_rank)
     return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
 
 
