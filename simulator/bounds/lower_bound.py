@@ -96,6 +96,10 @@ class LowerBound:
         issued = self._most(self._issuing_s() + traffic.last_s)
         return np.asarray(self.fixed_s() + np.maximum(computed, issued))
 
+    def computed_s(self) -> Floats:
+        """Return a looser bound that costs less: what the busiest device computes, seconds of shape (plans,)."""
+        return self._most(self.table.micro_batches[:, None] * self.device().both)
+
     def fixed_s(self) -> Floats:
         """Return the seconds of a step that do not depend on the layers of any rank: the host's own work and the norm
         of gradients.
