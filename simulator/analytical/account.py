@@ -25,7 +25,7 @@ from simulator.analytical.table_walk import Clocks, walk_tables
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
-from simulator.pipeline.schedule_walk import rounds_of, table_of, walked
+from simulator.pipeline.schedule_walk import period_of, shown, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
@@ -190,7 +190,8 @@ def _groups(*keys: NDArray[Any]) -> list[NDArray[np.intp]]:
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
     """Return row numbers in groups of plans whose steps have the same operations. Without `traffic`, data-parallel
-    traffic may differ within a group, except for whether parameters are freed after each pass.
+    traffic may differ within a group, except for whether parameters are freed after each pass, and tables are `shown`
+    instead of `walked`.
     """
     m = table.micro_batches
     period, overlap = _wrapping(table, context.spec)
@@ -210,7 +211,8 @@ def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = T
         (str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row])), max(1, int(stages[row])))
         for row in piped[different]
     )
-    counted[piped] = np.array([walked(*step) for step in steps], dtype=np.float64)[which]
+    counts = [walked(*step) if traffic else shown(*step[:3]) for step in steps]
+    counted[piped] = np.array(counts, dtype=np.float64)[which]
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
     away = table.offload_layers > 0
     return _groups(kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap, away)
@@ -264,8 +266,7 @@ class PipelinePlans:
         name, m = plan.schedule_name, columns.micro_batches
         self.inputs = inputs
         lets_go, paired = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0]), bool(columns.paired[0])
-        steps = name, plan.pp, int(m[0]), plan.virtual_stages
-        most, (period, _) = walked(*steps), rounds_of(*steps)
+        most, period = walked(name, plan.pp, int(m[0]), plan.virtual_stages), period_of(name, plan.pp, int(m[0]))
         self._rounds = (m - most) / period
         counts = (most, most - period) if (m > most).any() else (most,)
         tables = [

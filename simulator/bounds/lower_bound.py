@@ -32,7 +32,7 @@ from simulator.step.update import NORM_AXES, NORM_BYTES
 LAYERS = ("dense", "moe")
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
-# (`simulator.pipeline.schedule_walk.rounds_of`).
+# (`simulator.pipeline.schedule_walk.walked`).
 WALKED_ROUNDS = 2
 
 

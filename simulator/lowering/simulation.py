@@ -20,8 +20,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
-from simulator.pipeline.schedule_walk import walked
-from simulator.pipeline.schedules.registry import schedule_kind
+from simulator.pipeline.schedule_walk import shown
 from simulator.program import trace as tr
 
 if TYPE_CHECKING:
@@ -57,9 +56,7 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
         return micro_batches
     if plan.pp == 1:
         return min(micro_batches, WALKED + (plan.ep_overlap != "none"))
-    if schedule_kind(plan.schedule_name).rounds:
-        return walked(plan.schedule_name, plan.pp, micro_batches, plan.virtual_stages)
-    return min(micro_batches, 2 * plan.pp + 2)
+    return shown(plan.schedule_name, plan.pp, micro_batches)
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:
