@@ -51,7 +51,7 @@ def predict(
     estimates, if they are known. Raises as `Question.estimate` and `Question.simulate` do.
     """
     if simulated_length(question, plan):
-        estimate = question.simulate(plan, counted=counted, progress=progress).estimate
+        estimate = question.simulate(plan, links=False, counted=counted, progress=progress).estimate
         method = Method.SIMULATION
     else:
         estimate = (counted or Counted(question.estimate([plan]), 0)).estimate

@@ -103,6 +103,7 @@ class Question(Scenario):
         *,
         detail: Detail = Detail.LAYER,
         spans: bool = True,
+        links: bool = True,
         micro_batches: int | None = None,
         counted: Counted | None = None,
         progress: Callable[[str], None] | None = None,
@@ -112,7 +113,14 @@ class Question(Scenario):
         """
         self._require_modelled()
         return simulate_plan(
-            self, plan, detail=detail, spans=spans, micro_batches=micro_batches, counted=counted, progress=progress
+            self,
+            plan,
+            detail=detail,
+            spans=spans,
+            links=links,
+            micro_batches=micro_batches,
+            counted=counted,
+            progress=progress,
         )
 
     def _require_modelled(self) -> None:

@@ -18,14 +18,14 @@ from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
 from simulator.analytical.course import Course, Hops
 from simulator.analytical.layer_cost import BlockCost
-from simulator.analytical.pipeline_account import Counter, PassCounts, finish, passes_of_ranks
+from simulator.analytical.pipeline_account import Counter, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
 from simulator.analytical.table_walk import Clocks, walk_tables
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
-from simulator.pipeline.schedule_walk import rounds_of, table_of, walked
+from simulator.pipeline.schedule_walk import period_of, shown, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
@@ -190,23 +190,29 @@ def _groups(*keys: NDArray[Any]) -> list[NDArray[np.intp]]:
 
 def walked_together(table: PlanTable, context: CostContext, *, traffic: bool = True) -> list[NDArray[np.intp]]:
     """Return row numbers in groups of plans whose steps have the same operations. Without `traffic`, data-parallel
-    traffic may differ within a group, except for whether parameters are freed after each pass.
+    traffic may differ within a group, except for whether parameters are freed after each pass, and tables are `shown`
+    instead of `walked`.
     """
     m = table.micro_batches
     period, overlap = _wrapping(table, context.spec)
     own = np.zeros(len(table))
-    stages: dict[object, int] = {}  # a number for each distinct statement of layers and modes by stage
+    stated_by: dict[object, int] = {}  # a number for each distinct statement of layers and modes by stage
     for row, plan in enumerate(table.plans):
         if any(stated := (plan.layers_per_stage, plan.recompute_per_stage)):
-            own[row] = stages.setdefault(stated, len(stages) + 1)
+            own[row] = stated_by.setdefault(stated, len(stated_by) + 1)
     schedule = np.unique(table.schedule, return_inverse=True)[1].astype(np.float64)
     # Without a pipeline only the first few micro batches are walked; with one, those before the schedule repeats
     # itself.
     counted = np.minimum(m, 2.0)
     piped = np.nonzero(table["pp"] > 1)[0]
-    different, which = distinct(schedule[piped], table["pp"][piped], m[piped])
-    steps = ((str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row]))) for row in piped[different])
-    counted[piped] = np.array([walked(*step) for step in steps], dtype=np.float64)[which]
+    stages = table["virtual_stages"]
+    different, which = distinct(schedule[piped], table["pp"][piped], m[piped], stages[piped])
+    steps = (
+        (str(table.schedule[row]), int(table["pp"][row]), max(1, int(m[row])), max(1, int(stages[row])))
+        for row in piped[different]
+    )
+    counts = [walked(*step) if traffic else shown(*step[:3]) for step in steps]
+    counted[piped] = np.array(counts, dtype=np.float64)[which]
     kinds = traffic_kinds(table) if traffic else table.fully_sharded & ~table.keeps_gathered
     away = table.offload_layers > 0
     return _groups(kinds, table["pp"], table["virtual_stages"], schedule, counted, period, own, overlap, away)
@@ -260,7 +266,7 @@ class PipelinePlans:
         name, m = plan.schedule_name, columns.micro_batches
         self.inputs = inputs
         lets_go, paired = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0]), bool(columns.paired[0])
-        most, (period, _) = walked(name, plan.pp, int(m[0])), rounds_of(name, plan.pp, int(m[0]))
+        most, period = walked(name, plan.pp, int(m[0]), plan.virtual_stages), period_of(name, plan.pp, int(m[0]))
         self._rounds = (m - most) / period
         counts = (most, most - period) if (m > most).any() else (most,)
         tables = [
@@ -291,25 +297,32 @@ class PipelinePlans:
 
     def account(self, clocks: Sequence[Clocks]) -> Account:
         """Return the account of the plans, given the clocks at the end of each course."""
-        ends = [self._end(*each) for each in zip(self.courses, self._passes, clocks, strict=True)]
-        end = ends[0]
-        if len(ends) > 1:
-            late = clocks[0].held_up(self._rounds, clocks[1], end.done_s - ends[1].done_s)
-            end = end.longer_by(self._rounds, ends[1], late)
-        return Account(parts_s=end.parts_s(), clocks=self.inputs.clocks)
+        end, *shorter = clocks
+        parts = self._parts(0, end)
+        if shorter:
+            parts += self._rounds * (parts - self._parts(1, shorter[0]))
+            end, late_s = end.longer_by(self._rounds, shorter[0])
+            for part, seconds in late_s.items():
+                parts[:, PARTS.index(part)] += seconds
+        ends = finish(self._ranks, end)
+        parts += ends.parts
+        done_s = ends.done.max(axis=0)
+        busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
+        parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
+        parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
+        # What is shown are the parts of the rank that computes longest.
+        computing = parts[:, PARTS.index("compute")] + parts[:, PARTS.index("recompute")]
+        slowest, every = np.argmax(computing, axis=0), np.arange(computing.shape[1])
+        found = {part: parts[slowest, number, every] for number, part in enumerate(PARTS)}
+        return Account(parts_s=found, clocks=self.inputs.clocks)
 
-    def _end(self, course: Course, passes: Sequence[PassCounts], clocks: Clocks) -> PipelineEnd:
-        """Return the end of a step with as many micro batches as the table of `course`."""
-        ends = finish(self._ranks, clocks)
-        done = ends.done.max(axis=0)
-        waiting = done - ends.compute
-        idle_s = clocks.filling + ends.parts[:, BUBBLE] + waiting
-        times, different = passes_of_ranks(course.table, passes)
-        parts = ends.parts + np.tensordot(times, np.stack([did.parts for did in different]), axes=1)
-        for number, part in enumerate(PARTS):
-            parts[:, number] += clocks.waits.get(part, 0.0)
-        parts[:, BUBBLE] += waiting
-        return PipelineEnd(parts=parts, idle_s=idle_s)
+    def _parts(self, number: int, clocks: Clocks) -> Floats:
+        """Return the seconds of the parts of each rank's passes through a table, shape (ranks, parts, plans)."""
+        times, different = passes_of_ranks(self.courses[number].table, self._passes[number])
+        parts = np.tensordot(times, np.stack([did.parts for did in different]), axes=1)
+        for part, seconds in clocks.waits.items():
+            parts[:, PARTS.index(part)] += seconds
+        return np.asarray(parts)
 
 
 def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
@@ -345,43 +358,6 @@ def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[l
 def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
     blocks = BlockTimes(inputs.context, inputs.blocks, inputs.clocks)
     return blocks, TrafficTimes(inputs.context)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineEnd:
-    """The end of a step through a pipeline: `parts` of each rank's step, seconds of shape (ranks, parts, plans), and
-    `idle_s`, the least time for which a rank waits however long the step is, shape (ranks, plans).
-    """
-
-    parts: Floats
-    idle_s: Floats
-
-    @property
-    def done_s(self) -> Floats:
-        return np.asarray(self.parts[0].sum(axis=0))
-
-    def longer_by(self, rounds: Floats, before: PipelineEnd, held_up: Mapping[str, Floats]) -> PipelineEnd:
-        """Return the end of a step with `rounds` more rounds of micro batches; `before` is the end with one round less.
-
-        The rank with the most work waits less with every round, until a round takes as long as that work. `held_up` is
-        added: seconds by part for which slower hosts and streams delay the further rounds.
-        """
-        parts = self.parts + rounds * (self.parts - before.parts)
-        done_s = self.done_s + rounds * (self.done_s - before.done_s)
-        for part, late_s in held_up.items():
-            parts[:, PARTS.index(part)] += late_s
-        busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
-        late_s = np.max(sum(held_up.values(), np.zeros(rounds.shape)), axis=0)
-        done_s = np.maximum(done_s + late_s, (busy_s + self.idle_s).max(axis=0))
-        parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
-        parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
-        return PipelineEnd(parts=parts, idle_s=self.idle_s)
-
-    def parts_s(self) -> dict[str, Floats]:
-        """Return the parts of the step on the rank that computes longest."""
-        computing = self.parts[:, PARTS.index("compute")] + self.parts[:, PARTS.index("recompute")]
-        slowest, every = np.argmax(computing, axis=0), np.arange(computing.shape[1])
-        return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
 
 
 class HopTimes:

@@ -26,28 +26,50 @@ MOST_PASSES = 1 << 18  # passes walked at once: limits memory
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Clocks of the ranks of a course after their last passes, and the seconds they waited, shape (ranks, plans)."""
+    """Clocks of the ranks of a course after their last passes, and the seconds they waited, shape (ranks, plans).
+
+    `issued` are the seconds of all work of a host, `moved` those of collectives on the stream of shards. `room` is how
+    much later host and wire could be without delaying passes of the second half.
+    """
 
     host: Floats
     compute: Floats
     wire: Floats
     summed: Floats  # when the stream of sums over replicas is done
-    filling: Floats  # how long a rank waited before its first pass
+    issued: Floats
+    moved: Floats
     waits: Mapping[str, Floats]
-    room: Mapping[str, Floats]  # how much later host and wire could be without delaying passes of the second half
+    room: Mapping[str, Floats]
 
-    def held_up(self, rounds: Floats, before: Clocks, round_s: Floats) -> dict[str, Floats]:
-        """Return the seconds, by part, for which slow hosts and wires delay `rounds` further rounds of micro batches.
-        `before` has the clocks of one round less; `round_s` is how long a round takes on the device.
+    @property
+    def _busy(self) -> Floats:
+        """Seconds in which the device works, or waits for parameters."""
+        return self.compute - self.waits["host"] - self.waits["bubble"]
 
-        A host or wire that is ahead of its device but slower loses some of its lead with every round, until none is
-        left.
+    def longer_by(self, rounds: Floats, before: Clocks) -> tuple[Clocks, dict[str, Floats]]:
+        """Return the clocks after `rounds` further rounds of micro batches, and for how long the hosts and wires of the
+        ranks delay these rounds, by part; `before` has the clocks of one round less.
+
+        A further round takes as long as this one or, if that is longer, as the work that a device, host or wire has in
+        it: a device waits less with every round, and a host or wire loses its lead.
         """
-        host, wire = (
-            np.maximum(rounds * (now - earlier - round_s) - self.room[part], 0.0)
-            for part, now, earlier in (("host", self.host, before.host), ("dp", self.wire, before.wire))
+        grown = rounds * (self.compute - before.compute)
+        most = grown.max(axis=0)
+        busy, host, wire = (
+            np.maximum(rounds * (now - earlier) - lead - most, 0.0)
+            for now, earlier, lead in (
+                (self._busy, before._busy, 0.0),
+                (self.issued, before.issued, self.room["host"]),
+                (self.moved, before.moved, self.room["dp"]),
+            )
         )
-        return {"host": host, "dp": np.maximum(wire - host, 0.0)}
+        grown = grown + np.max([busy, host, wire], axis=(0, 1))
+        # Hosts and wires keep their distance from the device, unless they are on their own and slower.
+        ends = {
+            name: (now := getattr(self, name)) + np.maximum(grown, rounds * (now - getattr(before, name)))
+            for name in ("host", "wire", "summed")
+        }
+        return replace(self, compute=self.compute + grown, **ends), {"host": host, "dp": np.maximum(wire - host, 0.0)}
 
     @property
     def sent(self) -> Floats:
@@ -341,29 +363,29 @@ class TableWalk:
 
     def clocks(self) -> list[Clocks]:
         """Return the clocks of every course."""
-        bubble, pp, filling = np.zeros(self.states), np.zeros(self.states), self.begins_s.copy()
-        first = np.zeros(len(self.state), dtype=np.bool_)
-        first[np.unique(self.state, return_index=True)[1]] = True
+        bubble, pp = np.zeros(self.states), np.zeros(self.states)
         for needs in self.needs:
             bubble += np.bincount(self.state, needs.waited, self.states)
             pp += np.bincount(self.state, needs.seconds, self.states)
-            filling += np.bincount(self.state, needs.waited * first, self.states)
         waits: dict[str, Floats] = {
             part: np.asarray(np.bincount(self.state, waited, self.states), dtype=np.float64)
             for part, waited in self.waited.items()
         }
         waits |= {"host": waits["host"] + self.begins_s, "bubble": bubble, "pp": pp}
-        room = self._least_room()
-        found = []
+        hosted_s, sent_s = (self.seconds[SECONDS.index(name)] for name in ("host_s", "sent_s"))
+        hosted_s = sum((messages.host_s for messages in (*self.needs, *self.sends)), hosted_s)
+        ends = {name: getattr(self, name) for name in ("host", "compute", "wire", "summed")} | {
+            name: np.bincount(self.state, seconds, self.states)
+            for name, seconds in (("issued", hosted_s), ("moved", sent_s))
+        }
+        found, rooms = [], self._least_room()
         for course, plans, start in zip(self.courses, self.plans.tolist(), self.states_of.tolist(), strict=True):
             shape = course.table.schedule.ranks, plans
             mine = slice(start, start + shape[0] * plans)
-            of_rank, rooms = (
-                {part: seconds[mine].reshape(shape) for part, seconds in parts.items()} for parts in (waits, room)
+            of_rank, waited, room = (
+                {name: seconds[mine].reshape(shape) for name, seconds in some.items()} for some in (ends, waits, rooms)
             )
-            clocks = [each[mine].reshape(shape) for each in (self.host, self.compute, self.wire, self.summed, filling)]
-            host, compute, wire, summed, filled = clocks
-            found.append(Clocks(host, compute, wire, summed, filled, waits=of_rank, room=rooms))
+            found.append(Clocks(**of_rank, waits=waited, room=room))
         return found
 
     def _least_room(self) -> dict[str, Floats]:

@@ -32,7 +32,7 @@ from simulator.step.update import NORM_AXES, NORM_BYTES
 LAYERS = ("dense", "moe")
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
-# (`simulator.pipeline.schedule_walk.rounds_of`).
+# (`simulator.pipeline.schedule_walk.walked`).
 WALKED_ROUNDS = 2
 
 
@@ -95,6 +95,10 @@ class LowerBound:
         computed = self._most(self._computing_s(traffic)) + self._most(traffic.last_s)
         issued = self._most(self._issuing_s() + traffic.last_s)
         return np.asarray(self.fixed_s() + np.maximum(computed, issued))
+
+    def computed_s(self) -> Floats:
+        """Return a looser bound that costs less: what the busiest device computes, seconds of shape (plans,)."""
+        return self._most(self.table.micro_batches[:, None] * self.device().both)
 
     def fixed_s(self) -> Floats:
         """Return the seconds of a step that do not depend on the layers of any rank: the host's own work and the norm

@@ -25,7 +25,7 @@ from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_program import TURNS
-from simulator.pipeline.schedule_walk import Gathered, PassKind, table_of, walked
+from simulator.pipeline.schedule_walk import Gathered, PassKind, shown, table_of
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.step.host import step_host_s
@@ -211,7 +211,7 @@ class _Group:
         name = plan.schedule_name
         self._micro_batches = plans.micro_batches[rows]
         lets_go = bool((plans.fully_sharded & ~plans.keeps_gathered)[rows[0]])
-        self.most = walked(name, plan.pp, int(self._micro_batches[0]))
+        self.most = shown(name, plan.pp, int(self._micro_batches[0]))
         paired = bool(plans.paired[rows[0]])
         self.table = table_of(name, plan.pp, self.most, plan.virtual_stages, lets_go=lets_go, paired=paired)
         ranks = every.rank_count[rows[0]]

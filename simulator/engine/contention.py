@@ -74,10 +74,12 @@ class Contention:
         self._env = env
         self._resources: dict[Hashable, _Resource] = {}
         self._sms: dict[int, _Sms] = {}
+        self._watched = False  # whether any resource is
 
     def add_resource(self, key: Hashable, capacity: float, watch: Callable[[float], None] | None = None) -> None:
         """Add a resource; `watch(used_per_s)` is called whenever its use changes."""
         self._resources[key] = _Resource(capacity, watch)
+        self._watched |= watch is not None
 
     def add_gpu(self, gpu: int, sms: float) -> None:
         self._sms[gpu] = _Sms(sms)
@@ -96,7 +98,7 @@ class Contention:
             self._share(self._affected([activity]))
         else:
             self._set_timer(activity)
-            self._report(activity)
+            self._report((activity,))
         return activity.done
 
     def hold(self, gpu: int, sms: float) -> None:
@@ -165,8 +167,7 @@ class Contention:
                 activity.left_s = max(0.0, activity.left_s - (now - activity.since_s) * activity.speed)
                 activity.since_s, activity.speed = now, speed
                 self._set_timer(activity)
-        for activity in activities:
-            self._report(activity)
+        self._report(activities)
 
     def _set_timer(self, activity: Activity) -> None:
         activity.timer += 1
@@ -187,14 +188,17 @@ class Contention:
             del self._sms[activity.gpu].kernels[activity]
         if contended:
             self._share([other for other in others if other is not activity])
-        self._report(activity)
+        self._report((activity,))
         activity.done.succeed()
 
-    def _report(self, activity: Activity) -> None:
-        for key, _ in activity.uses:
-            resource = self._resources[key]
-            if resource.watch is not None:
-                resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))
+    def _report(self, activities: Sequence[Activity]) -> None:
+        if not self._watched:
+            return
+        for activity in activities:
+            for key, _ in activity.uses:
+                resource = self._resources[key]
+                if resource.watch is not None:
+                    resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))
 
 
 # Max-min fair shares of resources that several flows want more of than there is.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 
 import simpy
 from simpy.core import EmptySchedule
@@ -61,16 +60,18 @@ def simulate(
     *,
     folded: bool = True,
     spans: bool = True,
+    links: bool = True,
     watch: Callable[[float], None] | None = None,
 ) -> Run:
     """Run `program`, in which `simulator.program.check.check` finds nothing, once on the machine that `costs`
     describes.
 
     `folded=False` simulates every rank separately, with the same times. `spans=False` leaves the trace empty, where
-    only times and peaks matter. `watch` is called with the simulated time some dozens of times a second; an exception
-    that it raises ends the run. Raises PlannerError when the program does not end.
+    only times and peaks matter, and `links=False` without what links carry over time. `watch` is called with the
+    simulated time some dozens of times a second; an exception that it raises ends the run. Raises PlannerError when the
+    program does not end.
     """
-    return _Machine(program, costs, folded=folded, spans=spans).run(watch)
+    return _Machine(program, costs, folded=folded, spans=spans, links=spans and links).run(watch)
 
 
 ROUNDING = 1e-12  # relative; sums of the same times in another order differ by this much, which is no waiting time
@@ -89,6 +90,13 @@ class _Op:
     cost: Cost = _FREE
     meeting: Meeting = _ALONE
     key: Hashable = None  # index of the meeting on that channel
+    stream: str = ""
+    launches: float = 0.0  # places that it takes in its stream's queue
+
+    def __post_init__(self) -> None:
+        self.stream = self.instruction.stream
+        if isinstance(self.instruction, Launch):
+            self.launches = self.cost.launches
 
     @property
     def name(self) -> str:
@@ -102,7 +110,7 @@ class _Rendezvous:
 
 
 class _Machine:
-    def __init__(self, program: Program, costs: CostModel, *, folded: bool, spans: bool) -> None:
+    def __init__(self, program: Program, costs: CostModel, *, folded: bool, spans: bool, links: bool) -> None:
         self.program = program
         self.costs = costs
         self.keep_spans = spans
@@ -110,7 +118,7 @@ class _Machine:
         self.env = simpy.Environment()
         self.contention = Contention(self.env)
         for number, link in enumerate(self.folding.link_names):
-            watch = partial(self._watch_link, number) if spans else None
+            watch = partial(self._watch_link, number) if links else None
             self.contention.add_resource(("link", number), costs.link_bytes_per_s(link), watch)
         self.meetings: dict[Hashable, _Rendezvous] = {}
         self.spans: list[tr.Span] = []
@@ -122,12 +130,12 @@ class _Machine:
     def run(self, watch: Callable[[float], None] | None) -> Run:
         processes = [process for rank in self.ranks for process in rank.start()]
         with suppress(EmptySchedule):
-            for step in count():
-                if step % WATCHED == 0:
-                    check_time()
-                    if watch is not None:
-                        watch(self.env.now)
-                self.env.step()
+            while True:
+                check_time()
+                if watch is not None:
+                    watch(self.env.now)
+                for _ in range(WATCHED):
+                    self.env.step()
         if any(process.is_alive for process in processes):
             raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
@@ -189,6 +197,8 @@ class _Machine:
         for rank, op, arrived_s in rendezvous.arrived:
             if op.cost.sms:
                 self.contention.hold(rank.index, -op.cost.sms)
+            if not self.keep_spans:
+                continue
             if begin - arrived_s > ROUNDING * begin:
                 rank.span(op, arrived_s, begin, tr.WAIT)
             rank.span(op, begin, self.env.now, tr.COMMUNICATION)
@@ -210,8 +220,6 @@ class _Machine:
         self.link_use.setdefault(number, []).append((self.env.now, used))
 
     def _counters(self) -> Generator[tr.Counter, None, None]:
-        if not self.keep_spans:
-            return
         for number, samples in sorted(self.link_use.items()):
             name = f"link {self.folding.link_names[number]}"
             last_at_each_time = tuple(dict(samples).items())
@@ -234,7 +242,7 @@ class _Rank:
         self.most_queued = limits.queue
         machine.contention.add_resource(self.hbm, limits.hbm_bytes_per_s)
         self.ops = self._look_up()
-        self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
+        self.streams = {op.stream: _Queue(self.env) for op in self.ops if op.stream != HOST}
 
     def _look_up(self) -> list[_Op]:
         """Ask the cost model once for each distinct kernel and transfer of this rank."""
@@ -244,6 +252,9 @@ class _Rank:
         for instruction, meeting_key in zip(
             self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
         ):
+            if not isinstance(instruction, Launch | Copy | Collective | Send | Recv):
+                ops.append(_Op(instruction, costs.host_s(instruction)))
+                continue
             ranks: Ranks = (self.number,)
             meeting = _ALONE
             match instruction:
@@ -256,9 +267,6 @@ class _Rank:
                     ranks = meeting.ranks
                     detail = instruction.op if isinstance(instruction, Collective) else instruction.tag
                     key = (endpoint(instruction), detail, instruction.nbytes)
-                case _:
-                    ops.append(_Op(instruction, costs.host_s(instruction)))
-                    continue
             if key not in known:
                 known[key] = costs.host_s(instruction), costs.cost(instruction, ranks)
             ops.append(_Op(instruction, *known[key], meeting, meeting_key))
@@ -271,35 +279,40 @@ class _Rank:
     # --- processes ----------------------------------------------------------------------------------------------
 
     def _host(self) -> Steps:
+        env, draws = self.env, self.machine.keep_spans
         for op in self.ops:
             if op.host_s > 0.0:
-                begin = self.env.now
-                yield self.env.timeout(op.host_s)
-                self.span(op, begin, self.env.now, tr.HOST, HOST)
-            if op.instruction.stream == HOST:
-                begin, end = self.env.now, self._begin(op)
+                begin = env.now
+                yield env.timeout(op.host_s)
+                if draws:
+                    self.span(op, begin, env.now, tr.HOST, HOST)
+            if op.stream == HOST:
+                begin, end = env.now, self._begin(op)
                 if end is not None:
                     yield end
-                    self._drawn(op, begin)
+                    if draws:
+                        self._drawn(op, begin)
             else:
-                queue = self.streams[op.instruction.stream]
+                queue = self.streams[op.stream]
                 while queue.launches and queue.launches + op.cost.launches > self.most_queued:
                     yield queue.begun()
                 queue.put(op)
-        self.machine.end_s = self.env.now
+        self.machine.end_s = env.now
         for queue in self.streams.values():
             queue.close()
 
     def _stream(self, queue: _Queue) -> Steps:
+        env, draws = self.env, self.machine.keep_spans
         while True:
             while queue.items:
                 op = queue.take()
-                begin, end = self.env.now, self._begin(op)
+                begin, end = env.now, self._begin(op)
                 if end is not None:
                     yield end
-                    self._drawn(op, begin)
+                    if draws:
+                        self._drawn(op, begin)
             if queue.closed:
-                self.machine.end_s = self.env.now
+                self.machine.end_s = env.now
                 return
             yield queue.wait()
 
@@ -311,7 +324,7 @@ class _Rank:
             case RecordEvent(event=name):
                 self.events.record(name)
             case WaitEvent(event=name):
-                return None if self.events.happened(name) else self.events.wait(name)
+                return self.events.wait(name)
             case Collective() | Send() | Recv():
                 return self.machine.meet(self, op)
             case HostWork(duration_s=seconds):
@@ -339,9 +352,7 @@ class _Rank:
         return self.machine.contention.start(Activity(cost.seconds, tuple(uses), rate, gpu, cost.sms))
 
     def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:
-        if self.machine.keep_spans:
-            stream = stream or op.instruction.stream
-            self.machine.spans.append(tr.Span(self.number, stream, op.name, start_s, end_s, category))
+        self.machine.spans.append(tr.Span(self.number, stream or op.stream, op.name, start_s, end_s, category))
 
 
 class _Events:
@@ -352,16 +363,14 @@ class _Events:
         self.happened_s: dict[str, float] = {}
         self._awaited: dict[str, simpy.Event] = {}
 
-    def happened(self, name: str) -> bool:
-        return name in self.happened_s
-
     def record(self, name: str) -> None:
         self.happened_s[name] = self.env.now
         if name in self._awaited:
             self._awaited.pop(name).succeed()
 
-    def wait(self, name: str) -> simpy.Event:
-        return self._awaited.setdefault(name, self.env.event())
+    def wait(self, name: str) -> simpy.Event | None:
+        """Return an event that has not happened yet."""
+        return None if name in self.happened_s else self._awaited.setdefault(name, self.env.event())
 
 
 class _Queue:
@@ -379,15 +388,14 @@ class _Queue:
 
     def put(self, op: _Op) -> None:
         self.items.append(op)
-        if isinstance(op.instruction, Launch):
-            self.launches += op.cost.launches
+        self.launches += op.launches
         self._wake()
 
     def take(self) -> _Op:
         op = self.items.popleft()
-        if isinstance(op.instruction, Launch):
+        if op.launches:
             # An empty queue holds exactly none, whatever rounding has left of the sum.
-            self.launches = self.launches - op.cost.launches if self.items else 0.0
+            self.launches = self.launches - op.launches if self.items else 0.0
             if self._full is not None:
                 self._full.succeed()
                 self._full = None

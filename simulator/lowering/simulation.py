@@ -20,7 +20,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
-from simulator.pipeline.schedule_walk import walked
+from simulator.pipeline.schedule_walk import shown
 from simulator.program import trace as tr
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
         return micro_batches
     if plan.pp == 1:
         return min(micro_batches, WALKED + (plan.ep_overlap != "none"))
-    return walked(plan.schedule_name, plan.pp, micro_batches)
+    return shown(plan.schedule_name, plan.pp, micro_batches)
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None) -> float:
@@ -75,15 +75,16 @@ def simulate_plan(
     *,
     detail: Detail = Detail.LAYER,
     spans: bool = True,
+    links: bool = True,
     micro_batches: int | None = None,
     counted: Counted | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Simulated:
     """Return the simulated step. Without `spans` the trace stays empty and the breakdown is the analytical model's,
-    scaled to the simulated step; with `micro_batches` the run (not the estimate) is of a step with that many, and marks
-    the ends of passes (`lower_training`). `counted` is the plan's row in a table of `estimate_plans`, if there is one.
-    `progress` is called with a text on how far the simulation is; an exception
-    that it raises ends the simulation.
+    scaled to the simulated step; without `links` the trace has no link's use. With `micro_batches` the run (not the
+    estimate) is of a step with that many, and marks the ends of passes (`lower_training`). `counted` is the plan's row
+    in a table of `estimate_plans`, if there is one. `progress` is called with a text on how far the simulation is; an
+    exception that it raises ends the simulation.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError if the global batch does not divide.
     """
@@ -99,7 +100,7 @@ def simulate_plan(
     say("finding ranks that behave alike")
     about = float(table.step_s[row])
     watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
-    run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
+    run = simulate(lowered.program, lowered.costs, spans=spans, links=links, watch=watch)
     whole = micro_batches in {None, plan.micro_batches(scenario.workload.global_batch_size)}
     formula = table.estimate(row)
     estimate = _estimate(formula, run, spans=spans) if whole else formula

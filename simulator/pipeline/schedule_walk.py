@@ -1,7 +1,7 @@
 """A schedule's table in a form that can be walked once: the passes of all ranks, each after those that it needs, and
 their kinds.
 
-A long step repeats itself, so its table is walked with fewer micro batches (`walked`).
+A long step repeats itself, so its table is walked with fewer micro batches (`walked`, `shown`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,28 @@ from simulator.pipeline.schedules.table import Kind, Schedule
 from simulator.pipeline.waves import KINDS, Ints, Waves, waves_of
 
 
-def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
-    """Return (period of a schedule in micro batches, most micro batches worth walking)."""
-    if SCHEDULES[name].rounds:
-        period = micro_batches // max(1, micro_batches // ranks)
-        return period, 3 * period
-    return 1, 2 * ranks + 2
+def period_of(name: str, ranks: int, micro_batches: int) -> int:
+    """Return the period of a schedule in micro batches."""
+    return micro_batches // max(1, micro_batches // ranks) if SCHEDULES[name].rounds else 1
 
 
-def walked(name: str, ranks: int, micro_batches: int) -> int:
-    """Return the number of micro batches with which a schedule's table is walked."""
-    period, most = rounds_of(name, ranks, micro_batches)
+def shown(name: str, ranks: int, micro_batches: int) -> int:
+    """Return the fewest micro batches with which a schedule's table shows how it goes on."""
+    return _whole_rounds(name, ranks, micro_batches, 2 * ranks + 2)
+
+
+def walked(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> int:
+    """Return the number of micro batches with which a schedule's table is walked, after which every further round takes
+    about as long as the last one. Where all forward passes come first, that takes as long for each stage.
+    """
+    settled = (4 * stages_per_rank + 4 if SCHEDULES[name].forwards_first else 3) * ranks + 2
+    return _whole_rounds(name, ranks, micro_batches, settled)
+
+
+def _whole_rounds(name: str, ranks: int, micro_batches: int, most: int) -> int:
+    """Return all micro batches, or as many as `most` where there are more; three rounds of a schedule in rounds."""
+    period = period_of(name, ranks, micro_batches)
+    most = 3 * period if SCHEDULES[name].rounds else most
     return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
 
 

@@ -89,7 +89,7 @@ def test_a_host_that_catches_up_late_holds_up_the_rest_of_a_pipeline(seq_len, mo
         runtime=Runtime(name="pytorch"),
     )
     extrapolated = float(estimate_plans(asked, [plan]).step_s[0])
-    monkeypatch.setattr(account, "walked", lambda _name, _ranks, micro_batches: micro_batches)
+    monkeypatch.setattr(account, "walked", lambda _name, _ranks, micro_batches, _stages: micro_batches)
     whole = float(estimate_plans(asked, [plan]).step_s[0])
 
     assert extrapolated == pytest.approx(whole, rel=1e-6)

@@ -4,6 +4,7 @@ The search tree is that of `planner.search.plan_space.candidates`: a node is a (
 are the policies. Lower bounds prune it, the cheapest first:
 
     memory       what the fullest rank holds at least: a leaf that cannot fit is removed with all its variants
+    computation  what the busiest device computes
     step         what no step can beat, as no clock is followed (`simulator.bounds.lower_bound`)
     schedule     the same of passes and messages in the order of the schedule's table
       (`simulator.bounds.schedule_bound`)
@@ -39,6 +40,7 @@ from planner.search.plan_space.screened import (
     expiry,
     floor_s,
     ignore,
+    never,
 )
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
@@ -46,6 +48,7 @@ from simulator.columns.plan_table import Floats
 from topology.errors import Unproved
 from topology.time_limit import reading, until
 
+FIRST_BOUNDED = 1 << 14  # plans bounded more closely at once before enough are costed to limit the others
 FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
 PLANS_A_TABLE = 16  # of so many plans costed at once, one schedule table's
 LOWERED = 0.02  # of the limit of plans to list: what it may be lowered by at least for plans to be costed before others
@@ -179,11 +182,17 @@ class BestFirst:
         again = self._begun
         if not again:
             self.bounds.find(self.expired, self.report)
+            if self.objective != "time":
+                self.bounds.bound(self.within, self.expired)
             self._begun = True
             self._put_in_order()
         size = FIRST_PLANS
         while len(self.left):
             rows = self._promising(size)
+            if self.objective == "time" and len(rough := self._computation_alone(rows[:size])):
+                self.bounds.bound(rough, never)
+                self._put_in_order()
+                continue
             if not len(rows):
                 break
             limits = self.threshold.of(self.grid[rows])
@@ -220,6 +229,16 @@ class BestFirst:
         tables = self.schedule_table[rows]
         first = np.sort(np.unique(tables, return_index=True)[1])
         return rows[np.isin(tables, tables[first[: max(1, size // PLANS_A_TABLE)]])]
+
+    def _computation_alone(self, rows: Rows) -> Rows:
+        """Return the plans that may come near the list and are bounded by their computation alone; before there is a
+        limit some of them, as long as there are any among the `rows` to be looked at next.
+        """
+        near = self._below(NEAR_LIST)
+        if not np.isfinite(self.threshold.value):
+            near = near[:0] if self.bounds.bounded[rows].all() else np.union1d(rows, near[:FIRST_BOUNDED])
+        rough: Rows = near[~self.bounds.bounded[near]]
+        return rough
 
     def _ahead(self) -> Rows:
         """Return the next plans that may be listed now or when some of those before them are rejected."""
@@ -347,6 +366,8 @@ class BestFirst:
         """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
         fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
+        self.bounds.bound(fitting, self.expired)
+        fitting = fitting[self.step_bound[fitting] <= limit_s]
         columns, missing_s = near_misses
         missing = np.nonzero(missing_s <= limit_s)[0]
         near = concatenate([self.variants.take(fitting), columns.take(missing)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, cast
 
 import numpy as np
@@ -279,42 +279,55 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
     """Return each grid with every micro batch that divides its share of the batch, and every schedule, number of stages
     per rank and overlap mode of the all-to-all of experts.
     """
-    batch = facts.workload.global_batch_size
-    rows: list[int] = []
-    micro_batches: list[int] = []
-    stages: list[int] = []
-    schedules: list[str] = []
-    overlaps: list[str] = []
-    for row in range(len(table)):
-        check_time()
-        local = batch // int(table.dp[row])
-        # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
-        sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
-        limit = bounds.max_micro_batch or max(sizes)
-        if (sizes_stated := bounds.spans("micro_batch_size")) is not None:
-            sizes, limit = among(sizes, sizes_stated), max(sizes)
-        orders, odd = _schedules(int(table.pp[row]), facts, bounds)
-        if odd:
-            pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
-        too_large = sum(size > limit for size in sizes)
-        if too_large:
-            pruned[f"micro batch over {limit}"] += too_large
-        for size in (s for s in sizes if s <= limit):
-            modes = _ep_overlaps(int(table.ep[row]), local // size, facts, bounds)
-            for (schedule, virtual), overlap in product(orders, modes):
-                rows.append(row)
-                overlaps.append(overlap)
-                micro_batches.append(size)
-                stages.append(virtual)
-                schedules.append(schedule)
-    table = table.take(np.array(rows, dtype=np.int64))
-    return replace(
-        table,
-        micro_batch_size=np.array(micro_batches, dtype=np.int64),
-        virtual_stages=np.array(stages, dtype=np.int64),
-        schedule=np.array(schedules, dtype=np.str_),
-        ep_overlap=np.array(overlaps, dtype=np.str_),
+    firsts, which = distinct(table.dp, table.pp, table.ep)  # what the choices follow from
+    alike = np.bincount(which, minlength=len(firsts)).tolist()
+    every = [
+        _batches(table, row, facts, bounds, pruned, count) for row, count in zip(firsts.tolist(), alike, strict=True)
+    ]
+    counts = np.array([len(choices) for choices in every], dtype=np.int64)
+    of_row = counts[which]
+    rows = np.repeat(np.arange(len(table)), of_row)
+    # The choices of a row follow each other, from where those of its kind begin.
+    chosen = np.repeat((np.cumsum(counts) - counts)[which] - (np.cumsum(of_row) - of_row), of_row) + np.arange(
+        len(rows)
     )
+    columns = zip(*chain.from_iterable(every), strict=True) if len(rows) else ((),) * len(BATCH_FIELDS)
+    given: dict[str, Any] = {
+        name: np.array(values, dtype=dtype)[chosen]
+        for (name, dtype), values in zip(BATCH_FIELDS.items(), columns, strict=True)
+    }
+    return replace(table.take(rows), **given)
+
+
+# What `_batches` chooses, and the type of each column.
+BATCH_FIELDS = {"micro_batch_size": np.int64, "schedule": np.str_, "virtual_stages": np.int64, "ep_overlap": np.str_}
+
+
+def _batches(
+    table: PlanColumns, row: int, facts: RuleFacts, bounds: Bounds, pruned: Counter[str], alike: int
+) -> list[tuple[int, str, int, str]]:
+    """Return the choices for a grid, in the order of BATCH_FIELDS; what bounds leave out counts for each of so many
+    grids that are `alike`.
+    """
+    check_time()
+    dp, pp, ep = int(table.dp[row]), int(table.pp[row]), int(table.ep[row])
+    local, rest = divmod(facts.workload.global_batch_size, dp)
+    # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
+    sizes = divisors(local) if local and not rest else [1]
+    limit = bounds.max_micro_batch or max(sizes)
+    if (sizes_stated := bounds.spans("micro_batch_size")) is not None:
+        sizes, limit = among(sizes, sizes_stated), max(sizes)
+    orders, odd = _schedules(pp, facts, bounds)
+    small = [size for size in sizes if size <= limit]
+    if odd and small:
+        pruned["odd virtual stages"] += odd * len(small) * alike
+    if len(small) < len(sizes):
+        pruned[f"micro batch over {limit}"] += (len(sizes) - len(small)) * alike
+    return [
+        (size, schedule, virtual, overlap)
+        for size in small
+        for (schedule, virtual), overlap in product(orders, _ep_overlaps(ep, local // size, facts, bounds))
+    ]
 
 
 def with_stated(table: PlanColumns, bounds: Bounds) -> PlanColumns:

@@ -89,7 +89,8 @@ class StepBounds:
         self.table = self.screening.table(variants)
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, screened.nodes.columns))
-        self._parts, self._any_bounded = list(batches_of(len(variants))), False
+        self._parts, self._any_found = list(batches_of(len(variants))), False
+        self.bounded = np.zeros(len(variants), dtype=np.bool_)  # by more than what a device computes
         self.accounted = np.zeros(len(variants), dtype=np.bool_)
         self.walked = variants.pp == 1  # whose bound is that of their schedule's table
         self.step_s = np.zeros(len(variants))
@@ -160,13 +161,24 @@ class StepBounds:
             self.step_bound[rows] = np.maximum(some.at_least_by_schedule_s(limit_s), self.step_bound[rows])
             self.walked[rows] = True
 
+    def bound(self, rows: Rows, expired: Callable[[], bool]) -> None:
+        """Raise the bounds of some variants to what no step can beat, until the time is over."""
+        rows = rows[~self.bounded[rows]]
+        for part in batches_of(len(rows)):
+            mine = rows[part]
+            some = self.screening.plans(self.table.take(mine), self.shared, mine)
+            self.step_bound[mine] = np.maximum(some.at_least_s(), self.step_bound[mine])
+            self.bounded[mine] = True
+            if expired():
+                break
+
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
-        """Bound what has not been bounded yet, until the time is over; of none bounded the first part all the same."""
-        while self._parts and not (self._any_bounded and expired()):
+        """Bound all variants by what a device computes, until the time is over; in any case the first part."""
+        while self._parts and not (self._any_found and expired()):
             part = self._parts.pop(0)
             some = self.screening.plans(self.table.take(part), self.shared, part)
-            self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
-            self._any_bounded = True
+            self.step_bound[part] = np.maximum(some.computes_at_least_s(), self.step_bound[part])
+            self._any_found = True
             report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
 
 
@@ -266,6 +278,11 @@ def batches_of(count: int) -> Iterator[Rows]:
 
 def expiry(deadline: float | None) -> Callable[[], bool]:
     return lambda: deadline is not None and time.monotonic() > deadline
+
+
+def never() -> bool:
+    """Return that the time is not over."""
+    return False
 
 
 def ignore(_text: str) -> None:
