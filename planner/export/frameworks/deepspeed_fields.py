@@ -158,8 +158,6 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 TABLE: Table = (
     # JSON has no keys for pipelines; they are in the program's PipelineModule.
     Entry(
-        keys=(),
-        write=lambda _: {},
         read=lambda _, facts: {
             "pp": facts.get("pp", 1),
             "virtual_stages": 1,
@@ -198,5 +196,5 @@ TABLE: Table = (
         write=_write_types,
         read=_read_types,
     ),
-    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
 )

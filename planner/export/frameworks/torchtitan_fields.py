@@ -330,10 +330,10 @@ TOML: Table = (
     COMPILE,
     # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
-    Entry(keys=("model.converters",), write=lambda _: {}, read=_read_converters),
+    Entry(keys=("model.converters",), read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism always includes sequence parallelism.
-    Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
-    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
+    Entry(read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
+    Entry(read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
 )
 
 
@@ -360,8 +360,6 @@ COMMAND_LINE: Table = (
         read=lambda settings, _: {"recompute": one_of(settings, SUBCOMMAND, RECOMPUTE_0_3, "selective")},
     ),
     Entry(
-        keys=(),
-        write=lambda _: {},
         read=lambda _, facts: {
             "optimizer": "adamw",
             "zero_stage": None,
