@@ -141,9 +141,7 @@ def number(key: str, fact: str, default: int = 1) -> Entry:
 def switch(key: str, fact: str) -> Entry:
     """A boolean with the same meaning on both sides."""
     return Entry(
-        keys=(key,),
-        write=lambda facts: {key: bool(facts[fact])},
-        read=lambda settings, _: {fact: truth(settings, key)},
+        keys=(key,), write=lambda facts: {key: bool(facts[fact])}, read=lambda settings, _: {fact: truth(settings, key)}
     )
 
 

@@ -64,8 +64,7 @@ def test_a_search_offloads_only_when_asked(llama8b):
     few = Bounds(max_pp=1, max_cp=1, max_micro_batch=2)
     plain, asked, either = (
         suggest(
-            question,
-            SearchOptions(bounds=replace(few, stated={"offload": words}), all_variants=True, simulate=False),
+            question, SearchOptions(bounds=replace(few, stated={"offload": words}), all_variants=True, simulate=False)
         )
         for words in (None, ("parameters",), ("none", "parameters"))
     )

@@ -286,11 +286,7 @@ def without_clock(result):
     return codec.to_json(replace(result, search=replace(result.search, seconds=0.0)))
 
 
-SMALL = {
-    "screened.NODES_AT_ONCE": 17,
-    "screened.PLANS_AT_ONCE": 31,
-    "branch_and_bound.FIRST_PLANS": 1,
-}
+SMALL = {"screened.NODES_AT_ONCE": 17, "screened.PLANS_AT_ONCE": 31, "branch_and_bound.FIRST_PLANS": 1}
 
 
 @pytest.fixture(scope="module", params=["time", pytest.param("pareto", marks=pytest.mark.nightly)])
@@ -453,16 +449,13 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
     layers = (one for one in profile.layers if one.runtime["name"] == "torchtitan" and not one.runtime["compile"])
     known = calibrated(replace(profile, layers=tuple(layers)[:8]), cluster)
     result = suggest(
-        question_of(llama8b, cluster, workload, calibration=known),
-        SearchOptions(simulate=False, top=1, bounds=NARROW),
+        question_of(llama8b, cluster, workload, calibration=known), SearchOptions(simulate=False, top=1, bounds=NARROW)
     )
     found = enumerate_candidates(
-        question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME),
-        bounds=NARROW,
+        question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME), bounds=NARROW
     )
     table = estimate_plans(
-        Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME, calibration=known),
-        found.plans(),
+        Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME, calibration=known), found.plans()
     )
 
     # What surely fits comes first.

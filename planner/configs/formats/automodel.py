@@ -9,16 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.configs.formats.adapters import AUTOMODEL
-from planner.configs.formats.yaml_format import (
-    Described,
-    YamlFormat,
-    compiled,
-    degree,
-    in_all,
-    length,
-    named,
-    types,
-)
+from planner.configs.formats.yaml_format import Described, YamlFormat, compiled, degree, in_all, length, named, types
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
 from simulator.legality.muon import WHY_NOT
 from simulator.pipeline.schedules.registry import SCHEDULES

@@ -72,9 +72,7 @@ TABLE: Table = (
             if facts["reshard_after_forward"] is None
             else {"fsdp_reshard_after_forward": facts["reshard_after_forward"]}
         ),
-        read=lambda settings, _: {
-            "reshard_after_forward": truth(settings, "fsdp_reshard_after_forward", default=True),
-        },
+        read=lambda settings, _: {"reshard_after_forward": truth(settings, "fsdp_reshard_after_forward", default=True)},
     ),
     Entry(keys=("dtype",), write=lambda facts: {"dtype": DTYPES[facts["compute_dtype"]]}, read=_read_types),
     Entry(keys=(_OPTIMIZER,), read=_read_optimizer),

@@ -58,10 +58,7 @@ def write_batch(facts: Facts) -> Settings:
 
 def read_batch(settings: Settings, facts: Facts) -> Facts:
     micro, steps = whole(settings, MICRO, 8), whole(settings, STEPS, 1)
-    return {
-        "micro_batch_size": micro,
-        "global_batch_size": micro * steps * facts["dp_replicate"] * facts["dp_shard"],
-    }
+    return {"micro_batch_size": micro, "global_batch_size": micro * steps * facts["dp_replicate"] * facts["dp_shard"]}
 
 
 def read_length(settings: Settings, facts: Facts) -> Facts:

@@ -304,10 +304,7 @@ def _of_megatron(document: Document, settings: Settings, where: str) -> Configur
         model=model,
         gpus=_gpus(settings),
         no_cost=described.no_cost,
-        unknown=(
-            *(at[paths[flag]] for flag in strange),
-            *not_understood(settings, frozenset(read_here), HARMLESS),
-        ),
+        unknown=(*(at[paths[flag]] for flag in strange), *not_understood(settings, frozenset(read_here), HARMLESS)),
         limits={"micro_batch_size": None},
     )
     parts = tuple(_beside(entry, settings) for entry in _PARTS)

@@ -387,12 +387,7 @@ TABLE: Table = (
         write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
-    Entry(
-        keys=(_PP, *_SPLITS, _GROUP),
-        exclusive=_SPLITS,
-        write=_write_pipeline,
-        read=_read_pipeline,
-    ),
+    Entry(keys=(_PP, *_SPLITS, _GROUP), exclusive=_SPLITS, write=_write_pipeline, read=_read_pipeline),
     number(_CP, "cp"),
     Entry(
         keys=("--cp-comm-type",),

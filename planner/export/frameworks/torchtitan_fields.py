@@ -157,12 +157,7 @@ def pipeline(head: str) -> Entry:
         modules = stage_modules(facts, _plan(facts), head)
         return settings | ({_MODULES: modules} if modules else {})
 
-    return Entry(
-        keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS),
-        exclusive=_SPLITS,
-        write=write,
-        read=_read_pipeline,
-    )
+    return Entry(keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS), exclusive=_SPLITS, write=write, read=_read_pipeline)
 
 
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
@@ -364,6 +359,6 @@ COMMAND_LINE: Table = (
             "optimizer": "adamw",
             "zero_stage": None,
             "cp_method": "all_gather" if facts["cp"] > 1 else None,
-        },
+        }
     ),
 )
