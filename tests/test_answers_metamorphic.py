@@ -222,10 +222,7 @@ def test_a_case_and_flags_ask_the_same(number, tmp_path):
         "id": "one",
         "model": question.model.name,
         "cluster": codec.to_builtins(question.cluster),
-        "workload": {
-            "seq_len": question.workload.seq_len,
-            "global_batch_size": question.workload.global_batch_size,
-        },
+        "workload": {"seq_len": question.workload.seq_len, "global_batch_size": question.workload.global_batch_size},
         "plan": stated,
         "runtime": {"name": question.framework.name},
     }

@@ -12,12 +12,7 @@ from topology.units import GIB
 from ui.charts.row_types import StepPoint
 
 # What is drawn of a step: its name, and its title with a unit.
-QUANTITIES = {
-    "loss": "loss",
-    "step": "step time, s",
-    "clock": "SM clock, MHz",
-    "memory": "peak memory, GiB",
-}
+QUANTITIES = {"loss": "loss", "step": "step time, s", "clock": "SM clock, MHz", "memory": "peak memory, GiB"}
 
 
 def points_of(records: str, run: str) -> list[StepPoint]:

@@ -41,14 +41,7 @@ DRAWING = (
     *("DataFrame", "ArrowVegaLiteChart", "embed"),
 )
 IMPORTED = re.compile(r"""(?:from|import)[`"']\./([\w.-]+\.js)[`"']""")
-PAGES_NEED = (
-    "pandas",
-    "altair",
-    "planner.search.answer",
-    "topology.health.diagnose",
-    "ui.data",
-    "ui.at_once",
-)
+PAGES_NEED = ("pandas", "altair", "planner.search.answer", "topology.health.diagnose", "ui.data", "ui.at_once")
 WARM = threading.Event()
 
 

@@ -58,9 +58,7 @@ class Suggested:
 
 
 def suggest(
-    asked: Suggest,
-    progress: Callable[[str], None] | None = None,
-    early: Callable[[SearchResult], None] | None = None,
+    asked: Suggest, progress: Callable[[str], None] | None = None, early: Callable[[SearchResult], None] | None = None
 ) -> Suggested:
     """Return the answer; `early` is called with preliminary results of a single search.
 

@@ -180,14 +180,7 @@ def agenda_for(
         possible = [one for some in possible if not (one := replace(some, request=shrink(some.request))).request.empty]
     lacking, known = without_known(possible, profile)
     agenda = Agenda(
-        wanted=wanted,
-        terms=terms,
-        effects=rows,
-        steps_s=seconds,
-        targets=targets,
-        known=known,
-        chosen=[],
-        gpus=gpus,
+        wanted=wanted, terms=terms, effects=rows, steps_s=seconds, targets=targets, known=known, chosen=[], gpus=gpus
     )
     agenda.chosen = in_order(
         lacking,

@@ -100,9 +100,7 @@ def difference_from(
         accounts=tuple(accounts),
         next=tuple(
             NextMeasurement(
-                name=one.measurement.name,
-                seconds=one.measurement.seconds,
-                after=math.expm1(NORMAL_80 * one.after),
+                name=one.measurement.name, seconds=one.measurement.seconds, after=math.expm1(NORMAL_80 * one.after)
             )
             for one in agenda.chosen[:MOST_MEASUREMENTS]
         ),

@@ -29,10 +29,7 @@ def measure(
             *(["--allow-busy"] if allow_busy else []),
         ]
         code = child.run_module(
-            "executor.measure.doctor_worker",
-            arguments,
-            budget_s=budget_s,
-            output=child.standard_error(),
+            "executor.measure.doctor_worker", arguments, budget_s=budget_s, output=child.standard_error()
         )
         if not out.is_file():
             raise ProbeError(

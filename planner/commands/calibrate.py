@@ -328,8 +328,7 @@ def _known(out: Path | None, kind: str, links: Cluster | None, *, store: bool) -
         found = read_profile(out)
         if found.gpu.casefold() != kind.casefold():
             raise BadInput(
-                f"{out} is a profile of {found.gpu}, this machine has {kind}",
-                remedy="name another file with --out",
+                f"{out} is a profile of {found.gpu}, this machine has {kind}", remedy="name another file with --out"
             )
         return found
     stored = read_stored(kind, tell=warn) if store else None

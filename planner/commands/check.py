@@ -117,12 +117,7 @@ def _cells(checked: Checked) -> list[str]:
     model = checked.found.case.question.model.name if checked.found is not None else "not known"
     if estimate is None:
         return [model, verdict, "-", "-"]
-    return [
-        model,
-        verdict,
-        fits_text(estimate),
-        two_digits(estimate.step_s.value),
-    ]
+    return [model, verdict, fits_text(estimate), two_digits(estimate.step_s.value)]
 
 
 def _print_against(stated: Against) -> None:

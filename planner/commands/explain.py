@@ -129,11 +129,7 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
     estimate = predict(case.question, case.plan).estimate
     asks = case.question
     step = PlannedStep(
-        model=asks.model,
-        plan=case.plan,
-        workload=asks.workload,
-        runtime=asks.runtime,
-        cluster=asks.cluster,
+        model=asks.model, plan=case.plan, workload=asks.workload, runtime=asks.runtime, cluster=asks.cluster
     )
     found = difference_from(
         step,

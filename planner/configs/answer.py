@@ -223,11 +223,7 @@ def _best(
     stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
     try:
         options = SearchOptions(
-            bounds=Bounds(stated=stated),
-            top=CANDIDATES,
-            all_variants=True,
-            time_limit_s=left_s(deadline),
-            flips=False,
+            bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline), flips=False
         )
         listed = suggest(question, options, progress=progress).plans
     except (Infeasible, Unproved) as error:

@@ -29,12 +29,7 @@ from topology.rates.known import require_plannable
 
 MOST_NODES = 2048  # most nodes tried if a configuration leaves its number of GPUs open
 # Flags, and the facts of a configuration that must not contradict them.
-GIVEN = {
-    "gpus": "gpus",
-    "seq_len": "seq_len",
-    "global_batch": "global_batch_size",
-    "micro_batch": "micro_batch_size",
-}
+GIVEN = {"gpus": "gpus", "seq_len": "seq_len", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
 # Rules of ours that no framework has.
 OURS = frozenset({"ep-overlap-sharding", "ep-overlap-reshard"})
 # Frameworks whose version is a launcher's, not that of the software that runs.
@@ -253,11 +248,7 @@ def _filled(configuration: Configuration, given: Facts, each: int) -> tuple[int,
 
 
 def _given(configuration: Configuration, flags: CheckFlags, model: Model | None, machine: _Machine) -> Facts:
-    facts: Facts = {
-        **configuration.given,
-        "gpus": machine.gpus,
-        "gpus_per_node": machine.cluster.gpus_per_node,
-    }
+    facts: Facts = {**configuration.given, "gpus": machine.gpus, "gpus_per_node": machine.cluster.gpus_per_node}
     if model is not None:
         facts |= {"layers": model.layers, "moe": model.moe is not None, "max_positions": model.max_positions}
     given = {"batch_beside": flags.global_batch, "micro_beside": flags.micro_batch}

@@ -21,14 +21,7 @@ from planner.explain.tables import (
     search_line,
     workload_line,
 )
-from planner.io.figures import (
-    count_text,
-    gib_text,
-    interval_text,
-    last_digit_s,
-    rate_text,
-    seconds_text,
-)
+from planner.io.figures import count_text, gib_text, interval_text, last_digit_s, rate_text, seconds_text
 from planner.io.grids import console, grid
 from planner.io.plan_words import (
     approach_text,

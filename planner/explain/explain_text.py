@@ -59,10 +59,7 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     if found.traffic is not None:
         screen.print()
         print_traffic(found.traffic)
-    lines = [
-        "",
-        *(f"overlap   {overlap_text(site, last_s)}" for site in found.overlap),
-    ]
+    lines = ["", *(f"overlap   {overlap_text(site, last_s)}" for site in found.overlap)]
     for number, runner in enumerate(found.runners, start=2):
         flips = "; ".join(flip_text(flip) for flip in runner.flips)
         lines.append(

@@ -240,11 +240,7 @@ def _axes(by_rank: list[tuple[int, Sent]], shapes: Mapping[str, GroupShape]) -> 
 
 def _links(by_rank: list[tuple[int, Sent]], cluster: Cluster, step_s: float) -> tuple[LinkTraffic, ...]:
     kind = cluster.slowest_kind
-    rates = {
-        NVLINK: nvlink_bytes_per_s(cluster),
-        PCIE: kind.pcie_bytes_per_s,
-        NETWORK: network_bytes_per_s(cluster),
-    }
+    rates = {NVLINK: nvlink_bytes_per_s(cluster), PCIE: kind.pcie_bytes_per_s, NETWORK: network_bytes_per_s(cluster)}
     gpus = sum(count for count, _ in by_rank)
     found = []
     for link in LINKS:

@@ -116,12 +116,7 @@ def indexed_job(pods: Pods) -> list[JsonObject]:
     service = {"clusterIP": "None", "selector": {"meshwright": pods.name}, "publishNotReadyAddresses": True}
     return [
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": pods.name}, "spec": service},
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": pods.name},
-            "spec": pods.job_spec(pods.name),
-        },
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": pods.name}, "spec": pods.job_spec(pods.name)},
     ]
 
 

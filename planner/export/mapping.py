@@ -55,15 +55,15 @@ class NotModelled(NotStated):
 class Entry:
     """Facts and the keys that hold them.
 
-    `write` takes all facts of a plan and returns settings for some of `keys`. `read` takes the settings of a file, with
-    the framework's defaults for absent ones, and the facts read by earlier entries; it returns facts. `exclusive` keys
-    are different ways to state the same, of which the framework accepts one, so a file only has those that were
-    written.
+    `write` takes all facts of a plan and returns settings for some of `keys`, by default none. `read` takes the
+    settings of a file, with the framework's defaults for absent ones, and the facts read by earlier entries; it returns
+    facts. `exclusive` keys are different ways to state the same, of which the framework accepts one, so a file only has
+    those that were written.
     """
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
-    write: Callable[[Facts], Settings]
+    write: Callable[[Facts], Settings] = lambda _: {}
     read: Callable[[Settings, Facts], Facts]
 
 
@@ -141,9 +141,16 @@ def number(key: str, fact: str, default: int = 1) -> Entry:
 def switch(key: str, fact: str) -> Entry:
     """A boolean with the same meaning on both sides."""
     return Entry(
+        keys=(key,), write=lambda facts: {key: bool(facts[fact])}, read=lambda settings, _: {fact: truth(settings, key)}
+    )
+
+
+def either(key: str, fact: str, on: str, off: str) -> Entry:
+    """A boolean for one of two values."""
+    return Entry(
         keys=(key,),
-        write=lambda facts: {key: bool(facts[fact])},
-        read=lambda settings, _: {fact: truth(settings, key)},
+        write=lambda facts: {key: facts[fact] == on},
+        read=lambda settings, _: {fact: on if truth(settings, key) else off},
     )
 
 

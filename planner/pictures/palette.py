@@ -52,30 +52,11 @@ MEMORY = {
     "reserved": GREY,  # reserved by the allocator, not in use
 }
 # Kinds of links, fastest first (`topology.cluster.LinkKind`).
-LINKS = {
-    "nvswitch": GREEN,
-    "nvlink": BLUE,
-    "c2c": SKY,
-    "pcie": ORANGE,
-    "smp": PURPLE,
-    "network": WINE,
-}
+LINKS = {"nvswitch": GREEN, "nvlink": BLUE, "c2c": SKY, "pcie": ORANGE, "smp": PURPLE, "network": WINE}
 # The axes of the mesh, in the order of `simulator.config.plan.MESH_AXES`, and the experts folded into it.
-AXES = {
-    "pp": ORANGE,
-    "dp_replicate": GREEN,
-    "dp_shard": SKY,
-    "cp": PURPLE,
-    "tp": BLUE,
-    "ep": WINE,
-}
+AXES = {"pp": ORANGE, "dp_replicate": GREEN, "dp_shard": SKY, "cp": PURPLE, "tp": BLUE, "ep": WINE}
 # Sources of numbers (`topology.cluster.Source`), best first.
-SOURCES = {
-    "measured": GREEN,
-    "fitted": BLUE,
-    "datasheet": ORANGE,
-    "assumed": GREY,
-}
+SOURCES = {"measured": GREEN, "fitted": BLUE, "datasheet": ORANGE, "assumed": GREY}
 SEVERITIES = {"info": SKY, "warning": ORANGE, "error": VERMILION}
 BAD = VERMILION  # degraded, absent, or over the limit
 GOOD = BLUE

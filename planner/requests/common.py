@@ -60,9 +60,7 @@ def strict() -> Any:
 
 def redact() -> Any:
     return option(
-        False,
-        "--redact",
-        help="Leave out UUIDs, addresses, folders, host and user names, so that it can be shared.",
+        False, "--redact", help="Leave out UUIDs, addresses, folders, host and user names, so that it can be shared."
     )
 
 

@@ -73,9 +73,7 @@ class Doctor(Request):
     measure: bool = option(False, "--measure", help="Measure links, GPUs and collectives; needs torch.")
     measured: Path | None = option(None, "--measured", help="Use a measurement that --save-measured wrote.")
     launcher: str | None = option(
-        None,
-        "--launcher",
-        help="slurm or ray: check what a job needs, on free nodes, instead of this machine.",
+        None, "--launcher", help="slurm or ray: check what a job needs, on free nodes, instead of this machine."
     )
     nodes: int | None = option(None, "--nodes", least=1, most=1024, help="Nodes of such a job; default 2.")
     gpus_per_node: int | None = option(

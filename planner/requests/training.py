@@ -53,9 +53,7 @@ class Trained:
     )
     optimizer: str | None = option(None, "--optimizer", help=f"{', '.join(OPTIMIZERS)}; default: the runtime's.")
     moe_dispatcher: str | None = option(
-        None,
-        "--moe-dispatcher",
-        help=f"How tokens reach experts: {', '.join(MOE_DISPATCHERS)}; default: the runtime's",
+        None, "--moe-dispatcher", help=f"How tokens reach experts: {', '.join(MOE_DISPATCHERS)}; default: the runtime's"
     )
     expert_products: str | None = option(
         None, "--expert-products", help=f"How experts multiply: {', '.join(EXPERT_PRODUCTS)}; default: the runtime's."

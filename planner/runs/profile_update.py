@@ -104,8 +104,7 @@ def _samples(run: RunReport, name: str) -> list[OperatorSample]:
     found = run.document.get("operator_samples") or []
     if not found:
         raise BadInput(
-            "the run has no operator times by shape",
-            why="it was made without a profiled step, or by an older version",
+            "the run has no operator times by shape", why="it was made without a profiled step, or by an older version"
         )
     return [replace(codec.convert(one, OperatorSample, where="the run's operators"), run=name) for one in found]
 

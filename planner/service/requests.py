@@ -117,10 +117,7 @@ def _field(name: str, flag: Flag) -> tuple[Any, Any]:
     spellings = dict.fromkeys([name, name.replace("_", "-"), *flag.others])
     default: Any = ... if flag.required and not flag.writes else None
     described = Field(
-        default,
-        validation_alias=AliasChoices(*spellings),
-        serialization_alias=name,
-        description=flag.help,
+        default, validation_alias=AliasChoices(*spellings), serialization_alias=name, description=flag.help
     )
     return _type(flag), described
 

@@ -89,8 +89,7 @@ class Belief:
         across = self.covariance[:, at]
         gained = gain(across, across[at], noise)
         return Belief(
-            mean=self.mean + gained @ (np.asarray(logs) - self.mean[at]),
-            covariance=self.covariance - gained @ across.T,
+            mean=self.mean + gained @ (np.asarray(logs) - self.mean[at]), covariance=self.covariance - gained @ across.T
         )
 
     def beyond(self, row: int, log_limit: float, *, above: bool) -> Belief:
@@ -102,8 +101,7 @@ class Belief:
         moved, shrunk = sign * spread * ratio, variance * (1 - ratio * (ratio + z))
         along = self.covariance[:, row] / max(variance, 1e-18)
         return Belief(
-            mean=self.mean + along * moved,
-            covariance=self.covariance + np.outer(along, along) * (shrunk - variance),
+            mean=self.mean + along * moved, covariance=self.covariance + np.outer(along, along) * (shrunk - variance)
         )
 
 

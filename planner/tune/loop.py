@@ -100,13 +100,7 @@ def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
     counted = limits.trials is not None
     together = limits.together if limits.trials is None else min(limits.together, limits.trials - _counted(view))
     return choose(
-        view.candidates,
-        view.beliefs,
-        view.trials,
-        runner,
-        together=together,
-        counted=counted,
-        left_s=view.left_s,
+        view.candidates, view.beliefs, view.trials, runner, together=together, counted=counted, left_s=view.left_s
     )
 
 

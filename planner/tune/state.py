@@ -71,12 +71,7 @@ class TuningRequest:
     def question(self) -> Question:
         """Return the question, without a calibration: predictions are in the file."""
         return question_of(
-            self.model,
-            self.cluster,
-            self.workload,
-            framework=self.framework,
-            runtime=self.runtime,
-            gpus=self.gpus,
+            self.model, self.cluster, self.workload, framework=self.framework, runtime=self.runtime, gpus=self.gpus
         )
 
 

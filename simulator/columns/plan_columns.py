@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.plan_schema import Kind, PlanField
 
-_DTYPES: dict[Kind, type] = {
-    Kind.COUNT: np.int64,
-    Kind.NUMBER: np.float64,
-    Kind.SWITCH: np.bool_,
-    Kind.WORD: np.str_,
-}
+_DTYPES: dict[Kind, type] = {Kind.COUNT: np.int64, Kind.NUMBER: np.float64, Kind.SWITCH: np.bool_, Kind.WORD: np.str_}
 # The value that a column has for None, by kind of field.
 _NONE: dict[Kind, Any] = {Kind.COUNT: -1, Kind.NUMBER: 0.0, Kind.SWITCH: -1, Kind.WORD: ""}
 

@@ -61,7 +61,6 @@ def layers_of_type(reader: ConfigReader, layers: int, key: str, known: tuple[str
         return None
     if type(types) is not list or len(types) != layers or any(kind not in known for kind in types):
         raise reader.bad(
-            f"{key!r} is {show(types)}",
-            why=f"it must name each of the {layers} layers {' or '.join(known)}",
+            f"{key!r} is {show(types)}", why=f"it must name each of the {layers} layers {' or '.join(known)}"
         )
     return tuple(i for i, kind in enumerate(types) if kind == known[1])

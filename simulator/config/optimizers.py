@@ -80,7 +80,7 @@ _SYNONYMS = {
 }
 # Names that are known and not modelled, with the reason.
 NOT_MODELLED = {
-    "shampoo": "its preconditioners are inverted by blocks on some ranks (distributed Shampoo), which has no cost here",
+    "shampoo": "its preconditioners are inverted by blocks on some ranks (distributed Shampoo), which has no cost here"
 }
 
 

@@ -127,10 +127,7 @@ class Runtime:
     @property
     def not_modelled(self) -> str:
         """Why this runtime cannot be predicted (a type or an optimizer that is not modelled); empty if it can."""
-        stated = {
-            "parameters": self.param_dtype,
-            "gradient reduction": self.reduce_dtype,
-        }
+        stated = {"parameters": self.param_dtype, "gradient reduction": self.reduce_dtype}
         low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in COMPUTE_ONLY]
         if low:
             return (

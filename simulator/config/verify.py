@@ -11,17 +11,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from simulator.config.adapter import (
-    ALL_LINEAR,
-    BASE_BYTES,
-    DORA,
-    FROZEN,
-    KINDS,
-    LORA,
-    MODULES,
-    MOST_RANK,
-    Adapter,
-)
+from simulator.config.adapter import ALL_LINEAR, BASE_BYTES, DORA, FROZEN, KINDS, LORA, MODULES, MOST_RANK, Adapter
 from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site

@@ -104,15 +104,15 @@ def host_alone(samples: Sequence[HostSample]) -> HostAlone | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRuns:
     """Narrow runs of one runtime: their seconds, the spread of their steps as (90th - 10th percentile) / median, the
-    costs that can occur in each, and `predict(runs, fields)`, which returns the seconds of some runs for fields of
-    HostSpec.
+    costs that can occur in each, and `predict(runs, fields)`, which returns the seconds of some runs, each for fields
+    of HostSpec of its own.
     """
 
     described: HostSpec
     seconds: Floats
     spreads: Floats
     occurring: Sequence[frozenset[str]]
-    predict: Callable[[Sequence[int], dict[str, float]], Floats]
+    predict: Callable[[Sequence[int], Sequence[dict[str, float]]], Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +221,15 @@ def _taken_apart(group: HostRuns, alone: HostAlone | None) -> _Rows:
     """Return runs as linear functions of costs; raising each cost in turn shows how often it occurs."""
     usual = usual_costs(group.described)
     high = {name: LEVEL * value for name, value in usual.items()}
-    runs = range(len(group.seconds))
-    at = group.predict(runs, as_host_fields(high))
-    matrix = np.zeros((len(runs), len(usual)))
-    for place, name in enumerate(usual):
-        where = [run for run in runs if name in group.occurring[run]]
-        if where:
-            raised = group.predict(where, as_host_fields(high | {name: high[name] + usual[name]}))
-            matrix[where, place] = (raised - at[where]) / usual[name]
+    base = as_host_fields(high)
+    raised = [as_host_fields(high | {name: high[name] + usual[name]}) for name in usual]
+    occurring = np.array([[name in found for name in usual] for found in group.occurring])
+    runs, places = occurring.nonzero()
+    every = range(len(group.seconds))
+    found = group.predict([*every, *runs.tolist()], [base] * len(every) + [raised[place] for place in places])
+    at = found[: len(every)]
+    matrix = np.zeros(occurring.shape)
+    matrix[runs, places] = (found[len(every) :] - at[runs]) / np.array(list(usual.values()))[places]
     fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
     shown = {} if alone is None else alone.costs(group.described)
     return _Rows(

@@ -267,12 +267,10 @@ class _Fit:
         self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
 
-        # At full clocks, with a host that costs nothing: device time only.
-        silent = {id(run): self._estimate(run, NO_HOST_COST) for run in runs}
-        self.silent = {place: table.breakdown_s for place, table in silent.items()}
+        self._parts: dict[tuple[object, ...], dict[str, float]] = {}
         self.host_bound, self.device_bound = [], []
-        for run in runs:
-            share = float(silent[id(run)].step_s[0]) / run.seconds
+        for run, parts in zip(runs, self._alone(runs), strict=True):
+            share = sum(parts.values()) / run.seconds
             if share < HOST_BOUND:
                 self.host_bound.append(run)
             elif share > DEVICE_BOUND and (cluster.gpu_count > 1 or run.plan.gpus == 1):
@@ -298,9 +296,7 @@ class _Fit:
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),
             occurring=[costs_in(run.plan, sparse=run.model.moe is not None) for run in self.host_bound],
-            predict=lambda places, host: self._steps(
-                [self.host_bound[place] for place in places], {"step_s": 0.0, "cut_step_s": 0.0, **host}
-            ),
+            predict=self._steps,
         )
 
     # --- the device ---------------------------------------------------------------------------------------------
@@ -315,7 +311,7 @@ class _Fit:
         """
         if not self.device_bound:
             return RuntimeCosts(host=self._with_step(host, None), runs=len(self.runs))
-        device = [self._device(run, self.silent[id(run)], host) for run in self.device_bound]
+        device = self._device(self.device_bound, host)
         place = {id(run): index for index, run in enumerate(self.device_bound)}
         pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(self.device_bound)]
         described = runtime_spec(self.key[0]).host
@@ -366,59 +362,78 @@ class _Fit:
         together = {name: max(host[name] - (waits - alone), 0.0) for name in ("fsdp_rest_s", "tp_rest_s", "cp_rest_s")}
         return {**host, **together, "step_s": alone, "cut_step_s": waits - alone, "rest_s": whole - alone}
 
-    def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
-        """Return the device's parts of a run, with layers apart from the other kernels."""
-        deeper = replace(run, model=replace(run.model, layers=run.model.layers + 1))
-        more = self._estimate(deeper, NO_HOST_COST).breakdown_s
-        arithmetic = sum(float(part[name][0]) for name in KERNELS)
-        layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
-        inside = min(run.model.layers * layer, arithmetic)
-        counted = (*KERNELS, "copies", "host")
-        clock_hz = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None
-        return _Device(
-            measured_s=run.seconds,
-            layers_s=inside,
-            others_s=arithmetic - inside,
-            copies_s=float(part["copies"][0]),
-            rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
-            at_clock=max(self.calibration.burst, self.calibration.burst * self.boost_hz / clock_hz)
-            if clock_hz
-            else 1.0,
-            slower=float(self._estimate(run, host, pauses=True).clocks[0]),
-        )
+    def _device(self, runs: Sequence[Run], host: dict[str, float]) -> list[_Device]:
+        """Return the device's parts of runs, with layers apart from the other kernels."""
+        deeper = [replace(run, model=replace(run.model, layers=run.model.layers + 1)) for run in runs]
+        paused = self._estimates(runs, [host] * len(runs), pauses=True)
+        found = []
+        for run, part, more, (table, row) in zip(runs, self._alone(runs), self._alone(deeper), paused, strict=True):
+            arithmetic = sum(part[name] for name in KERNELS)
+            layer = sum(more[name] - part[name] for name in KERNELS)
+            inside = min(run.model.layers * layer, arithmetic)
+            counted = (*KERNELS, "copies", "host")
+            clock_hz = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None
+            burst = self.calibration.burst
+            device = _Device(
+                measured_s=run.seconds,
+                layers_s=inside,
+                others_s=arithmetic - inside,
+                copies_s=part["copies"],
+                rest_s=sum(seconds for name, seconds in part.items() if name not in counted),
+                at_clock=max(burst, burst * self.boost_hz / clock_hz) if clock_hz else 1.0,
+                slower=float(table.clocks[row]),
+            )
+            found.append(device)
+        return found
 
-    def _steps(self, runs: Sequence[Run], host: dict[str, float]) -> Floats:
-        """Return the steps of runs in seconds; runs that differ only in their plans are predicted at once."""
+    def _alone(self, runs: Sequence[Run]) -> list[dict[str, float]]:
+        """Return the parts of steps at full clocks with a host that costs nothing: device time only.
+
+        A run with one layer more is often another run, which is estimated once.
+        """
+        keys = [(run.model, run.plan, run.workload, run.runtime, run.sample.data_s is None) for run in runs]
+        new = {key: run for key, run in zip(keys, runs, strict=True) if key not in self._parts}
+        estimates = self._estimates(list(new.values()), [NO_HOST_COST] * len(new))
+        for key, (table, row) in zip(new, estimates, strict=True):
+            self._parts[key] = {name: float(seconds[row]) for name, seconds in table.breakdown_s.items()}
+        return [self._parts[key] for key in keys]
+
+    def _steps(self, places: Sequence[int], hosts: Sequence[dict[str, float]]) -> Floats:
+        """Return the steps of host-bound runs in seconds, each with a host of its own."""
+        runs = [self.host_bound[place] for place in places]
+        estimates = self._estimates(runs, [{"step_s": 0.0, "cut_step_s": 0.0, **host} for host in hosts])
+        return np.array([table.step_s[row] for table, row in estimates])
+
+    def _estimates(
+        self, runs: Sequence[Run], hosts: Sequence[dict[str, float]], *, pauses: bool = False
+    ) -> list[tuple[EstimateTable, int]]:
+        """Return a table for every run, and its row there: runs of one model and workload are estimated at once.
+
+        They are at the clocks of a GPU that is never idle and without data loading where it was timed; with `pauses`,
+        with data loading and at the clocks that idle time allows.
+        """
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, run in enumerate(runs):
             alike.setdefault((run.model, run.workload, run.runtime, run.sample.data_s is None), []).append(place)
-        found = np.zeros(len(runs))
+        found: dict[int, tuple[EstimateTable, int]] = {}
         for places in alike.values():
-            found[places] = self._estimates([runs[place] for place in places], host).step_s
-        return found
-
-    def _estimate(self, run: Run, host: dict[str, float], *, pauses: bool = False) -> EstimateTable:
-        return self._estimates([run], host, pauses=pauses)
-
-    def _estimates(self, runs: Sequence[Run], host: dict[str, float], *, pauses: bool = False) -> EstimateTable:
-        """Return estimates of runs of one model and workload, at the clocks of a GPU that is never idle and without
-        data loading where it was timed; with `pauses`, with data loading and at the clocks that idle time allows.
-        """
-        first = runs[0]
-        loading = NO_DATA if first.sample.data_s is not None and not pauses else {}
-        scenario = Scenario(
-            model=first.model,
-            # Layers were run on the profile's machine, of which these plans may use a part.
-            cluster=grow(self.cluster, max(run.plan.gpus for run in runs)),
-            workload=first.workload,
-            runtime=first.runtime,
-            calibration=replace(
-                self.calibration,
-                runtimes={self.key: RuntimeCosts(host=host | loading)},
-                burst=self.calibration.burst if pauses else 1.0,
-            ),
-        )
-        return estimate_plans(scenario, [run.plan for run in runs])
+            first = runs[places[0]]
+            loading = NO_DATA if first.sample.data_s is not None and not pauses else {}
+            burst = self.calibration.burst if pauses else 1.0
+            costs = [{self.key: RuntimeCosts(host=hosts[place] | loading)} for place in places]
+            known = [replace(self.calibration, runtimes=one, burst=burst) for one in costs]
+            scenario = Scenario(
+                model=first.model,
+                # Layers were run on the profile's machine, of which these plans may use a part.
+                cluster=grow(self.cluster, max(runs[place].plan.gpus for place in places)),
+                workload=first.workload,
+                runtime=first.runtime,
+                calibration=known[0],
+            )
+            own = known if any(one != costs[0] for one in costs) else ()
+            table = estimate_plans(scenario, [runs[place].plan for place in places], each_with=own)
+            found |= {place: (table, row) for row, place in enumerate(places)}
+        return [found[place] for place in range(len(runs))]
 
 
 def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:

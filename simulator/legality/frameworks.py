@@ -21,13 +21,7 @@ from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.called import CALLED, called
-from simulator.runtimes.library import (
-    RuntimeSpec,
-    are_modules,
-    is_described,
-    runtime_names,
-    runtime_spec,
-)
+from simulator.runtimes.library import RuntimeSpec, are_modules, is_described, runtime_names, runtime_spec
 from simulator.runtimes.parts import MODULES, ToolsSpec
 from topology.errors import UserError
 

@@ -226,12 +226,7 @@ PIPELINE_RULES: list[Rule] = [
         ),
         level=Level.BATCH,
     ),
-    rule(
-        "schedule-stages",
-        _wrong_stage_count,
-        lambda p, q: _stage_sentence(p),
-        level=Level.BATCH,
-    ),
+    rule("schedule-stages", _wrong_stage_count, lambda p, q: _stage_sentence(p), level=Level.BATCH),
     rule(
         "schedule-compile",
         lambda c, q: _that(c, lambda kind: kind.splits_backward),

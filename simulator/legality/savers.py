@@ -11,13 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.config.savers import (
-    ACTIVATION_OFFLOAD,
-    CHUNKED_LOSS,
-    LINEAR_LOSS,
-    OPTIMIZER_IN_BACKWARD,
-    TITLES,
-)
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD, TITLES
 from simulator.legality.rule import Level, Rule, RuleFacts, policy_rule, rule
 from simulator.runtimes.library import is_described, spec_for
 

@@ -40,9 +40,7 @@ def _axis_rules() -> Iterator[Rule]:
             f"{axis}-supported",
             lambda c, q, axis=axis: np.asarray(getattr(c, axis) > 1),  # type: ignore[misc]  # mypy: default of a lambda
             lambda p, q, axis=axis, words=words: with_nearest(  # type: ignore[misc]  # mypy: default of a lambda
-                axis,
-                [1],
-                f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
+                axis, [1], f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}"
             ),
             applies=lambda q, axis=axis: axis not in q.framework.axes,  # type: ignore[misc]  # mypy: as above
         )
@@ -202,9 +200,7 @@ SHAPE_RULES: list[Rule] = [
         "heads",
         lambda c, q: q.model.heads % c.tp != 0,
         lambda p, q: with_nearest(
-            "tp",
-            _tensor_degrees(q),
-            f"{q.model.heads} query heads are not divisible by tp {p.tp}",
+            "tp", _tensor_degrees(q), f"{q.model.heads} query heads are not divisible by tp {p.tp}"
         ),
     ),
     rule(

@@ -297,13 +297,7 @@ class CodeWriter:
         self.after(stream, receiving)
 
     def copy(
-        self,
-        nbytes: int,
-        kind: str,
-        *,
-        stream: str = COPY,
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
+        self, nbytes: int, kind: str, *, stream: str = COPY, reads: Iterable[str] = (), writes: Iterable[str] = ()
     ) -> None:
         self.add(Copy(nbytes=nbytes, kind=kind, stream=stream, reads=tuple(reads), writes=tuple(writes)))
 

@@ -232,6 +232,7 @@ def test_a_rank_that_is_alone_starts_without_the_agent_and_is_named_as_by_it() -
     assert "Root Cause" not in done.stderr_tail
 
 
+@pytest.mark.nightly  # so end those of test_apply_on_cpu.py
 @needs_torch
 def test_elastic_ranks_that_end_well() -> None:
     done = launch("finish_worker", ranks=2, budget_s=60, environment=WORKERS)
@@ -239,6 +240,7 @@ def test_elastic_ranks_that_end_well() -> None:
     assert done.ok, done.stderr_tail
 
 
+@pytest.mark.nightly  # so does the report of test_apply_faults.py
 @needs_torch
 def test_elastic_names_the_rank_that_was_killed() -> None:
     done = launch("die_worker", ["signal", "9", "1"], ranks=2, budget_s=60, environment=WORKERS)

@@ -323,8 +323,7 @@ FORMATS = {
     "sharding": Format(inputs=json_inputs(lambda: [_json(EXAMPLES / "sharding" / "layer.json")]), read=_read_sharding),
     "trace": Format(inputs=json_inputs(traces), read=_read_trace),
     "topo -m": Format(
-        inputs=text_inputs(lambda: _texts("tests/data/topo/*.txt", "tests/data/h200x4/*topo_m.txt")),
-        read=_read_capture,
+        inputs=text_inputs(lambda: _texts("tests/data/topo/*.txt", "tests/data/h200x4/*topo_m.txt")), read=_read_capture
     ),
     "nvidia-smi": Format(
         inputs=text_inputs(

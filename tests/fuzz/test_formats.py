@@ -35,12 +35,7 @@ def test_none_of_many_inputs_breaks_a_reader(name: str, tmp_path: Path) -> None:
 def try_inputs(name: str, tmp_path: Path, inputs: int, *, derandomize: bool) -> None:
     one = FORMATS[name]
 
-    @settings(
-        max_examples=inputs,
-        derandomize=derandomize,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=inputs, derandomize=derandomize, database=None, suppress_health_check=list(HealthCheck))
     @given(one.inputs())
     def check(text: str) -> None:
         shown = []

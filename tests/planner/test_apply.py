@@ -47,11 +47,7 @@ def busy(cluster):
 
 def test_a_request_is_what_the_executor_reads(content) -> None:
     here = make_cluster()
-    for question in (
-        default_run(2),
-        default_run(8),
-        cuda_run(content, here, diagnose(here), allow_busy=False),
-    ):
+    for question in (default_run(2), default_run(8), cuda_run(content, here, diagnose(here), allow_busy=False)):
         data = json.loads(codec.to_json(question.request(steps=5, budget_s=60, own_table=False)))
 
         request = codec.convert(data, Request, where="request")

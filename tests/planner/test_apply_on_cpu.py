@@ -98,10 +98,7 @@ def test_a_plan_that_cannot_be_run_is_bad_input(content, tmp_path) -> None:
     path = tmp_path / "odd.json"
     odd = replace(content.plan, tp=1, pp=1, dp_shard=8, dp_replicate=1, cp=1, virtual_stages=1, recompute="block")
     small = replace(TINY, layers=2, hidden=64, head_dim=8, vocab=128)
-    save_plan(
-        plan_file(replace(content.question(), model=small), odd, content.estimate),
-        path,
-    )
+    save_plan(plan_file(replace(content.question(), model=small), odd, content.estimate), path)
     process = start(path, "--device", "cpu", "--out", tmp_path / "run")
     _, err = process.communicate(timeout=60)
 

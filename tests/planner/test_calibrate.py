@@ -10,13 +10,7 @@ import pytest
 
 from planner.calibrate.calibrate_process import calibrate, read_records
 from planner.calibrate.calibration_report import overlap_rows
-from planner.calibrate.calibration_request import (
-    Request,
-    collective_item,
-    missing_from,
-    plan_operators,
-    unique,
-)
+from planner.calibrate.calibration_request import Request, collective_item, missing_from, plan_operators, unique
 from planner.calibrate.layer_runs import (
     layer_request,
     narrow_requests,

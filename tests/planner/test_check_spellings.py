@@ -193,10 +193,7 @@ def test_what_another_file_sets_makes_no_verdict() -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        ("model_engine=veomni", "veomni"),
-        ("model_engine=megatron actor_rollout_ref.actor.engine.tp=8", "engine"),
-    ],
+    [("model_engine=veomni", "veomni"), ("model_engine=megatron actor_rollout_ref.actor.engine.tp=8", "engine")],
 )
 def test_another_engine_of_verl_is_not_read_as_this_one(change: str, why: str) -> None:
     with pytest.raises(UserError, match=why):

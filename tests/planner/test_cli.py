@@ -16,7 +16,7 @@ from tests.planner.conftest import CASES, ROOT
 from topology.errors import BadInput, Infeasible, OutOfTolerance, Stale
 
 # A question small enough to ask often, and one without pipelines, which take most of the time of a search.
-PIPED = ("suggest", "--top", "2", "--seq-len", "4096", "--global-batch", "8")
+PIPED = ("suggest", "--model", "llama3.2-1b", "--top", "2", "--seq-len", "4096", "--global-batch", "8")
 SUGGEST = (*PIPED, "--gpus", "4", "--pp", "1")
 
 
@@ -124,8 +124,7 @@ def test_the_same_question_prints_the_same_bytes(planner_process, tmp_path):
     """In two processes: JSON but for the seconds the search took, and the plan file to the last byte."""
     texts = []
     for name in ("a.json", "b.json"):
-        small = ("--model", "llama3.2-1b", "--gpus", "2")
-        done = planner_process(*PIPED, *small, "--json", "--out", tmp_path / name)
+        done = planner_process(*PIPED, "--gpus", "2", "--json", "--out", tmp_path / name)
         texts.append(re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', done.stdout))
 
     assert texts[0] == texts[1]
@@ -241,7 +240,7 @@ def test_validate_json_has_the_keys_of_the_contract(planner):
 
 def test_a_price_for_one_count_prints_what_tokens_cost(planner):
     """Price an hour over tokens an hour of one GPU."""
-    asked = ("suggest", "--gpus", "8", "--gpu-price", "2.5", "--pp", "1", "--top", "1", "--no-simulate")
+    asked = (*SUGGEST, "--gpu-price", "2.5", "--no-simulate")
     rate = json.loads(planner(*asked, "--json").stdout)["plans"][0]["estimate"]["tokens_per_s_per_gpu"]
 
     assert f"{2.5 / 3600 / rate * 1e6:.3g} per million tokens" in planner(*asked).stdout

@@ -109,7 +109,7 @@ def test_the_answer_is_another_past_a_flip_and_the_same_before():
 
 
 def test_asking_again_finds_what_brute_force_finds():
-    workload = Workload(seq_len=4096, global_batch_size=16)
+    workload = Workload(seq_len=4096, global_batch_size=8)
     cluster = make_cluster(1, 4)
     asked = question_of(TINY, cluster, workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=4)
 
@@ -119,7 +119,7 @@ def test_asking_again_finds_what_brute_force_finds():
 
 def test_explain_and_compare_as_commands(planner, tmp_path):
     plans = [tmp_path / name for name in ("a.json", "b.json")]
-    question = ("--gpus", "2", "--seq-len", "4096", "--global-batch", "8", "--model", "llama3.2-1b", "--pp", "1")
+    question = ("--gpus", "2", "--seq-len", "4096", "--global-batch", "4", "--model", "llama3.2-1b", "--pp", "1")
     assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
     assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
 
@@ -155,7 +155,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
         "--global-batch",
         "32",
         "--model",
-        "llama3-8b",
+        "llama3.2-1b",
         "--pp",
         "1,2",
         "--cp",
@@ -166,7 +166,7 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
     for ranked in answer["plans"]:
         case = {
             "id": "again",
-            "model": "llama3-8b",
+            "model": "llama3.2-1b",
             "cluster": {
                 "gpu": "h100-sxm",
                 "gpus_per_node": 8,

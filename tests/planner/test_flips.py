@@ -89,8 +89,7 @@ def test_the_flip_is_past_where_the_two_costs_cross():
 def test_a_plan_can_win_above():
     """Other is faster once NVLink exceeds a rate; on one node the network is not asked about."""
     question = Priced(
-        make_cluster(1, 8),
-        lambda machine, plan: 1.0 if plan == BEST else 0.5 + 450e9 / nvlink_bytes_per_s(machine),
+        make_cluster(1, 8), lambda machine, plan: 1.0 if plan == BEST else 0.5 + 450e9 / nvlink_bytes_per_s(machine)
     )
     (flip,) = question.flips()
     crossing = 900e9

@@ -219,7 +219,8 @@ def test_learn_writes_a_runtime_that_validate_estimate_and_suggest_take(planner,
     )
     assert after < 0.05 < before
     assert planner("estimate", "--case", cases, "--runtime", file, "--json").returncode == 0
-    found = planner("suggest", "--runtime", file, "--model", "llama3.2-1b", "--gpus", "2", "--pp", "1", "--json")
+    small = ("--model", "tiny-llama", "--gpus", "2", "--pp", "1", "--global-batch", "8")
+    found = planner("suggest", "--runtime", file, *small, "--json")
     assert found.returncode == 0, found.stderr
     assert planner("learn", rows, "--runtime", "mine", "--out", file).returncode == 2  # it is there already
 

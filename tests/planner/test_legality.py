@@ -465,10 +465,7 @@ def test_embedding_and_head_may_have_a_stage_of_their_own(framework):
     plans = {pp: Plan(pp=pp, tp=8, sequence_parallel=True, schedule="1F1B") for pp in (128, 129)}
     found = {
         pp: question_of(
-            model,
-            cluster("dgx-h100", gpus=8 * pp),
-            Workload(seq_len=8192, global_batch_size=256),
-            framework=framework,
+            model, cluster("dgx-h100", gpus=8 * pp), Workload(seq_len=8192, global_batch_size=256), framework=framework
         ).problems(plan)
         for pp, plan in plans.items()
     }

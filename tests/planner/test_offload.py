@@ -60,12 +60,11 @@ def test_legality_says_why(llama8b, name, plan, because):
 
 
 def test_a_search_offloads_only_when_asked(llama8b):
-    question = question_of(llama8b, make_cluster(1, 2), WORKLOAD)
+    question = question_of(replace(llama8b, layers=8), make_cluster(1, 2), WORKLOAD)
     few = Bounds(max_pp=1, max_cp=1, max_micro_batch=2)
     plain, asked, either = (
         suggest(
-            question,
-            SearchOptions(bounds=replace(few, stated={"offload": words}), all_variants=True, simulate=False),
+            question, SearchOptions(bounds=replace(few, stated={"offload": words}), all_variants=True, simulate=False)
         )
         for words in (None, ("parameters",), ("none", "parameters"))
     )
@@ -93,6 +92,7 @@ def test_offloading_is_offered_where_memory_lacks_at_what_it_costs(llama8b):
 
 def test_commands_take_it_refuse_it_and_say_what_it_needs(planner, tmp_path):
     flags = ("--model", "llama3-70b", "--cluster", "dgx-h100", "--gpus", 8, "--seq-len", 4096, "--pp", 1, "--cp", 1)
+    flags = (*flags, "--global-batch", 8, "--top", 1)
     found = json.loads(
         planner("suggest", *flags, "--offload", "parameters", "--json", "--out", tmp_path / "p.json").stdout
     )

@@ -47,9 +47,7 @@ UNSAID = {
         "recompute": "operators are selected, not every second block",
     },
     "megatron": {"placement": "the start script's CUDA_VISIBLE_DEVICES"},
-    "deepspeed": {
-        "placement": "the launcher's host and GPU lists",
-    },
+    "deepspeed": {"placement": "the launcher's host and GPU lists"},
     "accelerate": {
         "placement": "the launcher's host and GPU lists",
         "recompute": "whole blocks or nothing, and that for FSDP alone: replicas need a call in the model's code",

@@ -50,11 +50,7 @@ def answer(question, **options):
     try:
         result = suggest(
             question_of(model, cluster, workload, framework=framework),
-            SearchOptions(
-                bounds=bounds,
-                simulate=False,
-                **options,
-            ),
+            SearchOptions(bounds=bounds, simulate=False, **options),
         )
     except Infeasible as error:
         return str(error), False

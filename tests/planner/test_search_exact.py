@@ -67,10 +67,7 @@ def draw(seed, folder):
     else:
         cluster = make_cluster(1, gpus, nvlink=kind == "switch")
     gib = rng.choice([4, 6, 8, 16, 48])
-    cluster = replace(
-        cluster,
-        gpu_kinds=tuple(replace(k, memory_bytes=gib << 30) for k in cluster.gpu_kinds),
-    )
+    cluster = replace(cluster, gpu_kinds=tuple(replace(k, memory_bytes=gib << 30) for k in cluster.gpu_kinds))
     workload = Workload(seq_len=rng.choice([512, 1536, 4096]), global_batch_size=rng.choice([8, 12, 24]))
     framework = FRAMEWORKS[rng.choice(NAMES)]
     runtime = replace(default_runtime(framework), compile=rng.random() < 0.3)

@@ -22,7 +22,12 @@ from tests.planner.conftest import LLAMA8B, make_cluster
 @pytest.fixture(scope="module")
 def result():
     return suggest(
-        question_of(LLAMA8B, make_cluster(2, 2), Workload(seq_len=4096, global_batch_size=16), framework="megatron-lm"),
+        question_of(
+            replace(LLAMA8B, layers=8),
+            make_cluster(2, 2),
+            Workload(seq_len=4096, global_batch_size=8),
+            framework="megatron-lm",
+        ),
         SearchOptions(top=4),
     )
 

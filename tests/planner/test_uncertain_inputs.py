@@ -67,10 +67,10 @@ APART = {
     "MIG": (replace(TWO, findings=(SLICED,)), 0, "MIG is enabled"),
 }
 PLANS = {
-    "suggest": ("--model", "tiny-llama", "--seq-len", "256", "--no-simulate"),
-    "explain": ("--model", "tiny-llama", "--seq-len", "256", "--no-flips"),
-    "estimate": ("--model", "tiny-llama", "--seq-len", "256"),
-    "trace": ("--model", "tiny-llama", "--seq-len", "256", "--out", "trace.json"),
+    "suggest": ("--model", "tiny-llama", "--seq-len", "256", "--global-batch", "16", "--no-simulate"),
+    "explain": ("--model", "tiny-llama", "--seq-len", "256", "--global-batch", "16", "--no-flips"),
+    "estimate": ("--model", "tiny-llama", "--seq-len", "256", "--global-batch", "16"),
+    "trace": ("--model", "tiny-llama", "--seq-len", "256", "--global-batch", "16", "--out", "trace.json"),
     "collective": (),
 }
 

@@ -120,11 +120,7 @@ def test_messages_repeat_at_most_a_line_of_a_bad_value(flag, value, capsys):
 
 
 SMALL = ("--model", "tiny-llama", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "256")
-LONG = {
-    "a name": "f" * 4000,
-    "folders": "/".join(["d" * 200] * 20),
-    "folders in each other": "x/" * 2000 + "y",
-}
+LONG = {"a name": "f" * 4000, "folders": "/".join(["d" * 200] * 20), "folders in each other": "x/" * 2000 + "y"}
 
 
 @pytest.mark.parametrize("path", LONG.values(), ids=LONG)

@@ -185,10 +185,7 @@ def test_whoever_asks_starts_no_program_unless_it_was_allowed(local, tmp_path):
     for command in ("touch made", "/bin/sh -c 'touch made'", "'", ""):
         with pytest.raises(ServiceError, match="422"):
             client.submit("tune", {**tuning, "command": command})
-    with (
-        service(tmp_path, programs=("torchrun",)) as allowing,
-        Client(allowing.url) as client,
-    ):
+    with service(tmp_path, programs=("torchrun",)) as allowing, Client(allowing.url) as client:
         with pytest.raises(ServiceError, match="422"):
             client.submit("tune", {**tuning, "command": "sh torchrun"})
         assert client.cancel(client.submit("tune", {**tuning, "command": "torchrun train.py {config}"}))

@@ -100,11 +100,7 @@ def test_short_questions_of_one_user_do_not_keep_those_of_another_waiting(turns)
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(
     ("command", "by", "state"),
-    [
-        ("suggest", signal.SIGKILL, "queued"),
-        ("suggest", signal.SIGABRT, "failed"),
-        ("apply", signal.SIGKILL, "failed"),
-    ],
+    [("suggest", signal.SIGKILL, "queued"), ("suggest", signal.SIGABRT, "failed"), ("apply", signal.SIGKILL, "failed")],
     ids=["a question whose process is killed", "one whose process crashes", "a run whose process is killed"],
 )
 def test_what_others_end_costs_a_question_no_start(turns, command, by, state):

@@ -83,9 +83,7 @@ def test_a_group_of_one_costs_nothing(op):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from(["a100", "h200", "gb200", "l40s", "mi300x"]),
-    st.sampled_from(MONOTONE),
-    st.sampled_from([2, 4, 8]),
+    st.sampled_from(["a100", "h200", "gb200", "l40s", "mi300x"]), st.sampled_from(MONOTONE), st.sampled_from([2, 4, 8])
 )
 def test_monotone_within_an_algorithm_and_protocol(gpu, op, n):
     # Across a switch NCCL may leave a faster protocol too late or too early: that jump is real, so it is left out here.

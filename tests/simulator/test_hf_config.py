@@ -387,7 +387,7 @@ ANY_JSON = st.recursive(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     config=st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), ANY_JSON | SMALL, max_size=12),
     sane=st.booleans(),

@@ -87,7 +87,7 @@ def runs_of(costs: dict[str, float], kinds: list[dict[str, float]]) -> HostRuns:
         seconds=np.array([seconds(place, costs) for place in range(len(kinds))]),
         spreads=np.zeros(len(kinds)),
         occurring=[frozenset(kind) for kind in kinds],
-        predict=lambda places, host: np.array([seconds(place, host) for place in places]),
+        predict=lambda places, hosts: np.array([seconds(*run) for run in zip(places, hosts, strict=True)]),
     )
 
 
@@ -295,8 +295,8 @@ def test_what_the_cpu_showed_is_where_a_fit_begins() -> None:
     names = ("launch_s", "rest_s")
     usual = usual_costs(TITAN)
 
-    def predict(places, host):
-        return np.array([100 * host["launch_s"] + host["rest_s"] for _ in places])
+    def predict(places, hosts):
+        return np.array([100 * host["launch_s"] + host["rest_s"] for host in hosts])
 
     runs = HostRuns(
         described=TITAN,

@@ -106,8 +106,7 @@ def test_without_overlap_tensor_parallel_collectives_add_to_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages"),
-    [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("LoopedBFS", 2)],
+    ("schedule", "stages"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("LoopedBFS", 2)]
 )
 def test_bubbles_are_the_published_ones(schedule: str, stages: int) -> None:
     """Equal stages, free messages: idle time is the analytical model's for the passes' own lengths."""

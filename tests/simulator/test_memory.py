@@ -34,10 +34,7 @@ def test_llama3_8b_fully_sharded_over_eight_holds_sixteen_bytes_a_parameter() ->
     assert state / GIB == pytest.approx(14.96, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("zero", "bytes_per_parameter"),
-    [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)],
-)
+@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])
 def test_megatron_mixed_precision_state_by_zero_stage(zero: int, bytes_per_parameter: float) -> None:
     """2 bytes of parameter, 4 of gradient, 12 of float32 copy and moments (arXiv 2205.05198 reports 18 in all)."""
     model = load_model("llama2-7b")

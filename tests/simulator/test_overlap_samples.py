@@ -21,11 +21,7 @@ from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.fitting.calibration_fit import calibrated, rate_errors, with_rates
 from simulator.fitting.overlap_fit import mean_error
-from simulator.fitting.overlap_samples import (
-    rates_as_numbers,
-    rates_of,
-    timed_modes,
-)
+from simulator.fitting.overlap_samples import rates_as_numbers, rates_of, timed_modes
 from simulator.kernels.roofline import Roofline
 from simulator.lowering.training import lower_training, plan_context
 from simulator.overlap.modes import EXECUTED, GATHER, SCATTER, OverlapRates, mode_s

@@ -179,8 +179,7 @@ def test_a_boundary_may_have_its_own_wire():
 
 
 @pytest.mark.parametrize(
-    ("name", "keywords"),
-    [("1F1B", {"backward_s": [1.0]}), ("1F1B", {}), ("ZBH1", {"backward_s": [1.0, 1.0]})],
+    ("name", "keywords"), [("1F1B", {"backward_s": [1.0]}), ("1F1B", {}), ("ZBH1", {"backward_s": [1.0, 1.0]})]
 )
 def test_missing_times_are_named(name, keywords):
     schedule = build_schedule(name, ranks=2, micro_batches=4)

@@ -7,21 +7,30 @@ prints a list of "" or what the tool said. Runs in an environment that has the t
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import sys
 import tempfile
 import typing
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
+@cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Made once for all files: it takes a tenth of a second, and reading with it leaves it as it was."""
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def megatron(file: dict[str, Any]) -> None:
     """`parse_args`, `validate_args`, and the sizes of the batch."""
-    import argparse
-
     import torch
     from megatron.core import num_microbatches_calculator as batches
     from megatron.training import arguments
@@ -31,11 +40,10 @@ def megatron(file: dict[str, Any]) -> None:
     # The variable is the environment's: one connection for tensor parallelism, and more for its FSDP.
     connections = "8" if "--use-megatron-fsdp" in file["words"] else "1"
     os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "RANK": "0", "WORLD_SIZE": str(file["world"])}
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     own = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1"]
     if "--rampup-batch-size" in file["words"]:
         own[-2:] = ["--train-samples", "5859375"]
-    given = parser.parse_args([*file["words"], *own])
+    given = megatron_parser().parse_args([*file["words"], *own])
     given._is_global_batch_size_explicitly_specified = True
     given.rank, given.world_size = 0, file["world"]
     arguments.validate_args(given)
@@ -155,6 +163,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         import_module(IMPORTED[tool])
+        if tool == "megatron":
+            megatron_parser()
+        gc.freeze()  # children need not copy what they only read
         answers = [forked(tool, file) for file in asked]
     print(f"\n{json.dumps(answers)}")
 

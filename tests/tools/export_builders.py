@@ -10,6 +10,7 @@ of many would; weights stay on the meta device, so that models of any size can b
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -383,8 +384,9 @@ def forked(target: str, file: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     target, files = sys.argv[1:]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     if target.startswith("torchtitan"):
-        importlib.import_module("torchtitan.config")
+        importlib.import_module("torchtitan.models.llama3")
     elif target == "megatron":
         import typing
 
@@ -397,6 +399,7 @@ def main() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         importlib.import_module(target)
         importlib.import_module("transformers")
+    gc.freeze()  # children need not copy what they only read
     answers = []
     for file in json.loads(Path(files).read_text()):
         with tempfile.TemporaryDirectory() as folder:

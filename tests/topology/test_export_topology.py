@@ -17,9 +17,7 @@ def test_astra_sim_h100_matches_the_validated_file():
     node = made.groups[0].node
     links = tuple(replace(link, bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links)
     measured = replace(
-        made,
-        groups=(NodeGroup(node=replace(node, links=links), count=4),),
-        fabric=replace(made.fabric, latency_s=1e-6),
+        made, groups=(NodeGroup(node=replace(node, links=links), count=4),), fabric=replace(made.fabric, latency_s=1e-6)
     )
     assert yaml.safe_load(to_astra_sim(measured, between_nodes="Ring")) == {
         "topology": ["Switch", "Ring"],

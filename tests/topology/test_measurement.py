@@ -31,10 +31,7 @@ def single(src: str, dst: str, rate: float, pattern: str = "pair") -> FlowSet:
 
 
 def both_ways(gpu: int, down: float, up: float) -> tuple[FlowSet, FlowSet]:
-    return (
-        single("host", f"gpu{gpu}", down, "host_to_device"),
-        single(f"gpu{gpu}", "host", up, "device_to_host"),
-    )
+    return (single("host", f"gpu{gpu}", down, "host_to_device"), single(f"gpu{gpu}", "host", up, "device_to_host"))
 
 
 def measured(*flows: FlowSet, **more) -> Measurement:
@@ -119,10 +116,7 @@ def test_a_profile_holds_what_ran_alone() -> None:
 
 def test_flows_that_collide_keep_less_than_three_quarters_each() -> None:
     def together(rate: float) -> FlowSet:
-        flows = (
-            Flow(src="gpu0", dst="gpu2", bytes_per_s=rate),
-            Flow(src="gpu1", dst="gpu3", bytes_per_s=rate),
-        )
+        flows = (Flow(src="gpu0", dst="gpu2", bytes_per_s=rate), Flow(src="gpu1", dst="gpu3", bytes_per_s=rate))
         return FlowSet(pattern="two_disjoint", nbytes=1, flows=flows)
 
     alone = (single("gpu0", "gpu2", 54e9), single("gpu1", "gpu3", 54e9))

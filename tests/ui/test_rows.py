@@ -80,7 +80,7 @@ def test_runs_are_named_by_what_tells_them_apart():
     def kept(number, plan, model="llama3-8b"):
         about = {"status": "finished", "complete": True, "framework": "torchtitan", "gpus": 1, "device": "NVIDIA H200"}
         known = dict.fromkeys(
-            (*(f"{how}_{what}" for how in ("predicted", "measured") for what in ("step_s", "peak_bytes")),),
+            (*(f"{how}_{what}" for how in ("predicted", "measured") for what in ("step_s", "peak_bytes")),)
         )
         return RunSummary(
             **about,

@@ -13,19 +13,7 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 from topology.catalog.cluster_file import parse_cluster
-from topology.cluster import (
-    Cluster,
-    Finding,
-    Gpu,
-    GpuKind,
-    Link,
-    LinkKind,
-    LinkState,
-    Nic,
-    Node,
-    NodeGroup,
-    Source,
-)
+from topology.cluster import Cluster, Finding, Gpu, GpuKind, Link, LinkKind, LinkState, Nic, Node, NodeGroup, Source
 from topology.codec import parse_json
 from topology.errors import BadCluster, BadInput
 from topology.finding import ERROR, INFO, WARNING, finding, gpu_names
@@ -77,10 +65,7 @@ def shipped_catalogue() -> Catalogue | None:
 
 
 def probe_text(
-    texts: Sequence[tuple[str, str]],
-    *,
-    gpu: str | None = None,
-    catalogue: Catalogue | None = None,
+    texts: Sequence[tuple[str, str]], *, gpu: str | None = None, catalogue: Catalogue | None = None
 ) -> Cluster:
     """Return the machine that `texts` (pairs of a name to show and the content) describe.
 

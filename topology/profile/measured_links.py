@@ -26,10 +26,7 @@ def with_measured_rates(cluster: Cluster, measured: Measurement) -> Cluster:
         return cluster
     node = cluster.groups[0].node
     links = tuple(_measured(link, node, measured) for link in node.links)
-    return replace(
-        cluster,
-        groups=(replace(cluster.groups[0], node=replace(node, links=links)), *cluster.groups[1:]),
-    )
+    return replace(cluster, groups=(replace(cluster.groups[0], node=replace(node, links=links)), *cluster.groups[1:]))
 
 
 def _measured(link: Link, node: Node, measured: Measurement) -> Link:

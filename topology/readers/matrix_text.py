@@ -274,13 +274,7 @@ def _cells(rest: str, columns: int) -> tuple[list[str], str, int]:
 
 
 def _align_cells(
-    name: str,
-    rest: str,
-    devices: list[str],
-    *,
-    joined: bool,
-    problems: list[str],
-    unknown: list[tuple[str, str, str]],
+    name: str, rest: str, devices: list[str], *, joined: bool, problems: list[str], unknown: list[tuple[str, str, str]]
 ) -> RawRow | None:
     """Put a row's cells under its columns, or refuse: a row whose `X` is not its own column has shifted."""
     cells, tail, offset = _cells(rest, len(devices))
@@ -303,11 +297,7 @@ def _align_cells(
         if cell.startswith("?"):
             unknown.append((name, column, cell[1:]))
     return RawRow(
-        name=name,
-        cells=tuple(cells),
-        tail=tail,
-        tail_offset=None if joined else offset + len(name),
-        complete=complete,
+        name=name, cells=tuple(cells), tail=tail, tail_offset=None if joined else offset + len(name), complete=complete
     )
 
 

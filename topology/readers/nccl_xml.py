@@ -34,10 +34,7 @@ KNOWN_ATTRIBUTES = {
     "xgmi": {"target", "count", "tclass"},
     "c2c": {"bw", "count"},
     "nic": set(),
-    "net": {
-        *("name", "dev", "speed", "port", "latency", "guid", "maxconn", "gdr", "coll", "keep", "net"),
-        "gin",
-    },
+    "net": {*("name", "dev", "speed", "port", "latency", "guid", "maxconn", "gdr", "coll", "keep", "net"), "gin"},
     "graphs": {"version"},
     "graph": {
         *("id", "pattern", "crossnic", "nchannels", "speedintra", "speedinter", "latencyinter"),

@@ -86,12 +86,7 @@ def payload(
         "partial": partial,
         "lanes": labels,
         "kinds": [
-            {
-                "name": kind,
-                "colour": COLOURS[kind],
-                "ink": ink_on(COLOURS[kind]),
-                "strength": _STRENGTH.get(kind, 1.0),
-            }
+            {"name": kind, "colour": COLOURS[kind], "ink": ink_on(COLOURS[kind]), "strength": _STRENGTH.get(kind, 1.0)}
             for kind in KINDS
         ],
         "names": names,

@@ -131,12 +131,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
         )
         at += 0.0 if row.get("total") else row["seconds"]
     top = max((v["to"] for v in values), default=1.0)
-    y = alt.Y(
-        "name:N",
-        sort=None,
-        title=None,
-        axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8),
-    )
+    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
     x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.04], nice=False))
     base = alt.Chart(table(values)).encode(
         y=y,

@@ -135,13 +135,7 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
     edge = 1.35 * wide + 1
     scale = alt.Scale(domain=[-0.6, edge + 0.6], nice=False)
     gpus = [
-        {
-            "node": node.name,
-            "x": gpu,
-            "load": percent(share),
-            "what": f"GPU {gpu}",
-            "level": level(share)[0],
-        }
+        {"node": node.name, "x": gpu, "load": percent(share), "what": f"GPU {gpu}", "level": level(share)[0]}
         for node in shown
         for gpu, share in enumerate(node.inside)
     ]

@@ -16,11 +16,7 @@ def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:
     p = paper(dark)
     total = sum(row["parameters"] for row in rows) or 1
     values = [
-        {
-            **row,
-            "text": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}",
-            "b": row["parameters"] / 1e9,
-        }
+        {**row, "text": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}", "b": row["parameters"] / 1e9}
         for row in rows
     ]
     top = max((row["parameters"] / 1e9 for row in rows), default=1.0)

@@ -26,13 +26,7 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
     """Draw step time against memory, with the Pareto front, the GPU's capacity and a ring around the chosen plan."""
     p = paper(dark)
     on_front = {row["plan"] for row in front(rows)}
-    values = [
-        {
-            **row,
-            "place": "on the front" if row["plan"] in on_front else "beaten in both",
-        }
-        for row in rows
-    ]
+    values = [{**row, "place": "on the front" if row["plan"] in on_front else "beaten in both"} for row in rows]
     times = [row["step_s"] for row in rows] or [1.0]
     memory_gib = [row["peak_gib"] for row in rows]
     x = alt.X(
@@ -69,9 +63,7 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
     )
     points = base.mark_point(filled=True, size=110, opacity=0.95, stroke=p.page, strokeWidth=1).encode(
         color=alt.Color(
-            "place:N",
-            title=None,
-            scale=alt.Scale(domain=["on the front", "beaten in both"], range=[GOOD, GREY]),
+            "place:N", title=None, scale=alt.Scale(domain=["on the front", "beaten in both"], range=[GOOD, GREY])
         ),
         tooltip=tooltip,
     )

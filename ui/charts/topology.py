@@ -108,11 +108,7 @@ class _Side(TypedDict, total=False):
     align: Literal["left"]
 
 
-_SIDES: dict[str, _Side] = {
-    "above": {"dy": -17},
-    "below": {"dy": 19},
-    "right": {"dx": 11, "dy": -9, "align": "left"},
-}
+_SIDES: dict[str, _Side] = {"above": {"dy": -17}, "below": {"dy": 19}, "right": {"dx": 11, "dy": -9, "align": "left"}}
 
 
 def _parts(

@@ -85,9 +85,7 @@ def _findings(cluster: Cluster) -> None:
         return
     for item in items[:12]:
         panels.finding(
-            str(item.severity),
-            item.what,
-            [("why", item.why), ("so", item.consequence), ("do", item.remedy)],
+            str(item.severity), item.what, [("why", item.why), ("so", item.consequence), ("do", item.remedy)]
         )
     if len(items) > 12:
         st.caption(f"and {len(items) - 12} more: planner doctor lists them all")

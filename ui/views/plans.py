@@ -88,12 +88,7 @@ def show(question: state.Inputs) -> None:
     with right:
         panels.section("Time against memory", "One point per set of parallel degrees. The line is the Pareto front.")
         if shown:
-            drawn = charts.scatter(
-                shown,
-                limit_gib=best.memory.capacity_bytes / GIB,
-                chosen=name,
-                dark=panels.dark(),
-            )
+            drawn = charts.scatter(shown, limit_gib=best.memory.capacity_bytes / GIB, chosen=name, dark=panels.dark())
             best_of_both = charts.front(shown)
             about = f"Step time against memory: {len(best_of_both)} of {len(shown)} plans are beaten in neither"
             panels.plan_chart(drawn, key="scatter", alt=about, chosen=(name,), on_pick=pick)

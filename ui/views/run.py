@@ -61,11 +61,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
     with st.form("run"):
         first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
         device = first.segmented_control(
-            "Device",
-            ["cuda", "cpu"],
-            default="cuda",
-            required=True,
-            help="cpu checks numbers only, on a small model.",
+            "Device", ["cuda", "cpu"], default="cuda", required=True, help="cpu checks numbers only, on a small model."
         )
         minutes = second.number_input("Minutes at most", 1, 60, 2)
         steps = third.number_input("Steps to measure", 1, 1000, 10)

@@ -32,7 +32,7 @@ def adapters(read: Callable[[Settings], Stated], *keys: str) -> Entry:
                 raise NotModelled(error.what, why=error.why, remedy=error.remedy) from error
         return {"adapter": stated}
 
-    return Entry(keys=keys, write=lambda _: {}, read=facts)
+    return Entry(keys=keys, read=facts)
 
 
 def _names(value: Any) -> list[str] | str | None:

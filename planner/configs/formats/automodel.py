@@ -9,16 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.configs.formats.adapters import AUTOMODEL
-from planner.configs.formats.yaml_format import (
-    Described,
-    YamlFormat,
-    compiled,
-    degree,
-    in_all,
-    length,
-    named,
-    types,
-)
+from planner.configs.formats.yaml_format import Described, YamlFormat, compiled, degree, in_all, length, named, types
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
 from simulator.legality.muon import WHY_NOT
 from simulator.pipeline.schedules.registry import SCHEDULES
@@ -107,16 +98,16 @@ TABLE: Table = (
     degree(f"{_D}pp_size", "pp"),
     degree(f"{_D}ep_size", "ep"),
     degree(f"{_D}dp_replicate_size", "dp_replicate"),
-    Entry(keys=(f"{_D}dp_size", f"{_D}strategy", f"{_D}sequence_parallel"), write=lambda _: {}, read=_read_shard),
-    Entry(keys=_SCHEDULES, write=lambda _: {}, read=_read_schedule),
+    Entry(keys=(f"{_D}dp_size", f"{_D}strategy", f"{_D}sequence_parallel"), read=_read_shard),
+    Entry(keys=_SCHEDULES, read=_read_schedule),
     in_all("step_scheduler.local_batch_size", "step_scheduler.global_batch_size"),
-    Entry(keys=(*_MICRO, *_EACH), write=lambda _: {}, read=_read_pipelined),
+    Entry(keys=(*_MICRO, *_EACH), read=_read_pipelined),
     length("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length"),
-    Entry(keys=_RECOMPUTE, write=lambda _: {}, read=_read_recompute),
-    Entry(keys=(_TYPE,), write=lambda _: {}, read=_read_types),
-    Entry(keys=(_RESHARD,), write=lambda _: {}, read=_read_reshard),
-    Entry(keys=(_OFFLOAD,), write=lambda _: {}, read=_read_offload),
-    Entry(keys=("optimizer._target_",), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=_RECOMPUTE, read=_read_recompute),
+    Entry(keys=(_TYPE,), read=_read_types),
+    Entry(keys=(_RESHARD,), read=_read_reshard),
+    Entry(keys=(_OFFLOAD,), read=_read_offload),
+    Entry(keys=("optimizer._target_",), read=_read_optimizer),
     compiled("compile.enabled"),
     AUTOMODEL,
 )

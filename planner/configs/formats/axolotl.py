@@ -101,9 +101,9 @@ TABLE: Table = (
         read=_read_recompute,
     ),
     compiled("torch_compile"),
-    Entry(keys=_OFFLOAD, write=lambda _: {}, read=_read_offload),
-    Entry(keys=("bf16", "fp16"), write=lambda _: {}, read=_read_types),
-    Entry(keys=("optimizer",), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=_OFFLOAD, read=_read_offload),
+    Entry(keys=("bf16", "fp16"), read=_read_types),
+    Entry(keys=("optimizer",), read=_read_optimizer),
     AXOLOTL,
     SAVERS,
 )

@@ -278,4 +278,4 @@ def read(text: str, where: str, flags: CheckFlags) -> Configuration:
         assumed=(f"{' '.join(ends)} (the layers do not divide otherwise; another file says how)",) if ends else (),
     )
     trained = adapters(lambda _: bridge_adapter(said.settings, recipe="peft" in document.name))
-    return replace(found, table=(Entry(keys=(), write=lambda _: {}, read=_read_length), *found.table, trained))
+    return replace(found, table=(Entry(read=_read_length), *found.table, trained))

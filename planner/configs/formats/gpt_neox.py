@@ -72,11 +72,7 @@ TABLE: Table = (
         write=lambda facts: {"checkpoint_activations": facts["recompute"] == "full"},
         read=lambda settings, _: {"recompute": "full" if truth(settings, "checkpoint_activations") else "none"},
     ),
-    Entry(
-        keys=("fp16.enabled", "bf16.enabled", "fp16.type", "precision", "fp32_allreduce"),
-        write=lambda _: {},
-        read=_read_types,
-    ),
+    Entry(keys=("fp16.enabled", "bf16.enabled", "fp16.type", "precision", "fp32_allreduce"), read=_read_types),
 )
 
 

@@ -57,16 +57,12 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
 
 
 TABLE: Table = (
-    Entry(keys=("devices", "num_nodes"), write=lambda _: {}, read=_read_mesh),
+    Entry(keys=("devices", "num_nodes"), read=_read_mesh),
     in_all("train.micro_batch_size", "train.global_batch_size"),
     length("train.max_seq_length"),
-    Entry(keys=("precision",), write=lambda _: {}, read=_read_types),
+    Entry(keys=("precision",), read=_read_types),
     constant({"optimizer": "adamw"}, "optimizer", "optimizer.class_path"),
-    Entry(
-        keys=(),
-        write=lambda _: {},
-        read=lambda settings, _: {"compile": _pretrains(settings)},
-    ),
+    Entry(read=lambda settings, _: {"compile": _pretrains(settings)}),
     LITGPT,
 )
 

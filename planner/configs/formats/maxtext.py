@@ -148,9 +148,9 @@ TABLE: Table = (
         write=lambda facts: {_REMAT: REMAT[facts["recompute"]]} if facts["recompute"] in REMAT else {},
         read=_read_recompute,
     ),
-    Entry(keys=_TYPES, write=lambda _: {}, read=_read_types),
-    Entry(keys=_HOST, write=lambda _: {}, read=_read_host),
-    Entry(keys=("opt_type",), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=_TYPES, read=_read_types),
+    Entry(keys=_HOST, read=_read_host),
+    Entry(keys=("opt_type",), read=_read_optimizer),
     constant({"compile": True}),
 )
 
@@ -211,5 +211,5 @@ def read_command(text: str, where: str, flags: CheckFlags) -> Configuration:
             )
         return facts
 
-    found = replace(found, table=(Entry(keys=(), write=lambda _: {}, read=read_other), *found.table))
+    found = replace(found, table=(Entry(read=read_other), *found.table))
     return replace(found, unknown=(*found.unknown, *(f"what {one} says" for one in other)), elsewhere=other)

@@ -6,7 +6,7 @@ Keys and defaults: `src/nanotron/config/` of early 2025 (`ParallelismArgs`, `Tok
 from __future__ import annotations
 
 from planner.configs.formats.yaml_format import Described, YamlFormat, accumulated, constant, degree, length, types
-from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from planner.export.mapping import Entry, Facts, Settings, Table, either, one_of, truth, whole
 from simulator.config.hf_config import model_from_config
 from topology.errors import BadInput, BadModel
 
@@ -84,12 +84,8 @@ TABLE: Table = (
     ),
     accumulated("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica"),
     length("tokens.sequence_length"),
-    Entry(
-        keys=(f"{_P}recompute_layer",),
-        write=lambda facts: {f"{_P}recompute_layer": facts["recompute"] == "full"},
-        read=lambda settings, _: {"recompute": "full" if truth(settings, f"{_P}recompute_layer") else "none"},
-    ),
-    Entry(keys=("model.dtype", "optimizer.accumulate_grad_in_fp32"), write=lambda _: {}, read=_read_types),
+    either(f"{_P}recompute_layer", "recompute", "full", "none"),
+    Entry(keys=("model.dtype", "optimizer.accumulate_grad_in_fp32"), read=_read_types),
     constant({"optimizer": "adamw", "compile": False}, "optimizer.optimizer_factory.name"),
 )
 

@@ -85,16 +85,12 @@ TABLE: Table = (
     constant(FLAT | {"tp": 1, "cp": 1}),
     Entry(keys=_MESH, write=_write_mesh, read=_read_mesh),
     in_all("device_train_microbatch_size", "global_train_batch_size"),
-    Entry(keys=(), write=lambda _: {}, read=_read_smaller),
+    Entry(read=_read_smaller),
     length("model.max_sequence_length"),
     Entry(keys=(_RECOMPUTE,), write=_write_recompute, read=_read_recompute),
-    Entry(keys=("precision", f"{_F}precision"), write=lambda _: {}, read=_read_types),
-    Entry(keys=("optimizer.name",), write=lambda _: {}, read=_read_optimizer),
-    Entry(
-        keys=("compile",),
-        write=lambda _: {},
-        read=lambda settings, _: {"compile": any(key.startswith("compile.") for key in settings)},
-    ),
+    Entry(keys=("precision", f"{_F}precision"), read=_read_types),
+    Entry(keys=("optimizer.name",), read=_read_optimizer),
+    Entry(keys=("compile",), read=lambda settings, _: {"compile": any(key.startswith("compile.") for key in settings)}),
 )
 
 

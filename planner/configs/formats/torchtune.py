@@ -24,7 +24,7 @@ from planner.configs.formats.yaml_format import (
     types,
     whole_blocks,
 )
-from planner.export.mapping import Entry, Facts, Settings, Table, data_parallel_rest, one_of, truth
+from planner.export.mapping import Entry, Facts, Settings, Table, data_parallel_rest, either, one_of, truth
 from planner.export.named_models import model_spelt
 from topology.errors import BadInput
 
@@ -59,16 +59,12 @@ TABLE: Table = (
     degree("tensor_parallel_dim", "tp"),
     degree("context_parallel_dim", "cp"),
     degree("data_parallel_replicate_dim", "dp_replicate"),
-    Entry(keys=(_SHARD,), write=lambda _: {}, read=_read_shard),
+    Entry(keys=(_SHARD,), read=_read_shard),
     accumulated("batch_size", "gradient_accumulation_steps"),
     length("tokenizer.max_seq_len", "dataset.max_seq_len"),
     whole_blocks("enable_activation_checkpointing"),
     compiled("compile"),
-    Entry(
-        keys=("fsdp_cpu_offload",),
-        write=lambda facts: {"fsdp_cpu_offload": facts["offload"] == "parameters"},
-        read=lambda settings, _: {"offload": "parameters" if truth(settings, "fsdp_cpu_offload") else "none"},
-    ),
+    either("fsdp_cpu_offload", "offload", "parameters", "none"),
     Entry(
         keys=("fsdp_reshard_after_forward",),
         write=lambda facts: (
@@ -76,12 +72,10 @@ TABLE: Table = (
             if facts["reshard_after_forward"] is None
             else {"fsdp_reshard_after_forward": facts["reshard_after_forward"]}
         ),
-        read=lambda settings, _: {
-            "reshard_after_forward": truth(settings, "fsdp_reshard_after_forward", default=True),
-        },
+        read=lambda settings, _: {"reshard_after_forward": truth(settings, "fsdp_reshard_after_forward", default=True)},
     ),
     Entry(keys=("dtype",), write=lambda facts: {"dtype": DTYPES[facts["compute_dtype"]]}, read=_read_types),
-    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
     TORCHTUNE,
     SAVERS,
 )

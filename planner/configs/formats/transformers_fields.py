@@ -11,7 +11,7 @@ import re
 
 from planner.configs.formats.adapters import TRAINER
 from planner.configs.formats.savers import TRAINER as SAVERS
-from planner.export.mapping import Entry, Facts, Settings, Table, truth, whole
+from planner.export.mapping import Entry, Facts, Settings, Table, switch, truth, whole
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 MODEL_NAMES = ("model_name_or_path", "model_name", "pretrained_model_name_or_path", "model_id", "model", "base_model")
@@ -58,10 +58,7 @@ def write_batch(facts: Facts) -> Settings:
 
 def read_batch(settings: Settings, facts: Facts) -> Facts:
     micro, steps = whole(settings, MICRO, 8), whole(settings, STEPS, 1)
-    return {
-        "micro_batch_size": micro,
-        "global_batch_size": micro * steps * facts["dp_replicate"] * facts["dp_shard"],
-    }
+    return {"micro_batch_size": micro, "global_batch_size": micro * steps * facts["dp_replicate"] * facts["dp_shard"]}
 
 
 def read_length(settings: Settings, facts: Facts) -> Facts:
@@ -118,13 +115,9 @@ PROGRAM: Table = (
         write=lambda facts: {"gradient_checkpointing": facts["recompute"] != "none"},
         read=_read_recompute,
     ),
-    Entry(
-        keys=("torch_compile",),
-        write=lambda facts: {"torch_compile": bool(facts["compile"])},
-        read=lambda settings, _: {"compile": truth(settings, "torch_compile")},
-    ),
-    Entry(keys=("optim",), write=lambda _: {}, read=_read_optimizer),
-    Entry(keys=LENGTHS, write=lambda _: {}, read=read_length),
+    switch("torch_compile", "compile"),
+    Entry(keys=("optim",), read=_read_optimizer),
+    Entry(keys=LENGTHS, read=read_length),
     TRAINER,
     SAVERS,
 )

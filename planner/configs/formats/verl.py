@@ -235,7 +235,7 @@ def _table(engine: str, model: str, batch: tuple[Entry, ...]) -> Table:
             write=lambda facts: {checkpoints: facts["recompute"] != "none"},
             read=lambda settings, _: {"recompute": "full" if truth(settings, checkpoints, default=True) else "none"},
         ),
-        Entry(keys=(f"{engine}model_dtype", f"{engine}dtype"), write=lambda _: {}, read=partial(_read_types, engine)),
+        Entry(keys=(f"{engine}model_dtype", f"{engine}dtype"), read=partial(_read_types, engine)),
         constant({"optimizer": "adamw", "compile": False}),
         verl_adapters(_MODEL),
     )
@@ -246,9 +246,9 @@ def _describe(model: str, assumed: tuple[str, ...], settings: Settings) -> Descr
 
 
 _PARTS: Table = (
-    Entry(keys=_LENGTHS, write=lambda _: {}, read=_read_length),
+    Entry(keys=_LENGTHS, read=_read_length),
     Entry(keys=_BATCH, write=_write_batch, read=_read_batch),
-    Entry(keys=_ROLLOUT_KEYS, write=lambda _: {}, read=_check_parts),
+    Entry(keys=_ROLLOUT_KEYS, read=_check_parts),
 )
 FSDP = YamlFormat(
     framework="verl",
@@ -265,7 +265,7 @@ SFT = YamlFormat(
     framework="verl",
     runtime="pytorch",
     marks=(frozenset({"data.micro_batch_size_per_gpu", "model.path"}),),
-    table=_table("engine.", "model.", (Entry(keys=_SFT_BATCH, write=lambda _: {}, read=_read_sft_batch),)),
+    table=_table("engine.", "model.", (Entry(keys=_SFT_BATCH, read=_read_sft_batch),)),
     describe=partial(_describe, "model.", ()),
     gpus=_gpus,
     limits={**DATA_PARALLEL, "tp": ((1, 1),), "cp": None, "micro_batch_size": None},
@@ -304,10 +304,7 @@ def _of_megatron(document: Document, settings: Settings, where: str) -> Configur
         model=model,
         gpus=_gpus(settings),
         no_cost=described.no_cost,
-        unknown=(
-            *(at[paths[flag]] for flag in strange),
-            *not_understood(settings, frozenset(read_here), HARMLESS),
-        ),
+        unknown=(*(at[paths[flag]] for flag in strange), *not_understood(settings, frozenset(read_here), HARMLESS)),
         limits={"micro_batch_size": None},
     )
     parts = tuple(_beside(entry, settings) for entry in _PARTS)
@@ -319,7 +316,7 @@ def _of_megatron(document: Document, settings: Settings, where: str) -> Configur
 
 def _beside(entry: Entry, settings: Settings) -> Entry:
     """Return an entry that reads keys of verl next to Megatron-LM's flags."""
-    return replace(entry, write=lambda _: {}, read=lambda _, facts: entry.read(settings, facts))
+    return replace(entry, read=lambda _, facts: entry.read(settings, facts))
 
 
 def _place(field: str) -> str:

@@ -136,7 +136,7 @@ def length(*keys: str) -> Entry:
         stated = next((key for key in keys if settings.get(key)), None)
         return {"seq_len": whole(settings, stated) if stated else facts.get("seq_len")}
 
-    return Entry(keys=keys, write=lambda _: {}, read=read)
+    return Entry(keys=keys, read=read)
 
 
 def whole_blocks(key: str) -> Entry:
@@ -158,7 +158,7 @@ def compiled(key: str) -> Entry:
 
 def constant(facts: Facts, *keys: str) -> Entry:
     """A fixed setting of a tool."""
-    return Entry(keys=keys, write=lambda _: {}, read=lambda *_: dict(facts))
+    return Entry(keys=keys, read=lambda *_: dict(facts))
 
 
 def degree(key: str, fact: str) -> Entry:

@@ -158,13 +158,11 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 TABLE: Table = (
     # JSON has no keys for pipelines; they are in the program's PipelineModule.
     Entry(
-        keys=(),
-        write=lambda _: {},
         read=lambda _, facts: {
             "pp": facts.get("pp", 1),
             "virtual_stages": 1,
             "schedule": "1F1B" if facts.get("pp", 1) > 1 else None,
-        },
+        }
     ),
     Entry(
         keys=_TP,
@@ -183,20 +181,13 @@ TABLE: Table = (
         read=_read_stage,
     ),
     Entry(
-        keys=tuple(f"{key}.{name}" for key in _OFFLOADS for name in _ON_HOST),
-        write=_write_offload,
-        read=_read_offload,
+        keys=tuple(f"{key}.{name}" for key in _OFFLOADS for name in _ON_HOST), write=_write_offload, read=_read_offload
     ),
     Entry(keys=_BATCH, write=write_batch, read=read_batch),
     Entry(
-        keys=(
-            "bf16.enabled",
-            "fp16.enabled",
-            "communication_data_type",
-            "seq_parallel_communication_data_type",
-        ),
+        keys=("bf16.enabled", "fp16.enabled", "communication_data_type", "seq_parallel_communication_data_type"),
         write=_write_types,
         read=_read_types,
     ),
-    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
+    Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
 )

@@ -19,6 +19,7 @@ from planner.export.mapping import (
     Settings,
     Table,
     layers_of,
+    number,
     one_of,
     require_said,
     truth,
@@ -61,14 +62,6 @@ _OPTIMIZER = "--optimizer"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _MODULES = "--recompute-modules"
 _TYPES = ("--bf16", "--fp16", "--fp8-format", "--fp8-param-gather", "--grad-reduce-in-bf16")
-
-
-def _degree(flag: str, fact: str) -> Entry:
-    return Entry(
-        keys=(flag,),
-        write=lambda facts: {flag: facts[fact]},
-        read=lambda settings, _: {fact: whole(settings, flag, 1)},
-    )
 
 
 def pipeline_layout(layers: tuple[int, ...]) -> str:
@@ -388,19 +381,14 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 
 
 TABLE: Table = (
-    _degree(_TP, "tp"),
+    number(_TP, "tp"),
     Entry(
         keys=("--sequence-parallel",),
         write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
-    Entry(
-        keys=(_PP, *_SPLITS, _GROUP),
-        exclusive=_SPLITS,
-        write=_write_pipeline,
-        read=_read_pipeline,
-    ),
-    _degree(_CP, "cp"),
+    Entry(keys=(_PP, *_SPLITS, _GROUP), exclusive=_SPLITS, write=_write_pipeline, read=_read_pipeline),
+    number(_CP, "cp"),
     Entry(
         keys=("--cp-comm-type",),
         write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
@@ -420,7 +408,7 @@ TABLE: Table = (
         write=_write_batch,
         read=_read_batch,
     ),
-    Entry(keys=(_RAMP,), write=lambda _: {}, read=_read_ramp),
+    Entry(keys=(_RAMP,), read=_read_ramp),
     Entry(keys=(*_RECOMPUTE, _MODULES), exclusive=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
     Entry(
         keys=("--tp-comm-overlap",),
@@ -428,6 +416,6 @@ TABLE: Table = (
         read=_read_overlap,
     ),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
-    Entry(keys=(_OPTIMIZER,), write=lambda _: {}, read=_read_optimizer),
-    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"compile": False}),
+    Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
+    Entry(read=lambda *_: {"compile": False}),
 )

@@ -157,12 +157,7 @@ def pipeline(head: str) -> Entry:
         modules = stage_modules(facts, _plan(facts), head)
         return settings | ({_MODULES: modules} if modules else {})
 
-    return Entry(
-        keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS),
-        exclusive=_SPLITS,
-        write=write,
-        read=_read_pipeline,
-    )
+    return Entry(keys=(_SCHEDULE, _MICRO_BATCH, *_SPLITS), exclusive=_SPLITS, write=write, read=_read_pipeline)
 
 
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
@@ -330,10 +325,10 @@ TOML: Table = (
     COMPILE,
     # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
-    Entry(keys=("model.converters",), write=lambda _: {}, read=_read_converters),
+    Entry(keys=("model.converters",), read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism always includes sequence parallelism.
-    Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
-    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
+    Entry(read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
+    Entry(read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
 )
 
 
@@ -360,12 +355,10 @@ COMMAND_LINE: Table = (
         read=lambda settings, _: {"recompute": one_of(settings, SUBCOMMAND, RECOMPUTE_0_3, "selective")},
     ),
     Entry(
-        keys=(),
-        write=lambda _: {},
         read=lambda _, facts: {
             "optimizer": "adamw",
             "zero_stage": None,
             "cp_method": "all_gather" if facts["cp"] > 1 else None,
-        },
+        }
     ),
 )

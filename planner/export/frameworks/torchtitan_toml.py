@@ -23,10 +23,7 @@ def write(job: ExportJob) -> Draft:
     title = f"{TITLE} {VERSION}"
     job, not_expressed, notes = prepared(job, title)
     known = toml_model(job.question.model, job.question.workload, VERSION)
-    document: JsonObject = {
-        "job": {"description": job.name},
-        "model": {"name": known.module, "flavor": known.flavor},
-    }
+    document: JsonObject = {"job": {"description": job.name}, "model": {"name": known.module, "flavor": known.flavor}}
     for key, value in settings_of(TOML, job.facts()).items():
         section, _, name = key.partition(".")
         document.setdefault(section, {})[name] = value
@@ -85,11 +82,4 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     return _arguments(), write(job)
 
 
-TARGET = Target(
-    name="torchtitan",
-    version=VERSION,
-    title=TITLE,
-    file_name=FILE,
-    write=write,
-    table=TOML,
-)
+TARGET = Target(name="torchtitan", version=VERSION, title=TITLE, file_name=FILE, write=write, table=TOML)

@@ -28,12 +28,7 @@ from simulator.config.adapter import DORA, LORA, Adapter
 from simulator.config.hf_config import hub_name
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.savers import (
-    ACTIVATION_OFFLOAD,
-    CHUNKED_LOSS,
-    LINEAR_LOSS,
-    OPTIMIZER_IN_BACKWARD,
-)
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD
 from topology.errors import Infeasible
 
 
@@ -144,10 +139,7 @@ def write_torchtune(job: ExportJob) -> Draft:
             "model.use_dora": adapter.kind == DORA,
         }
     elif plan.gpus > 1:
-        settings |= {
-            "data_parallel_replicate_dim": plan.dp_replicate,
-            "data_parallel_shard_dim": plan.dp_shard,
-        }
+        settings |= {"data_parallel_replicate_dim": plan.dp_replicate, "data_parallel_shard_dim": plan.dp_shard}
     in_pieces = CHUNKED_LOSS in runtime.savers
     settings |= {
         "tokenizer.max_seq_len": job.question.workload.seq_len,

@@ -10,14 +10,7 @@ from __future__ import annotations
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
 from planner.export.launchers.program import framework_program, node_environment
-from planner.export.script import (
-    ShellExpression,
-    command,
-    device_lines,
-    file_lines,
-    host_order_notes,
-    torchrun_words,
-)
+from planner.export.script import ShellExpression, command, device_lines, file_lines, host_order_notes, torchrun_words
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from topology.catalog.gpus import gpu_names

@@ -148,10 +148,7 @@ def _measured(trial: Trial, counted: Sequence[Sample]) -> Trial:
     spread = (steps[-1 - tenth] - steps[tenth]) / middle
     held = [one.memory_bytes for one in counted if one.memory_bytes]
     return replace(
-        trial,
-        step_s=middle,
-        noise=spread / 2.56 / len(steps) ** 0.5,
-        reserved_bytes=max(held, default=None),
+        trial, step_s=middle, noise=spread / 2.56 / len(steps) ** 0.5, reserved_bytes=max(held, default=None)
     )
 
 

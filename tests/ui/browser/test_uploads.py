@@ -51,12 +51,7 @@ def test_a_machine_or_a_model_is_used_or_refused_with_the_reason(page, address, 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        (CONFIG, "Step as it is"),
-        (b"[training\nx = = 3", "is not TOML"),
-        (BINARY, "is not text"),
-        (HUGE, "or smaller"),
-    ],
+    [(CONFIG, "Step as it is"), (b"[training\nx = = 3", "is not TOML"), (BINARY, "is not text"), (HUGE, "or smaller")],
     ids=["good", "broken", "binary", "huge"],
 )
 def test_a_configuration_is_answered_or_refused_with_the_reason(page, address, tmp_path, content, said):
