@@ -273,6 +273,7 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
         shape=arrival_shape(flags.arrivals),
         requests=steady_requests(concurrency or 0),
         cached_prompt=cached,
+        steady=bool(flags.request_rate),
     )
 
 
@@ -330,6 +331,9 @@ def number_format(given: str | None, flag: str, known: tuple[str, ...], default:
 
 def _objective(flags: ServingFlags, assumed: list[str]) -> str:
     given = flags.objective
+    if given is None and flags.request_rate:
+        assumed.append("objective: seconds of an answer, since the requests say how many tokens are written")
+        return "latency"
     if given is None:
         assumed.append("objective: output tokens per second and GPU")
         return "throughput"
