@@ -8,7 +8,7 @@ compared them: a table by model.
 ERRORS is results_trainval/error_records.csv of the first, RUNS testdata/roofline_goldendataset.json of the second. The
 first file has what was measured with vLLM 0.15.1 on H100 and what each tool predicted, a row each; the second has
 the requests of these runs. A point is one stage: a rate of requests for ten or twenty minutes. Prompts have the stated
-lengths and arrive at a constant rate. Of each the system prompt is cached, which is what others were told ("ours"); or
+lengths and arrive at a constant rate. Of each the system prompt is cached, which is what others were given ("ours"); or
 all but its last block, because the load has 23 to 50 prompts that it sends over and over ("prompts cached";
 kubernetes-sigs/inference-perf, shared_prefix_datagen.py). Predicted are up to `MOST` requests of a stage.
 """

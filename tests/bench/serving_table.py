@@ -223,9 +223,9 @@ VIDUR = """
 
 Runs of vLLM 0.15.1 on H100 that the makers of another simulator measured, with what they had three tools predict
 (inference-sim/sim-to-real-accuracy-validation @dcec3fd, results_trainval/error_records.csv; the requests of these runs:
-inference-sim/inference-sim @f90a1e3, testdata/roofline_goldendataset.json), beside ours
+inference-sim/inference-sim @f90a1e3, testdata/roofline_goldendataset.json), next to ours
 (`tests/bench/against_vidur.py`). A point is a rate of requests for ten or twenty minutes. Nothing here was fitted to them. "Ours" were
-told of prompts what others were: the system prompt, a tenth to a fifth, is cached. The load has 23 to 50 prompts that it sends over
+given what others were: of prompts the system prompt, a tenth to a fifth, is cached. The load has 23 to 50 prompts that it sends over
 and over (kubernetes-sigs/inference-perf, shared_prefix_datagen.py: prompts are taken modulo their number), and vLLM keeps them:
 "prompts cached" counts each prompt but its last block as cached, which explains first tokens of all dense models. Not stated is
 whether earlier turns were sent as well, as the load's `enable_multi_turn_chat` would have it. Scout's tokens are early by a quarter
