@@ -20,7 +20,7 @@ from simulator.serving.server import Served
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
 
-LEAST = 200  # requests that figures are of, at least
+LEAST = 200  # requests that figures are of, at least; bursts need more by the square of their variation
 BEFORE, AFTER = 1.5, 0.5  # requests left out at the beginning and at the end, in multiples of those in progress
 FIRST, MOST = 320, 1 << 13  # requests of the first simulation and of the longest
 # Growth of the requests in progress, as a share of those that come meanwhile, from which a server is behind: chance
@@ -58,10 +58,11 @@ def steady_latency(
     """
     rate = traffic.request_rate
     hopeless = rate > SURELY_BEHIND * most_per_s
-    count = SHOWN if hopeless and not judged else FIRST
+    least = min(MOST // 2, LEAST * max(1, round(traffic.shape**2)))
+    count = SHOWN if hopeless and not judged else max(FIRST, least)
     while True:
         served = simulated(count)
-        window = _window(served.answers, rate)
+        window = _window(served.answers, rate, least)
         kept = Served(answers=window.answers, seconds=served.seconds, busy=served.busy, preempted=served.preempted)
         found = latency(kept, ttft_s=ttft_s, tpot_s=tpot_s)
         if hopeless or count >= MOST or (count >= window.needed and not window.grows):
@@ -80,8 +81,8 @@ def steady_latency(
     return replace(found, output_tokens_per_s=rate * traffic.output.usual, requests_per_s=rate)
 
 
-def _window(answers: Sequence[Answer], rate: float) -> Window:
-    """Return the requests that count of those that came at `rate` a second."""
+def _window(answers: Sequence[Answer], rate: float, least: int) -> Window:
+    """Return the requests that count, at least so many if enough came, of those that came at `rate` a second."""
     came = sorted(answers, key=lambda answer: answer.arrival_s)
     count = len(came)
     seconds = float(np.mean([answer.done_s - answer.arrival_s for answer in came[count // 2 :]]))
@@ -92,7 +93,7 @@ def _window(answers: Sequence[Answer], rate: float) -> Window:
     ends = [kept[0].arrival_s, kept[-1].arrival_s]
     left = np.searchsorted(done, ends, side="right")
     growth = (len(kept) - 1) - int(left[1] - left[0])
-    needed = math.ceil((BEFORE + AFTER) * within + LEAST)
+    needed = math.ceil((BEFORE + AFTER) * within + least)
     return Window(answers=tuple(kept), needed=needed, grows=growth > GROWS * len(kept))
 
 
