@@ -32,13 +32,17 @@ class ServingAnswer:
 
 
 def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
-    """Return whether the question's targets hold on average."""
+    """Return whether the question's targets hold on average, and go on to."""
+    if (question.ttft_s or question.tpot_s) and not estimate.latency.keeps_up:
+        return False
     first = not question.ttft_s or estimate.ttft_s.value <= question.ttft_s
     return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
 
 
-def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: float = math.inf) -> ServingEstimate:
-    """Return what clients of a deployment would see.
+def estimate_of(
+    question: ServingQuestion, deployment: Deployment, *, judged: bool = False, until_s: float = math.inf
+) -> ServingEstimate:
+    """Return what clients of a deployment would see; if only `judged` by the targets, too little where one is missed.
 
     Raises Infeasible if a request does not fit, OutOfTime at `until_s` of `time.monotonic`.
     """
@@ -49,6 +53,7 @@ def estimate_of(question: ServingQuestion, deployment: Deployment, *, until_s: f
         question.traffic,
         ttft_s=question.ttft_s,
         tpot_s=question.tpot_s,
+        judged=judged,
         until_s=until_s,
     )
 

@@ -17,7 +17,7 @@ from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, made_even
-from simulator.serving.traffic import Lengths, Traffic
+from simulator.serving.traffic import Lengths, Traffic, steady_requests, with_clients
 from topology.errors import UserError
 
 _MADE_FOR = ("model", "cluster", "gpu", "gpus", "requests")
@@ -98,11 +98,10 @@ def _traffic(before: Traffic, flags: ServingFlags) -> Traffic:
         cached_prompt=before.cached_prompt if flags.cached_prompt is None else flags.cached_prompt,
     )
     if flags.concurrency is not None:
-        return replace(
-            traffic, concurrency=flags.concurrency, request_rate=0.0, requests=max(200, 4 * flags.concurrency)
-        )
+        return with_clients(traffic, flags.concurrency)
     if flags.request_rate is not None:
-        return replace(traffic, concurrency=0, request_rate=flags.request_rate, requests=200)
+        rate = flags.request_rate
+        return replace(traffic, concurrency=0, request_rate=rate, steady=True, requests=steady_requests(0))
     return traffic
 
 

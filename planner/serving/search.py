@@ -18,6 +18,7 @@ from simulator.serving.deployment import WEIGHT_BYTES, Deployment
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
+from topology.units import two_digits
 
 # Deployments closer than this are a tie: errors of predictions of one model on one machine differ by about as much
 # between deployments (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean;
@@ -47,9 +48,14 @@ class ServingResult:
 
 
 def search_serving(
-    question: ServingQuestion, *, progress: Callable[[str], None] = lambda _: None, time_limit_s: float | None = None
+    question: ServingQuestion,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    judged: bool = False,
+    time_limit_s: float | None = None,
 ) -> ServingResult:
-    """Return all deployments, best first; with a time limit those that were simulated within it.
+    """Return all deployments, best first; with a time limit those that were simulated within it. If they are only
+    `judged` by the targets, figures of those that miss one may be too low.
 
     Raises Infeasible, with the reasons, where there is none.
     """
@@ -60,7 +66,7 @@ def search_serving(
     for number, deployment in enumerate(found):
         progress(f"deployment {number + 1} of {len(found)}")
         try:
-            estimate = estimate_of(question, deployment, until_s=until_s)
+            estimate = estimate_of(question, deployment, judged=judged, until_s=until_s)
         except OutOfTime:
             if not plans:
                 raise
@@ -79,7 +85,7 @@ def search_serving(
             remedy="a --cluster with more or larger GPUs"
             + (f", or --weights {' or '.join(narrower)}" if narrower else ""),
         )
-    ordered = sorted(plans, key=lambda plan: (not plan.meets, value_of(question, plan), _mechanisms(plan.deployment)))
+    ordered = sorted(plans, key=lambda plan: (*_rank(plan), value_of(question, plan), _mechanisms(plan.deployment)))
     return ServingResult(
         question=question,
         plans=tuple(_explained(question, ordered)),
@@ -88,9 +94,16 @@ def search_serving(
     )
 
 
+def _rank(plan: ServingPlan) -> tuple[bool, bool]:
+    """Return what orders plans before the objective does: whether targets fail, and whether requests pile up."""
+    return not plan.meets, not plan.estimate.latency.keeps_up
+
+
 def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
-    """Return the value that the objective minimises: seconds of an answer, or GPU seconds of an output token."""
-    if question.objective == "latency":
+    """Return the value that the objective minimises: seconds of an answer, or GPU seconds of an output token. All
+    deployments that keep up with a rate of requests write the same tokens, so the faster answer is better.
+    """
+    if question.objective == "latency" or (question.traffic.steady and plan.estimate.latency.keeps_up):
         return plan.estimate.e2e_s.value
     return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
 
@@ -104,7 +117,7 @@ def _mechanisms(deployment: Deployment) -> int:
 def _explained(question: ServingQuestion, plans: list[ServingPlan]) -> list[ServingPlan]:
     best = plans[0]
     close = [
-        p for p in plans if p.meets == best.meets and value_of(question, p) <= value_of(question, best) * (1 + TIE)
+        p for p in plans if _rank(p) == _rank(best) and value_of(question, p) <= value_of(question, best) * (1 + TIE)
     ]
     first = min(close, key=lambda plan: _mechanisms(plan.deployment))
     rest = [plan for plan in plans if plan is not first]
@@ -122,6 +135,8 @@ def _why(question: ServingQuestion, first: ServingPlan, plan: ServingPlan) -> st
             late.append(f"{1e3 * plan.estimate.tpot_s.value:.2g} ms a token, wanted {1e3 * question.tpot_s:g} ms")
         return "; ".join(late)
     mine, theirs = plan.estimate, first.estimate
+    if theirs.latency.keeps_up and not mine.latency.keeps_up:
+        return f"requests come faster than it answers them, {two_digits(mine.latency.requests_per_s)} a second"
     ratios = {"the first token comes later": mine.ttft_s.value / theirs.ttft_s.value}
     if theirs.tpot_s.value:  # answers of one token have no time between tokens
         ratios["a token takes longer"] = mine.tpot_s.value / theirs.tpot_s.value

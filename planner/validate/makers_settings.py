@@ -19,6 +19,7 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
+LEAST_HALF_MORE = 48  # answers on a rank
 TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 
 
@@ -44,6 +45,20 @@ def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, 
     return Usual()
 
 
+def answers_of_rank(clients: int, pool: Pool) -> int:
+    """Return the most answers at a time on each rank that writes them, of separated engines of TensorRT-LLM: the most
+    with which no place stays empty, of powers of two and, from 48 on, of one and a half times those.
+
+    So it is in 105 of NVIDIA's 141 recipes for DeepSeek-R1 without drafted tokens, whose names have this number
+    (`batch64`; SemiAnalysisAI/InferenceX @843c6254, configs/nvidia-master.yaml and deprecated/nvidia-1k1k-master.yaml);
+    most of the others have room for many more than their clients.
+    """
+    places = max(1, clients // (pool.engines * pool.dp_attention))
+    power = 1 << (places.bit_length() - 1)
+    half_more = power * 3 // 2
+    return half_more if LEAST_HALF_MORE <= half_more <= places else power
+
+
 def as_makers_set(
     row: ServingRow, model: Model, cluster: Cluster, deployment: Deployment, assumed: list[str]
 ) -> Deployment:
@@ -55,6 +70,10 @@ def as_makers_set(
     usual = usual_settings(deployment.engine, model, kind, deployment.pool, clients=clients, weights=weights)
     if deployment.prefill is not None:
         usual = Usual(kv_cache=usual.kv_cache)
+        if deployment.engine in TRTLLM and row.max_num_seqs is None and row.concurrency:
+            most = answers_of_rank(row.concurrency, deployment.pool)
+            assumed.append(f"{most} answers at a time on each rank of attention, as NVIDIA's recipes set it")
+            deployment = replace(deployment, max_num_seqs=most)
     title = engine_of(deployment.engine).title
     if row.scheduler_recv_interval is None and usual.receive_every > 1:
         assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")

@@ -13,7 +13,8 @@ from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import CacheCapacity, cache_capacity
 from simulator.serving.latency import Latency, latency
-from simulator.serving.server import serve
+from simulator.serving.server import Served, serve
+from simulator.serving.steady import most_answered, steady_latency
 from simulator.serving.traffic import Traffic, with_clients
 from topology.cluster import Cluster, Source
 
@@ -42,9 +43,11 @@ def estimate_serving(
     *,
     ttft_s: float = 0.0,
     tpot_s: float = 0.0,
+    judged: bool = False,
     until_s: float = math.inf,
 ) -> ServingEstimate:
-    """Simulate `traffic` on a deployment; a target of 0 is no target.
+    """Simulate `traffic` on a deployment; a target of 0 is no target. If only whether targets hold is asked (`judged`),
+    figures of a deployment that misses one may be too low.
 
     Raises Infeasible where nothing fits, OutOfTime at `until_s` of `time.monotonic`.
     """
@@ -55,8 +58,15 @@ def estimate_serving(
         asked = with_clients(sent, clients) if clients != sent.concurrency else sent
         return latency(serve(model, cluster, part, asked, until_s=until_s), ttft_s=ttft_s, tpot_s=tpot_s)
 
+    def sent_on(count: int) -> Served:
+        return serve(model, cluster, deployment, replace(traffic, requests=count), until_s=until_s)
+
     engine = engine_of(deployment.engine)
-    seen = latency_of(0 if traffic.trace else sent.concurrency, simulated)
+    if traffic.steady:
+        most = most_answered(model, cluster, deployment, traffic)
+        seen = steady_latency(traffic, sent_on, most, ttft_s=ttft_s, tpot_s=tpot_s, judged=judged)
+    else:
+        seen = latency_of(0 if traffic.trace else sent.concurrency, simulated)
     seen = replace(
         seen,
         output_tokens_per_s=parts * seen.output_tokens_per_s,

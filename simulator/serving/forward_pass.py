@@ -17,7 +17,7 @@ from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
-from simulator.serving.kernels import SINGLE, Kernels, token_grid, visited_share
+from simulator.serving.kernels import SINGLE, Kernels, on_fullest_rank, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
@@ -379,8 +379,10 @@ class ForwardPass:
             return np.zeros_like(tokens)
         h, f = model.hidden, moe.ffn / pool.expert_tp
         here = pool.experts_here(moe.experts)
-        visited = here * visited_share(moe, tokens)
+        share = visited_share(moe, tokens)
+        visited = np.minimum(here, on_fullest_rank(here * share, here * share * (1 - share), pool.ep))
         rows = tokens * moe.experts_per_token / pool.ep
+        rows = on_fullest_rank(rows, rows * (1 - 1 / pool.ep), pool.ep)
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
         return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time

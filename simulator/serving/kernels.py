@@ -6,6 +6,7 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 
@@ -233,6 +234,15 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
     taken = np.minimum(1.0, chosen * popularity / popularity.mean())
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
+
+
+def on_fullest_rank(mean: Floats, variance: Floats, ranks: int) -> Floats:
+    """Return the expected most over `ranks` of a number with this mean and variance on each (Blom's approximation of
+    the largest of as many normal numbers). All ranks wait for the one with the most experts to read, or the most rows.
+    """
+    if ranks == 1:
+        return mean
+    return np.asarray(mean + NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * np.sqrt(variance))
 
 
 def token_grid(most: int) -> Floats:

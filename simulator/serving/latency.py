@@ -31,6 +31,7 @@ class Latency:
     goodput: float  # share of requests within both targets; 1 without targets
     preempted: int
     busy: float
+    keeps_up: bool = True  # whether requests of an open loop are answered as fast as they come
 
 
 def distribution(values: np.ndarray) -> Distribution:

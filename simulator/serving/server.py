@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import simpy
@@ -115,14 +116,15 @@ class Scheduler:
 
 
 class EnginePool:
-    """The engines of a pool. A request goes to the first engine with the least load.
+    """The engines of a pool. A request goes to the first engine with the least load, or to each in turn (`in_turn`).
 
     A heap has each engine's present load; outdated entries are dropped when they come first, so that a request need not
     look at thousands of engines.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_turn: bool = False) -> None:
         self.schedulers: list[Scheduler] = []
+        self._turn = count() if in_turn else None
         self._loads: list[tuple[int, int]] = []  # heap: (load, place in `schedulers`)
 
     def start(self, env: simpy.Environment, costs: ForwardPass, batch: Batch, deliver: Sink) -> None:
@@ -132,7 +134,10 @@ class EnginePool:
         self._loads.append((0, place))
 
     def add(self, answer: Answer) -> None:
-        """Queue a request at the engine with the least load."""
+        """Queue a request at the engine with the least load, or at the next one if they take turns."""
+        if self._turn is not None:
+            self.schedulers[next(self._turn) % len(self.schedulers)].add(answer)
+            return
         while self._loads[0][0] != self.schedulers[self._loads[0][1]].batch.load:
             heapq.heappop(self._loads)
         load, place = self._loads[0]
@@ -140,7 +145,8 @@ class EnginePool:
         self.schedulers[place].add(answer)
 
     def _left(self, place: int, deliver: Sink, answers: list[Answer]) -> None:
-        heapq.heappush(self._loads, (self.schedulers[place].batch.load, place))
+        if self._turn is None:
+            heapq.heappush(self._loads, (self.schedulers[place].batch.load, place))
         deliver(answers)
 
 
@@ -233,13 +239,14 @@ def _engines(
 
     Each stage of a pipeline works on a batch of its own, so an engine has as many batches as stages. A request goes to
     the first batch with the least load, so batches beyond the `most` concurrent requests would stay empty. `length` is
-    that of a typical request.
+    that of a typical request. Separated engines get requests in turn, as NVIDIA Dynamo's frontend routes by default
+    (`--router-mode` of its arguments: round-robin).
     """
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool, length=length)
     lanes = pool.pp
     balanced = deployment.balance_every > 1 and pool.dp_attention > 1
-    found = EnginePool()
+    found = EnginePool(in_turn=deployment.prefill is not None)
     for _ in range(min(_batches(pool), most)):
         batch = Batch(
             engine=costs.engine,

@@ -60,7 +60,8 @@ class Traffic:
     `shape` is the coefficient of variation of the time between arrivals of an open loop: 1 Poisson, 0 constant, above
     1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
     prompt that is in the prefix cache. With `first`, the server has answered no requests of this kind before those of a
-    closed loop.
+    closed loop. `steady` asks for the figures of an open loop that goes on for ever, rather than of `requests` that
+    find an idle server.
     """
 
     prompt: Lengths
@@ -72,6 +73,7 @@ class Traffic:
     cached_prompt: float = 0.0
     trace: tuple[Request, ...] = ()
     first: bool = False
+    steady: bool = False
     seed: int = 0
 
     @property
@@ -118,7 +120,7 @@ class Traffic:
 
 def with_clients(traffic: Traffic, clients: int) -> Traffic:
     """Return the same requests from a closed loop with another number of clients, enough for steady figures."""
-    return replace(traffic, concurrency=clients, request_rate=0.0, requests=steady_requests(clients))
+    return replace(traffic, concurrency=clients, request_rate=0.0, steady=False, requests=steady_requests(clients))
 
 
 @lru_cache(maxsize=1)  # cached: every deployment of a search uses the same requests, perhaps hundreds of thousands

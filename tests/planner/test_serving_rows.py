@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from planner.validate.makers_settings import answers_of_rank
 from planner.validate.offline_benchmark import benchmark_limits
 from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_points import read_point, validate_point
 from planner.validate.serving_row import read_row
-from simulator.serving.deployment import Deployment
+from simulator.serving.deployment import Deployment, Pool
 
 ROW: dict[str, Any] = {
     "id": "p1", "source_group": "s", "hardware": "H100 SXM 80GB", "model": "Qwen/Qwen3-32B", "backend": "vllm 0.14.0",
@@ -153,3 +154,16 @@ def test_rows_of_the_most_throughput_with_tensorrt_llm_are_runs_of_its_benchmark
     assert read_point(stated).deployment.max_num_seqs == 9
     older = read_row({**row, "backend": "TensorRT-LLM 0.17", "metric_kind": "max throughput"})
     assert read_point(older).deployment.max_num_batched_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("clients", "pool", "most"),
+    [
+        (30, Pool(engines=3, tp=16, ep=16), 8),  # names of NVIDIA's recipes for DeepSeek-R1: ctx1_gen3_tep16_batch8
+        (4916, Pool(dp_attention=16, ep=16), 256),  # ctx2_gen1_dep16_batch256
+        (1280, Pool(engines=3, dp_attention=8), 48),  # ctx1_gen3_dp8_batch48
+        (4, Pool(engines=5, tp=4), 1),
+    ],
+)
+def test_separated_engines_have_the_places_of_their_makers_recipes(clients: int, pool: Pool, most: int) -> None:
+    assert answers_of_rank(clients, pool) == most

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from planner.serving.answer import estimate_of, meets
 from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.search import search_serving
+from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.most_load import at_load, most_load
 from planner.serving.targets.ways import _other_engines
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients
+from topology.errors import Infeasible, UserError
 
 
 def test_the_most_load_holds_the_targets_and_more_does_not() -> None:
@@ -52,3 +56,26 @@ def test_an_engine_is_offered_where_its_command_takes_what_was_asked(said, engin
     assert offered == [f"--engine {name}" for name in engines]
     for name in engines:
         serving_question(replace(asked, engine=name))  # it is not refused
+
+
+@pytest.mark.parametrize("load", [{"request_rate": 8.0}, {"concurrency": 64}])
+def test_the_fewest_gpus_serve_the_load_and_fewer_do_not(load) -> None:
+    flags = ServingFlags(model="llama3-70b", cluster="dgx-h100", isl=512, osl=128, tpot=0.03, **load)
+
+    found, said = on_fewest_gpus(flags)
+
+    assert f"{found.gpus} GPUs" in said
+    assert search_serving(serving_question(found)).plans[0].meets
+    for gpus in (1, 2, 4, 8):
+        if gpus < found.gpus:
+            with contextlib.suppress(Infeasible):
+                assert not search_serving(serving_question(replace(flags, gpus=gpus))).plans[0].meets
+
+
+def test_no_number_of_gpus_is_named_where_none_is_enough_or_no_load_is_given() -> None:
+    asked = ServingFlags(model="llama3-8b", cluster="l40s-x8", isl=512, osl=128)
+
+    with pytest.raises(UserError, match="needs a load"):
+        on_fewest_gpus(asked)
+    with pytest.raises(Infeasible, match="no number of GPUs"):
+        on_fewest_gpus(replace(asked, concurrency=1, tpot=1e-5))

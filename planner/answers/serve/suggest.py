@@ -12,10 +12,11 @@ from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Objective, Suggest
 from planner.serving.crossings import Row, over_clients
 from planner.serving.pareto import Pareto, pareto
-from planner.serving.question.from_flags import flags_of_search, machine_of, serving_question
+from planner.serving.question.from_flags import FEWEST, flags_of_search, machine_of, serving_question
 from planner.serving.reports.documents import serving_document, way_out_document
 from planner.serving.reports.pareto import pareto_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
+from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.ways import NOTHING, WayOut, way_out
 from simulator.config.plan import PLAN_FIELDS
 from simulator.serving.engine import COMPARED
@@ -77,11 +78,16 @@ def suggest(
         return _compared(asked, progress)
     _refuse_drawn(asked)
     flags = flags_of_search(asked)
-    question = serving_question(flags)
-    if asked.out is not None and asked.out.exists() and not asked.force:
-        raise UserError(f"{asked.out} is there already", remedy="choose another name, or pass --force")
     limit_s = asked.time_limit
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    fewest = ""
+    if asked.gpus == FEWEST:
+        flags, fewest = on_fewest_gpus(flags, progress=progress, until_s=until_s)
+    question = serving_question(flags)
+    if fewest:
+        question = replace(question, assumed=(fewest, *question.assumed))
+    if asked.out is not None and asked.out.exists() and not asked.force:
+        raise UserError(f"{asked.out} is there already", remedy="choose another name, or pass --force")
     result = search_serving(question, progress=progress, time_limit_s=limit_s)
     load = over_clients(result, until_s=until_s).rows
     progress("what would meet the targets")
@@ -93,6 +99,10 @@ def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeploy
     """Return all deployments under the engine asked about, or under each of those compared."""
     if asked.out is not None:
         raise UserError("--out saves one plan", remedy="--csv and --svg save the comparison, or choose an objective")
+    if asked.gpus == FEWEST:
+        raise UserError(
+            f"--gpus {FEWEST} with --objective pareto", why="it compares all loads", remedy="give a number of GPUs"
+        )
     flags = flags_of_search(replace(asked, objective=Objective.THROUGHPUT))
     question = serving_question(flags)
     engines = COMPARED if flags.engine is None else (question.engine,)

@@ -30,6 +30,7 @@ MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
 VARY = 0.2  # requests of equal length would begin and end together, unlike real ones
 FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats to which engines cannot convert 16-bit weights while loading
+FEWEST = "min"  # of --gpus: the fewest that serve the load as asked
 ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 
 
@@ -86,9 +87,11 @@ class ServingFlags:
 
 def flags_of_search(asked: Suggest) -> ServingFlags:
     """Return the flags of a search for deployments. Raises UserError for an invalid number of GPUs."""
-    counts = asked.gpus
+    counts = None if asked.gpus == FEWEST else asked.gpus
     if counts is not None and not (counts.strip().isdigit() and 0 < int(counts.strip()[:12]) <= 1 << 20):
-        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
+        raise UserError(
+            f"--gpus {counts!r} is not a number", remedy=f"give one number of GPUs with --task serve, or {FEWEST}"
+        )
     return ServingFlags(
         model=asked.model,
         cluster=asked.cluster,
@@ -273,6 +276,7 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
         shape=arrival_shape(flags.arrivals),
         requests=steady_requests(concurrency or 0),
         cached_prompt=cached,
+        steady=bool(flags.request_rate),
     )
 
 
@@ -330,6 +334,9 @@ def number_format(given: str | None, flag: str, known: tuple[str, ...], default:
 
 def _objective(flags: ServingFlags, assumed: list[str]) -> str:
     given = flags.objective
+    if given is None and flags.request_rate:
+        assumed.append("objective: seconds of an answer, since the requests say how many tokens are written")
+        return "latency"
     if given is None:
         assumed.append("objective: output tokens per second and GPU")
         return "throughput"

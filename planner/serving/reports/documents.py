@@ -112,6 +112,7 @@ def _estimate(estimate: ServingEstimate) -> JsonObject:
         "output_tokens_per_s_per_gpu": interval(estimate.output_tokens_per_s_per_gpu),
         "output_tokens_per_s": seen.output_tokens_per_s,
         "requests_per_s": seen.requests_per_s,
+        "keeps_up": seen.keeps_up,
         "goodput": seen.goodput,
         "kv_blocks": estimate.room.blocks,
         "kv_tokens": estimate.room.tokens,

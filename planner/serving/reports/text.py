@@ -20,10 +20,6 @@ from simulator.serving.estimate import ServingEstimate
 from simulator.serving.traffic import Traffic
 from topology.units import GIB, two_digits
 
-# Tokens asked for by tokens written, from which requests pile up: the last answers of a simulation, which fewer share,
-# take up to a fifth of its throughput from engines that keep up.
-FALLS_BEHIND = 1.3
-
 
 def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str, out: WayOut = NOTHING) -> None:
     """Print the answer; times have as many digits as their range allows. `start` starts one engine."""
@@ -108,15 +104,13 @@ def answer_sentence(
     return (
         f"Serve {name} as {deployment_text(deployment)} with {engine}: at {load_text(question.traffic)}, {seen}{price}."
         + within
-        + _behind_text(question.traffic, estimate.output_tokens_per_s_per_gpu.value * deployment.gpus)
+        + ("" if estimate.latency.keeps_up else _behind_text(question.traffic, estimate.latency.output_tokens_per_s))
     )
 
 
 def _behind_text(traffic: Traffic, answered: float) -> str:
-    """Return that requests come faster than they are answered, at `answered` tokens a second, where they do."""
+    """Return that requests come faster than they are answered, at `answered` tokens a second."""
     asked = traffic.request_rate * traffic.output.mean
-    if traffic.trace or traffic.concurrency or asked < FALLS_BEHIND * answered:
-        return ""
     return (
         f" Requests come faster than they are answered: they ask for {two_digits(asked)} output tokens/s, of which"
         f" {two_digits(answered)} are written; the longer this lasts, the longer they wait."

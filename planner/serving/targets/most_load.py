@@ -11,12 +11,12 @@ from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan
 from simulator.serving.deployment import Deployment
 from simulator.serving.server import OutOfTime
+from simulator.serving.steady import most_answered
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible
 
 STEP = 1.03  # loads closer than this are not distinguished
 MOST_TIMES, MOST_CLIENTS = 16, 1024  # largest load tried, as a multiple of the question's, and in clients
-SERVED_AT_ONCE = 64  # clients per GPU that show how many requests can be answered per second
 LEAST_PART = 64  # the smallest rate that is tried is the question's divided by this
 
 
@@ -80,7 +80,7 @@ def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | No
     found = _holds(question, deployment, begin, until_s)
     if found is None:
         return None if best else _less(question, deployment, asked, until_s)
-    most = _limit(question, deployment, until_s)
+    most = _limit(question, deployment)
     while found.load * STEP < most:
         high = min(most, 2 * found.load)
         further = _holds(question, deployment, high, until_s)
@@ -116,26 +116,19 @@ def _between(found: MostLoad, high: float, until_s: float) -> MostLoad:
     return found
 
 
-def _limit(question: ServingQuestion, deployment: Deployment, until_s: float) -> float:
+def _limit(question: ServingQuestion, deployment: Deployment) -> float:
     """Return the largest load to try for a deployment: for a rate, what it can answer per second, since beyond that
     requests wait ever longer.
     """
     if question.traffic.concurrency:
         return float(max(MOST_CLIENTS, MOST_TIMES * question.traffic.concurrency))
-    clients = min(SERVED_AT_ONCE * deployment.gpus, MOST_CLIENTS)
-    closed = replace(question, traffic=replace(with_clients(question.traffic, clients), requests=2 * clients))
-    try:
-        return estimate_of(closed, deployment, until_s=until_s).latency.requests_per_s
-    except OutOfTime:
-        raise
-    except Infeasible:
-        return 0.0
+    return most_answered(question.model, question.cluster, deployment, question.traffic)
 
 
 def _holds(question: ServingQuestion, deployment: Deployment, load: float, until_s: float) -> MostLoad | None:
     asked = at_load(question, load)
     try:
-        estimate = estimate_of(asked, deployment, until_s=until_s)
+        estimate = estimate_of(asked, deployment, judged=True, until_s=until_s)
     except OutOfTime:
         raise
     except Infeasible:

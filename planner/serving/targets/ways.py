@@ -81,7 +81,7 @@ def way_out(result: ServingResult, machine: Machine, *, until_s: float = math.in
 def _searched(question: ServingQuestion, until_s: float) -> ServingResult | None:
     limit = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
     try:
-        return None if limit == 0.0 else search_serving(question, time_limit_s=limit)
+        return None if limit == 0.0 else search_serving(question, judged=True, time_limit_s=limit)
     except (UserError, OutOfTime):
         return None
 

@@ -222,6 +222,15 @@ def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
     assert between(apart) < between(together)
 
 
+def test_pools_apart_get_requests_in_turn() -> None:
+    """The third request goes to the first engine again and waits for its long answer, though the second is free."""
+    machine, sent = cluster("dgx-h100", 3), [Request(0.0, 64, 400), Request(0.1, 64, 2), Request(1.0, 64, 2)]
+    deployment = Deployment(prefill=Pool(), pool=Pool(engines=2), max_num_seqs=1)
+    long, short, third = sorted(serve(LLAMA, machine, deployment, trace(sent)).answers, key=lambda a: a.arrival_s)
+
+    assert short.done_s < third.arrival_s < long.done_s < third.first_s
+
+
 def test_a_request_that_no_cache_holds_is_refused() -> None:
     with pytest.raises(Infeasible, match="does not fit: the KV cache"):
         serve(LLAMA, H100, Deployment(), trace([Request(0.0, 10_000_000, 1)]))
