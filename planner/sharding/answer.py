@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_fields
 
 from planner.sharding.backends.chunks import RING
 from planner.sharding.backends.duals import FLOATS
+from planner.sharding.backends.ring_attention import find_rings
 from planner.sharding.backends.runnable import (
     TooLargeError,
     Written,
@@ -21,7 +22,7 @@ from planner.sharding.backends.runnable import (
     simulate_program,
     write_program,
 )
-from planner.sharding.frontends.by_hand import placed_by_hand
+from planner.sharding.frontends.by_hand import placed_by_hand, rows_of_attention
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, is_request, read_request
 from planner.sharding.frontends.routes import with_routes
@@ -31,6 +32,7 @@ from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
 from planner.sharding.plans.report import Limits, Planned, on_machine, plan_row, planned_case, rejection
 from planner.sharding.problem.problem import Machine, ShardingProblem
+from planner.sharding.problem.schedule import Schedule
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.graph import CapturedGraph
 from simulator.sharded.program import Exchange
@@ -273,8 +275,10 @@ def _answer(request: Request, captured: CapturedProblem) -> Answer:
 
 
 def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProblem, ShardingPlan]:
-    """Return the plan of a problem, and the problem with results pinned to layouts without pending sums."""
-    plan = plan_sharding(captured.problem)
+    """Return the plan of a problem, and the problem with results pinned to layouts without pending sums, and with the
+    rows of attention that is asked to run around a ring pinned to ranks.
+    """
+    captured, plan = _with_rings(request, captured, plan_sharding(captured.problem))
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
     pending = {name: at for name, at in pending.items() if name not in request.constraints.placements}
     if pending:  # a pending sum cannot be used outside, so it is reduced where it is computed
@@ -282,6 +286,45 @@ def _planned(request: Request, captured: CapturedProblem) -> tuple[CapturedProbl
         captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))
         plan = plan_sharding(captured.problem)
     return captured, plan
+
+
+def _with_rings(
+    request: Request, captured: CapturedProblem, plan: ShardingPlan
+) -> tuple[CapturedProblem, ShardingPlan]:
+    """Return the problem and its cheapest plan in which the attention that is asked to run around a ring can.
+
+    Without this, a plan that divides the sequences of a batch, or the heads, may be cheaper.
+    """
+
+    def missing(one: ShardingPlan) -> list[str]:
+        rings = find_rings(captured.problem, one, captured.statements)
+        return [name for name, way in _asked_ways(request).items() if way == RING and name not in rings]
+
+    problem, apart = captured.problem, missing(plan)
+    queries = (one.operands[0][0] for one in problem.operators if one.result.name in apart and one.operands)
+    stay = {**problem.schedule, **dict.fromkeys(queries, Schedule(kind="stay"))}
+    found: list[tuple[CapturedProblem, ShardingPlan]] = []
+    for axis in problem.mesh.names:
+        rows = rows_of_attention(problem, axis, dict.fromkeys(apart, plan.choice.layouts))
+        if rows:
+            pinned = replace(captured, problem=replace(problem, pins={**problem.pins, **rows}, schedule=stay))
+            try:
+                found.append((pinned, plan_sharding(pinned.problem)))
+            except Infeasible:
+                continue
+    found = [(pinned, one) for pinned, one in found if not missing(one)]
+    if not found:
+        return captured, plan
+    pinned, best = min(found, key=lambda one: one[1].choice.cost)
+    # No plan costs less than the cheapest of all, whether or not its attention can use a ring.
+    bound = min(best.choice.bound, plan.choice.bound)
+    return pinned, replace(best, choice=replace(best.choice, bound=bound))
+
+
+def _asked_ways(request: Request) -> dict[str, int | str]:
+    """Return the ways, or numbers of chunks, that a request states, by result."""
+    streams = {name: RING if one.ring else one.chunks for name, one in request.streamed.items()}
+    return {**(request.chunks or {}), **streams}
 
 
 def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
@@ -296,8 +339,7 @@ def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan
     if machine is not None and request.chunks is None and not request.streamed:
         return fastest_program(captured, graph, plan, machine, gradients=gradients, backward=backward)
     chunks: dict[str, int | str] = {}
-    streams = {name: RING if one.ring else one.chunks for name, one in request.streamed.items()}
-    asked = {**(request.chunks or {}), **streams}
+    asked = _asked_ways(request)
     sites = chunk_sites(captured, plan) if asked else {}
     for name, count in asked.items():
         site = sites.get(name) or sites.get(f"{name}_product")
@@ -308,7 +350,9 @@ def _with_chunks(request: Request, captured: CapturedProblem, plan: ShardingPlan
                 why="no exchange comes before or after it along an axis that it keeps, or its rows do not divide"
                 if site is None
                 else f"a rank has {site.rows} rows of it",
-                remedy=f"one of {', '.join(sites) or 'none'}",
+                remedy=f"leave its way out, or state one of {', '.join(sites)}"
+                if sites
+                else "leave its way out, or state placements between which rows of its operands or its result move",
             )
         if name in request.streamed and request.streamed[name].dim != site.result_dim:
             raise BadInput(

@@ -16,7 +16,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import efficiency
 from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_and_lost_s
 from simulator.step.context import CostContext
-from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s
+from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s, update_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
@@ -123,6 +123,7 @@ class BlockTimes:
         )
         if which is Pass.FORWARD:
             return self._timed(block.forward, forward_s)
+        backward_s = backward_s + update_host_s(self.context, unit.tensors)
         if which is Pass.WEIGHT:
             weight = self.clocks * block.backward.weight_s
             return PassTimes(

@@ -12,7 +12,7 @@ from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters
-from simulator.step.host import layer_host_s
+from simulator.step.host import layer_host_s, update_host_s
 from simulator.step.units import Unit, UnitMaker
 
 
@@ -52,5 +52,5 @@ class Network:
             self.context.in_layers if layer else self.context,
             replace(self.context.spec.recompute[word], layers=1.0) if unit.wrapped else RecomputeSpec(),
             host_forward_s=forward_s if layer else 0.0,
-            host_backward_s=backward_s if layer else 0.0,
+            host_backward_s=(backward_s if layer else 0.0) + float(update_host_s(self.context, unit.tensors)[0]),
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
+from math import inf
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
+from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -67,6 +69,8 @@ class RankReplay:
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
         self.kept: list[Block] = []  # inputs of frozen units and their gradients, kept until a backward pass ends
+        self.sent: list[tuple[float, Block]] = []  # freed by the host, and the time at which the device has sent them
+        self.host_s = self.device_s = 0.0  # clocks, where it matters how far the host is ahead
         self.leaving: list[Instance] = []  # layers whose tensors are being copied to host memory
         self.watches = False  # whether to record the most bytes allocated in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -137,6 +141,8 @@ class RankReplay:
         """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
+        self._return_sent(inf)  # the step's end waits for the device
+        self.host_s = self.device_s = 0.0
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
 
@@ -186,6 +192,7 @@ class RankReplay:
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
             self._give(own)
+            self._advance(unit, 0)
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.block in {"dense", "moe"}:
@@ -228,6 +235,7 @@ class RankReplay:
                 now = self.plan.pieces(passes.backward)
             self._play(unit, instance, now)
             self._give(again)
+            self._advance(unit, 1)
             gradient = instance.slots.pop(passes.gradient, None)
             self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
@@ -254,10 +262,33 @@ class RankReplay:
             self._free_last_buffers()
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
-        for events, weight in pieces:
+        for events, weight, sent in pieces:
             self.memory.play(events, instance.slots, COMPUTE)
             if weight is not None:
                 self._weight_gradient(unit, weight)
+            if sent is not None and (block := instance.slots.pop(sent, None)) is not None:
+                self.sent.append((inf, block))
+
+    def _advance(self, unit: Unit, which: int) -> None:
+        """A unit's pass is issued: return the tensors that the device has sent by then.
+
+        torch's allocator keeps a freed tensor that NCCL's sends or receives use until the device has passed that point
+        (ProcessGroupNCCL's `pointToPoint` records its stream, pytorch/pytorch#132292). The host is ahead of the device
+        where kernels take longer than their launches, by a full queue at most.
+        """
+        if not self.plan.sends:
+            return
+        times = self.plan.seconds(unit)[which]
+        self.host_s += times.host_s
+        self.device_s = max(self.device_s + times.device_s, self.host_s)
+        queued_s = QUEUED_LAUNCHES * times.device_s / max(times.launches, 1.0)
+        self.host_s = max(self.host_s, self.device_s - queued_s)
+        self.sent = [(min(done_s, self.device_s), block) for done_s, block in self.sent]
+        self._return_sent(self.host_s)
+
+    def _return_sent(self, now_s: float) -> None:
+        self._give([block for done_s, block in self.sent if done_s <= now_s])
+        self.sent = [one for one in self.sent if one[0] > now_s]
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
         """All gradients of a unit are computed: free its tensors, and reduce the gradients."""

@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.kernels.operators import OperatorSpec, parse_matmul, product
+from simulator.kernels.operators import (
+    TRANSPOSED,
+    OperatorSpec,
+    WorkKind,
+    backward_work,
+    forward_work,
+    parse_matmul,
+    product,
+)
 from simulator.passes.block import running
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
@@ -24,6 +32,7 @@ from simulator.step.held import head_tensor_bytes
 TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
 STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
+RING = "ring"  # the overlap mode that sends tensors from rank to rank
 NOTHING = 0  # the slot of no tensor
 
 
@@ -31,6 +40,7 @@ class Act(IntEnum):
     ALLOCATE = 0
     FREE = 1
     GRADIENT = 2  # the gradient of the weight `slot` has been computed
+    FREE_LATE = 3  # the host frees a tensor that NCCL's sends and receives use on a stream of their own
 
 
 Event = tuple[Act, int, int]  # (act, slot of a tensor or of a weight, bytes)
@@ -42,6 +52,17 @@ class Weight(NamedTuple):
     elements: float
     trained: bool = True
     packed: bool = False
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of the host and of the device in a pass, and the kernels launched in it."""
+
+    host_s: float = 0.0
+    device_s: float = 0.0
+    launches: float = 0.0
+
+    def and_then(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +88,7 @@ class _Tape:
     events: list[Event] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)  # slots of tensors that are sent or received
     saved_by: dict[int, list[int]] = field(default_factory=dict)  # index of an operator -> slots
     slots: int = 0
 
@@ -83,7 +105,7 @@ class _Tape:
 
     def free(self, slot: int) -> None:
         if slot in self.live:
-            self.events.append((Act.FREE, slot, self.live.pop(slot)))
+            self.events.append((Act.FREE_LATE if slot in self.sent else Act.FREE, slot, self.live.pop(slot)))
             self.held.discard(slot)
 
     def claim(self, nbytes: int, other: int = NOTHING) -> int:
@@ -102,6 +124,18 @@ class _Tape:
                 wanted.remove(self.live[slot])
                 self.free(slot)
 
+    def send(self, whole_bytes: int, ranks: int, gathered: Sequence[int], before: Sequence[int]) -> None:
+        """Shards of `whole_bytes` go around a ring of ranks: a rank's own one to the tensor `gathered`; or, if that is
+        empty, sums of them, which take two shards for each of the other ranks.
+        """
+        size = whole_bytes // ranks if gathered else whole_bytes
+        self.sent |= {*gathered, *[slot for slot in before if self.live.get(slot) == size][-1:]}
+        more = 0 if gathered else 2 * (ranks - 1) * (whole_bytes // ranks) - whole_bytes
+        if more > 0:
+            slot = self.allocate(more)
+            self.sent.add(slot)
+            self.free(slot)
+
     def free_rest(self, keep: set[int]) -> None:
         for slot in [s for s in self.live if s not in self.held and s not in keep]:
             self.free(slot)
@@ -116,6 +150,7 @@ class BlockTensors:
 
     def __init__(self, context: CostContext) -> None:
         self.context = context
+        self._modes = context.table.overlap_modes
 
     def passes(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> Passes:
         """Return the passes of a block with recomputation as `mode` states; an empty mode recomputes nothing."""
@@ -219,6 +254,7 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
+            self._send(tape, operator, operator.collective, outs, before)
             if saving(place):
                 tape.saved_by[place] = [
                     tape.claim(nbytes, NOTHING if STREAM_AXES.issuperset(_axes(tensor)) else inward)
@@ -262,6 +298,7 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
+            self._send(tape, operator, operator.collective, outs, before)
             for slot in outs:
                 if not again[place] and place + 1 < len(active) and tape.live[slot] in wanted:
                     wanted.remove(tape.live[slot])
@@ -283,6 +320,8 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)] if again[place] else []
+            if again[place]:
+                self._send(tape, operator, operator.collective, outs, before)
             if place not in tape.saved_by:
                 tape.saved_by[place] = [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
             if not again[place]:
@@ -312,6 +351,7 @@ class BlockTensors:
                     continue
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
+            self._send(tape, operator, TRANSPOSED.get(operator.collective, ""), outs, before)
             if operator.attention:  # gradients of queries are summed in float32
                 tape.free(tape.allocate(round(2 * self._size("t q"))))
             if self._weight(operator):
@@ -333,6 +373,28 @@ class BlockTensors:
         tape.held.clear()
         tape.free_rest({last})
         return last
+
+    def _send(self, tape: _Tape, operator: OperatorSpec, kind: str, outs: list[int], before: list[int]) -> None:
+        """Note what an operator of the overlap mode `ring` sends and receives (executor/overlap/ring.py)."""
+        if operator.site and RING in self._modes and kind in {"all_gather", "reduce_scatter"}:
+            ranks = round(self._ranks(operator))
+            if ranks > 1 and str(self.context.table.overlap_at(operator.site)[0]) == RING:
+                tape.send(self._size(operator.tensor), ranks, outs if kind == "all_gather" else (), before)
+
+    def seconds(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> tuple[PassSeconds, PassSeconds]:
+        """Return what a block's operators take in its forward and its backward pass, without communication."""
+        found = {False: PassSeconds(), True: PassSeconds()}
+        sizes, bytes_of, host = self.context.sizes, self.context.dtype_bytes, self.context.spec.host
+        for run in running(operators, self.context, {"": mode}):
+            again = mode.recomputes and bool(run.again[""][0])
+            forward = forward_work(run.operator, sizes, bytes_of)
+            for backward, works in ((False, forward), (True, backward_work(run.operator, sizes, bytes_of))):
+                for work in [*works, *(forward if backward and again else ())]:
+                    if work.kind not in {WorkKind.COLLECTIVE, WorkKind.WAIT}:
+                        launches, device_s = float(work.launches), self.context.roofline.seconds_and_source(work)[0]
+                        one = PassSeconds(host.launch_s * launches, float(np.asarray(device_s).flat[0]), launches)
+                        found[backward] = found[backward].and_then(one)
+        return found[False], found[True]
 
     # --- sizes --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
@@ -35,6 +36,11 @@ BATCH_TOKENS = 280
 # a program that launched 10,000 of 190 us saw the host wait from about 1,000 on, for each stream (NVIDIA developer
 # forum, topic 68937). Next power of two assumed.
 QUEUED_LAUNCHES = 1024.0
+
+# Launches that an optimizer's step for one parameter costs the host in a backward pass: its norm and the norm's type,
+# the count of steps, and the update. Source: executor/parallel/optimizer_in_backward.py; on a CPU such a hook takes 29
+# to 39 us, where an operator of a forward and backward pass takes 7.6 (torch 2.13, fused AdamW of eight numbers).
+UPDATE_LAUNCHES = 4.0
 
 # Largest ratio of the slowest process to the median; no measured process took longer (hosts.md in examples/profiles).
 SLOWEST = 1.9
@@ -100,6 +106,12 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
         host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, reduced * host.ddp_layer_s, 0.0)
     )
     return forward, backward
+
+
+def update_host_s(context: CostContext, tensors: int) -> Floats:
+    """Return the host seconds of updating `tensors` parameters in a backward pass, shape (plans,)."""
+    updates = tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
+    return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
 
 
 def _sharding(table: PlanTable) -> Floats:

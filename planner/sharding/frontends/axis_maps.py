@@ -95,11 +95,11 @@ def result_names(operators: Sequence[Operator], inputs: Mapping[str, tuple[str, 
 
 def check_maps(inputs: Mapping[str, tuple[str, ...]], *maps: AxisMap) -> None:
     """Raise BadInput if a map uses an axis that no input has: a misspelt name would be ignored otherwise."""
-    known = {name for names in inputs.values() for name in names}
+    known = {name for names in inputs.values() for name in names} - {UNNAMED}
     for one in maps:
         strange = [name for name in one if name not in known]
         if strange:
             raise BadInput(
                 f"no input has an axis {strange[0][:40]!r}",
-                remedy=f"one of {', '.join(sorted(known - {UNNAMED}))}",
+                remedy=f"one of {', '.join(sorted(known))}" if known else "name the axes of inputs first",
             )

@@ -11,7 +11,7 @@ well, and no answer is predicted to be slower than them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from planner.sharding.layouts.layout import Layout, divides_evenly
@@ -36,21 +36,33 @@ def placed_by_hand(problem: ShardingProblem) -> Iterator[ShardingProblem]:
         if split:
             yield replace(problem, input_layouts={**problem.input_layouts, **whole, **split})
     for axis in problem.mesh.names:
-        rows = _rows_of_attention(problem, axis)
+        rows = rows_of_attention(problem, axis)
         if rows:
             yield replace(problem, pins={**problem.pins, **rows})
 
 
-def _rows_of_attention(problem: ShardingProblem, axis: str) -> dict[str, Layout]:
-    """Return the layouts of queries, keys, values and results of attention split by rows, for a ring."""
+def rows_of_attention(
+    problem: ShardingProblem, axis: str, among: Mapping[str, Mapping[str, Layout]] | None = None
+) -> dict[str, Layout]:
+    """Return the layouts of queries, keys, values and results of attention split by rows, for a ring.
+
+    `among` has by result the attention that is meant, with layouts whose other dims stay as they are; without it all
+    attention is, and nothing else of it is split.
+    """
     found: dict[str, Layout] = {}
+    stated = {**problem.pins, **problem.input_layouts}
     for operator in problem.operators:
-        if operator.kind == "attention":
+        if operator.kind == "attention" and (among is None or operator.result.name in among):
             names = [operator.result.name, *(name for name, _ in operator.operands[:3])]
             shapes = [problem.tensors[name].shape for name in names]
+            split: dict[str, Layout] = {}
+            for name, shape in zip(names, shapes, strict=True):
+                dims = ((),) * len(shape) if among is None else among[operator.result.name][name].dims
+                dims = tuple(tuple(item for item in spec if item != axis) for spec in dims)
+                split[name] = Layout((*dims[:-2], (axis,), dims[-1]))
             divides = all(divides_evenly(shape[-2], (axis,), problem.mesh) for shape in shapes)
-            if divides and not {*problem.pins, *problem.input_layouts} & set(names):
-                found |= {n: _along(len(s), len(s) - 2, axis) for n, s in zip(names, shapes, strict=True)}
+            if divides and all(stated.get(name, at) == at for name, at in split.items()):
+                found |= split
     return found
 
 

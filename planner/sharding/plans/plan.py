@@ -140,8 +140,10 @@ def _redistribute(name: str, moves: Redistributor, source: Layout, target: Layou
 
 
 def apply_to_moves(moves: list[TensorMove], schedule: Schedule) -> list[TensorMove]:
-    """Return the moves with `schedule` applied to their collectives, all of which run with the last move."""
-    if not moves or schedule.kind == "whole":
+    """Return the moves with `schedule` applied to their collectives, all of which run with the last move; unchanged
+    where it says nothing of them.
+    """
+    if not moves or schedule.kind in {"whole", "stay"}:
         return moves
     collectives = apply_schedule([one for move in moves for one in move.collectives], schedule)
     return [*(replace(move, collectives=()) for move in moves[:-1]), replace(moves[-1], collectives=collectives)]
