@@ -72,13 +72,15 @@ class DdpSpec:
     A sharded optimizer exchanges at once the largest of a layer, `bucket_elements`, and the elements stated per
     data-parallel rank. With `sharded_overlap` this runs during backward passes, and updated parameters are gathered
     during the next forward pass unless `gathers_overlap` is off. `sums_whole`: gradients are summed whole on every
-    rank, which then takes its shard.
+    rank, which then takes its shard. `broadcasts`: a rank owns whole tensors, and updated ones go out in a broadcast
+    for each rank that owns some, one after the other, where others gather.
     """
 
     overlap: bool
     sharded_overlap: bool = False
     gathers_overlap: bool = True
     sums_whole: bool = False
+    broadcasts: bool = False
     bucket_copy: bool
     bucket_bytes: float = 0.0
     bucket_elements: float = 0.0
