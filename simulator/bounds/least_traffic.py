@@ -17,7 +17,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import has_replicas
-from simulator.step.update import update_bytes, update_rate
+from simulator.step.update import host_update_bytes, update_bytes, update_rate
 
 Rows = NDArray[np.bool_]
 
@@ -241,7 +241,7 @@ class LeastTraffic:
         seconds = np.asarray(moved / update_rate(runtime, context.roofline))
         if away.any():
             seconds = (
-                seconds + np.where(away, update_bytes(runtime, owned, 0.0), 0.0) / update_bytes_per_s(context)[:, None]
+                seconds + np.where(away, host_update_bytes(runtime, owned), 0.0) / update_bytes_per_s(context)[:, None]
             )
         return seconds if orthogonal_s is None else seconds + orthogonal_s.of_stage(self.layout)[0]
 

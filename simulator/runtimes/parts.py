@@ -33,7 +33,7 @@ class StateSpec:
     updates. `gradients_freed`: a step begins without gradients (`zero_grad(set_to_none=True)`), so the loss begins its
     backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
     rank's gradient of the embedding still has all rows, to be summed over ranks. `norms_in_backward`: where gradients
-    update parameters one by one, each is read once more for its norm.
+    update parameters one by one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
     """
 
     master_weights: bool
@@ -45,6 +45,7 @@ class StateSpec:
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
     norms_in_backward: bool = False
+    clips: bool = True
     update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update
     offloads_gradients: bool = True  # sharded gradients are kept where an offloaded optimizer is
 

@@ -340,3 +340,22 @@ def test_cuda_graphs_are_asked_by_a_flag():
     assert runtime("attn, mlp") == replace(runtime("full"), graph_scopes=("attn", "mlp"))
     with pytest.raises(UserError, match="atn is no part of a layer"):
         runtime("atn")
+
+
+@pytest.mark.parametrize(
+    ("note", "tokens"), [("batch 2, packed 2048", 256), ("not packed", 0), ("packed", 256), ("a package", 0)]
+)
+def test_a_note_that_says_packed_means_documents_of_the_recipes(note, tokens):
+    """Torchtune's data set, where a source gives no length; a length that it gives goes before it."""
+    case = load_case(changed(runtime={"name": "torchtune"}) | {"note": note})
+    stated = load_case(changed(runtime={"name": "torchtune"}, workload={"document_len": 700}) | {"note": note})
+
+    assert case.question.workload.document_len == tokens
+    assert any("documents of 256 tokens" in line for line in case.assumed) == bool(tokens)
+    assert stated.question.workload.document_len == 700
+
+
+def test_documents_are_a_flag_as_well():
+    asked = case_from_flags(Flags(model="llama3.2-1b", document_len=300))
+
+    assert asked.question.workload.document_len == 300
