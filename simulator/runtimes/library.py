@@ -49,17 +49,18 @@ class RuntimeSpec:
     another. `document_len`: tokens of a document that its recipes pack. `recompute_modules` are parts of a layer
     that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens the router's choice;
-    `unbalanced` that of families whose router has no balancing loss. `recipes`: settings of its own recipes.
-    `splits_experts`: how tensor-parallel ranks split experts (`simulator.columns.experts.EXPERT_SPLITS`).
-    `dispatchers` send tokens to experts, the default first (`simulator.config.runtime.MOE_DISPATCHERS`).
-    `graph_scopes`: the operators of each part of a layer that CUDA graphs may replay. `wide_adapters`: adapters are
-    float32 with weights of any type. `savers` are its memory savers (`simulator.config.savers`); `saver_overrides`
-    replace parts of the description when a run uses one. With activation offload, the tensors of up to
-    `away_layers` layers may still be on the GPU while they are copied to host memory (`simulator.step.away`).
-    `tp_layer_more`: what DTensor costs a layer more, as a share of `host.tp_layer_s`, by a feature of the model
-    (`shared_expert`: of its layers with experts). A description that is `like` another states only the differences
-    (operators of a part of the layer under `layer.overrides`), and measurements of the other apply to it. Models
-    without experts have the layers of the description `dense_as`, where it is given.
+    `unbalanced` that of families whose router has no balancing loss. `recipes`: settings of its own recipes, and of
+    those of the description `recipes_of`. `splits_experts`: how tensor-parallel ranks split experts
+    (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
+    (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA
+    graphs may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory
+    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With
+    activation offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to
+    host memory (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of
+    `host.tp_layer_s`, by a feature of the model (`shared_expert`: of its layers with experts). A description that
+    is `like` another states only the differences (operators of a part of the layer under `layer.overrides`), and
+    measurements of the other apply to it. Models without experts have the layers of the description `dense_as`,
+    where it is given.
     """
 
     names: tuple[str, ...]
@@ -86,6 +87,7 @@ class RuntimeSpec:
     context_parallel: str = "all_gather"
     unbalanced: dict[str, float] = field(default_factory=dict)
     recipes: tuple[RecipeSpec, ...] = ()
+    recipes_of: str = ""
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -178,6 +180,8 @@ def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentran
 def _document(file: str) -> JsonObject:
     """Return a description completed from the one that it is like. Versions are its own."""
     document = _load_toml(file)
+    if document.get("recipes_of"):
+        document["recipes"] = [*document.get("recipes", []), *_load_toml(document["recipes_of"])["recipes"]]
     if not document.get("like"):
         return document
     other = {key: value for key, value in _document(document["like"]).items() if key not in {"earlier", "later"}}

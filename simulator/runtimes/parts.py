@@ -284,9 +284,9 @@ class EarlierSpec:
 class RecipeSpec:
     """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`.
 
-    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`, or `any`),
-    `balanced` loads of experts, and `sharded` parameters of a model without experts in one stage that recomputes
-    nothing; what is not given matches any run.
+    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`, `any` or
+    `none`), `balanced` loads of experts, models of `least_layers` or more, and `sharded` parameters of a model without
+    experts in one stage that recomputes nothing; what is not given matches any run.
     """
 
     experts: bool = False
@@ -294,6 +294,7 @@ class RecipeSpec:
     gpus: tuple[str, ...] = ()
     low_precision: tuple[str, ...] = ()
     balanced: bool = False
+    least_layers: int = 0
     runtime: JsonObject = field(default_factory=dict)
     plan: JsonObject = field(default_factory=dict)
 

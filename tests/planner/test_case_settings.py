@@ -141,7 +141,9 @@ def test_recipes_of_a_runtime_fill_what_a_run_leaves_open_and_nothing_else():
 
 
 def test_recipes_for_sharded_networks_keep_layers_in_host_memory():
-    """perf_recipes/llama/gb200/llama3.py of Megatron-Bridge: 40 layers in float8, 20 in bfloat16."""
+    """perf_recipes/llama of Megatron-Bridge: on GB200 40 layers of 70B in float8, 20 in bfloat16 (gb200/llama3.py), on
+    GB300 40 of 405B in bfloat16 (gb300/llama31.py); NeMo's container has the same.
+    """
     machine = {"gpu": "gb200", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch"}
     plan = {"dp_replicate": 1, "dp_shard": 8, "recompute": "none"}
     runtime = {"name": "megatron-bridge", "compute_dtype": "float8"}
@@ -156,10 +158,10 @@ def test_recipes_for_sharded_networks_keep_layers_in_host_memory():
         away(pp=2, dp_shard=4),
         load_case(case | {"model": "llama3-8b"}).plan.offload_layers,
     } == {None}
-    assert (
-        load_case(case | {"runtime": {"name": "megatron-bridge", "compute_dtype": "bfloat16"}}).plan.offload_layers
-        == 20
-    )
+    for name in ("megatron-bridge", "nemo"):
+        wide = case | {"runtime": {"name": name, "compute_dtype": "bfloat16"}}
+        large = wide | {"model": "llama3-405b", "cluster": machine | {"gpu": "gb300"}}
+        assert [load_case(one).plan.offload_layers for one in (wide, large)] == [20, 40]
 
 
 def test_notes_name_graphs_routing_and_the_power_of_a_card():
