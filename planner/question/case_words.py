@@ -20,7 +20,7 @@ from topology.errors import BadPlan, PlannerError
 # Origin and history of a case: kept with it, and not used for predictions. `note` explains measurements.
 ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *ABOUT_KEYS)
-WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size", "routing", "expert_imbalance", "expert_counts")
+WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size", "routing", "expert_imbalance", "expert_counts", "document_len")
 RUNTIME_KEYS = (
     "name",
     "version",

@@ -7,7 +7,7 @@ Every assumption is listed, and an unknown key is an error, because otherwise a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,17 @@ from planner.question.case_fields import (
     gpus_of,
     kind_of,
     plan_value,
-    positive,
     refuse_unknown,
     section_of,
     stated_value,
     unsaid,
-    whole_number,
-    whole_numbers,
     with_modules,
-    word_of,
 )
 from planner.question.case_runtime import described_runtime, implied_runtime, resolve_runtime, runtime_section
-from planner.question.case_words import PLAN_KEYS, WORKLOAD_KEYS, in_sections
+from planner.question.case_words import PLAN_KEYS, in_sections
+from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags
-from planner.question.notes import routing_noted, watts_noted
+from planner.question.notes import watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
@@ -109,12 +106,11 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     note = str(data.get("note") or "")
     cluster, from_cluster = _cluster(_of_power(data.get("cluster"), watts_noted(note), assumed), name)
     assumed += from_cluster
-    workload = _workload(data.get("workload"), name)
-    if not workload.routing and model.moe is not None and (routing := routing_noted(note)):
-        workload = replace(workload, routing=routing)
-        assumed.append(f"routing {routing} (the note says so)")
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
+    workload = case_workload(data.get("workload"), name)
+    workload, from_note = noted_workload(workload, note, model, stated_runtime["name"])
+    assumed += from_note
     framework = framework_of_runtime(stated_runtime["name"])
     if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):
         assumed += fill_gpus(stated_plan, framework, cluster.gpu_count)
@@ -270,7 +266,12 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
     recommended, whose = default_batch(model, seq_len, gpus)
     batch = flags.global_batch or recommended
-    workload = Workload(seq_len=seq_len, global_batch_size=batch, routing=flags.routing or "")
+    workload = Workload(
+        seq_len=seq_len,
+        global_batch_size=batch,
+        routing=flags.routing or "",
+        document_len=flags.document_len or 0,
+    )
     assumed = [whose] if flags.global_batch is None else []
     return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 
@@ -416,34 +417,3 @@ def _of_power(value: Any, watts: int | None, assumed: list[str]) -> Any:
         return value
     assumed.append(f"{variant.title} (the note speaks of {watts} W)")
     return {**value, "gpu": variant.name}
-
-
-def _workload(value: Any, name: str) -> Workload:
-    if not isinstance(value, dict):
-        raise BadInput(f"case {name}: workload is {kind_of(value)}, not an object with seq_len and global_batch_size")
-    refuse_unknown(value, WORKLOAD_KEYS, f"case {name}: workload")
-    task = value.get("task") or "train"
-    if task != "train":
-        raise UserError(
-            f"case {name}: task {task!r} is not covered yet",
-            why="only training steps are predicted in this version",
-            remedy='set workload.task to "train"',
-        )
-    return Workload(
-        task="train",
-        seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
-        global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
-        **_routing(value, f"case {name}: workload"),
-    )
-
-
-def _routing(value: Mapping[str, Any], where: str) -> JsonObject:
-    """Return the distribution of tokens over experts that a source states."""
-    said: JsonObject = {}
-    if (word := stated_value(value, "routing")) is not None:
-        said["routing"] = word_of(word, f"{where}.routing")
-    if (load := stated_value(value, "expert_imbalance")) is not None:
-        said["expert_imbalance"] = positive(load, f"{where}.expert_imbalance")
-    if (counts := stated_value(value, "expert_counts")) is not None:
-        said["expert_counts"] = whole_numbers(counts, f"{where}.expert_counts")
-    return said

@@ -32,6 +32,7 @@ class Flags:
     runtime: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     routing: str | None = None
+    document_len: int | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for a model or cluster that is stated and empty: an unset shell variable."""
@@ -106,6 +107,7 @@ def flags_of_question(
         global_batch=asked.global_batch,
         plan=plan or {},
         routing=trained.routing if (trained := getattr(asked, "trained", None)) else None,
+        document_len=trained.document_len if trained else None,
         runtime={
             "compile": asked.compile_model,
             "param_dtype": asked.param_dtype,

@@ -8,6 +8,7 @@ _SCOPES = re.compile(r'"?cuda_graph_scopes"?\s*[:=]\s*\[([^\]]{1,200})\]')
 _BF16_MOMENTS = re.compile(r"\b(bf16|bfloat16) (optimi[sz]er |adam )?moments?\b")
 _FORCED = re.compile(r"\bforced?( load)?[ -]balanc|\bbalanc\w* forced|\brout\w+ forced")
 _NATURAL = re.compile(r"\bnatural\b|\bnot balanced\b")
+_PACKED = re.compile(r"(?<!not )\bpacked\b")
 _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
 
 
@@ -28,6 +29,11 @@ def routing_noted(note: str) -> str:
     if _NATURAL.search(note.lower()):
         return "natural"
     return "balanced" if _FORCED.search(note.lower()) else ""
+
+
+def packed_noted(note: str) -> bool:
+    """Return whether a note states that sequences are packed of documents."""
+    return _PACKED.search(note.lower()) is not None
 
 
 def watts_noted(note: str) -> int | None:

@@ -49,6 +49,7 @@ def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) ->
         seq_len=flags.seq_len or question.workload.seq_len,
         global_batch_size=flags.global_batch or question.workload.global_batch_size,
         routing=flags.routing or question.workload.routing,
+        document_len=flags.document_len or question.workload.document_len,
     )
     runtime = _runtime(question.runtime, flags)
     plan = _plan(case.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)

@@ -30,11 +30,7 @@ def recipe_settings(
         if _leaves_open(chosen, recipe.runtime):
             chosen |= recipe.runtime
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.runtime.items()]
-        if (
-            _leaves_open(planned, recipe.plan)
-            and ("ep_overlap" not in recipe.plan or _can_overlap(planned))
-            and 2 * recipe.plan.get("offload_layers", 0) <= model.layers  # recipes offload half of the layers at most
-        ):
+        if _leaves_open(planned, recipe.plan) and ("ep_overlap" not in recipe.plan or _can_overlap(planned)):
             planned |= recipe.plan
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
     return chosen, planned, assumed
@@ -43,18 +39,15 @@ def recipe_settings(
 def _is_of(recipe: RecipeSpec, runtime: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload) -> bool:
     return (
         (model.moe is not None or not recipe.experts)
+        and model.layers >= recipe.least_layers
         and (not recipe.gpus or cluster.slowest_kind.name in recipe.gpus)
         and (
             not recipe.low_precision
             or runtime.get("low_precision_recipe") in recipe.low_precision
-            or _any_low(recipe, runtime)
+            or ("any" if runtime.get("compute_dtype") in LOW_PRECISION else "none") in recipe.low_precision
         )
         and (workload.routing == "balanced" or not recipe.balanced)
     )
-
-
-def _any_low(recipe: RecipeSpec, runtime: Mapping[str, Any]) -> bool:
-    return "any" in recipe.low_precision and runtime.get("compute_dtype") in LOW_PRECISION
 
 
 def _leaves_open(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:

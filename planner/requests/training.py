@@ -67,6 +67,13 @@ class Trained:
     routing: str | None = option(
         None, "--routing", help=f"How tokens visit experts: {' (forced) or '.join(ROUTINGS)}; default: the runtime's."
     )
+    document_len: int | None = option(
+        None,
+        "--document-len",
+        least=1,
+        most=1 << 31,
+        help="Tokens in a document, of which sequences are packed; attention stays inside.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

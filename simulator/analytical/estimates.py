@@ -285,12 +285,19 @@ def cost_context(
     Pass `collectives` of the scenario where several contexts share their cache.
     """
     model, cluster, calibration = scenario.model, scenario.cluster, scenario.calibration
-    windowed = windowed_share(model, scenario.workload.seq_len)
     measured = scenario.gpu_calibration
     known = known_costs(scenario)
     models = {id(machine): collectives_of(scenario, machine) for machine in each_on}
     models[id(cluster)] = collectives or collectives_of(scenario, cluster)
-    roofline = roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed)
+    roofline = roofline_of(
+        cluster,
+        scenario.runtime,
+        operators.spec,
+        measured,
+        windowed=windowed_share(model, scenario.workload.attended_len),
+        documents=scenario.workload.attended_len < scenario.workload.seq_len,
+        sinks=model.attention_sinks,
+    )
     shaped = bool(known.of_shapes)
     if shaped:
         costs = [known] * len(table)

@@ -17,7 +17,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import has_replicas
-from simulator.step.update import update_bytes, update_rate
+from simulator.step.update import host_update_bytes, update_bytes, update_rate
 
 Rows = NDArray[np.bool_]
 
@@ -190,7 +190,7 @@ class LeastTraffic:
             self._of_all("all_reduce", self._reduce) if not (sharded | behind).all() else 0.0,
         )
         if sharded.any():
-            gathered = self._of_all("all_gather", self._compute)
+            gathered = self._of_all("all_gather", self._compute, "fsdp")
             self.last_s = self.last_s + np.where((rows & sharded & ~fetched)[:, None], gathered, 0.0)
         self.waits_for_traffic = self.waits_for_traffic | (rows & behind)
         return PassTraffic(
@@ -214,10 +214,10 @@ class LeastTraffic:
             return np.asarray(summed)
         return np.where(sharded, self.send_s("reduce_scatter", "dp", shared, experts, reduce), summed)
 
-    def _of_all(self, op: str, width: float) -> Floats:
+    def _of_all(self, op: str, width: float, family: str = "dp") -> Floats:
         """Return the seconds of a collective over all parameters that a rank holds, shape (plans, ranks)."""
         ranks = range(self.shared.shape[1])
-        return np.stack([self.send_s(op, "dp", self.shared[:, r], self.experts[:, r], width) for r in ranks], axis=1)
+        return np.stack([self.send_s(op, family, self.shared[:, r], self.experts[:, r], width) for r in ranks], axis=1)
 
     def send_s(self, op: str, family: str, shared: Floats, experts: Floats, width: float) -> Floats:
         """Return the seconds of a collective over `shared` and `experts` parameters, sent separately."""
@@ -241,7 +241,7 @@ class LeastTraffic:
         seconds = np.asarray(moved / update_rate(runtime, context.roofline))
         if away.any():
             seconds = (
-                seconds + np.where(away, update_bytes(runtime, owned, 0.0), 0.0) / update_bytes_per_s(context)[:, None]
+                seconds + np.where(away, host_update_bytes(runtime, owned), 0.0) / update_bytes_per_s(context)[:, None]
             )
         return seconds if orthogonal_s is None else seconds + orthogonal_s.of_stage(self.layout)[0]
 

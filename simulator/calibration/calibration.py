@@ -267,11 +267,19 @@ def scaled_host(described: HostSpec, speed: float) -> dict[str, float]:
 
 
 def roofline_of(
-    cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None, *, windowed: float = 0.0
+    cluster: Cluster,
+    runtime: Runtime,
+    spec: RuntimeSpec,
+    calibration: Calibration | None,
+    *,
+    windowed: float = 0.0,
+    documents: bool = False,
+    sinks: bool = False,
 ) -> Roofline:
     """Return kernel times for a runtime on a cluster's slowest GPU.
 
     `windowed`: the share of attention's arithmetic in layers with a sliding window (`plan_table.windowed_share`).
+    `documents`, `sinks`: see `attention_kernel`.
     """
     costs = RuntimeCosts()
     if calibration is not None and calibration.effects.sustained:
@@ -281,7 +289,7 @@ def roofline_of(
         dtype=runtime.activation_dtype,
         tf32=runtime.compute_dtype == TF32,
         low=recipe_of(runtime),
-        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
+        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture, documents=documents, sinks=sinks),
         window_kernel=spec.window_kernel,
         windowed=windowed,
         measured=calibration,

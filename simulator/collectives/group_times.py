@@ -200,7 +200,7 @@ class GroupTimes:
             case "dp":
                 return t["dp"] * t["cp"], t["tp"]
             case "expert_fsdp":
-                return t.expert_shard["gradients"], expert_stride * t["ep"]
+                return t.expert_shard["optimizer"], expert_stride * t["ep"]
             case "expert_dp":
                 return np.maximum(everything / (t["ep"] * expert_stride), 1.0), expert_stride * t["ep"]
         raise ValueError(axis)

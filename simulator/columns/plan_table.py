@@ -201,17 +201,18 @@ def axis_sizes(
     over the mean, where the workload does not state loads. `domain` is the number of ranks that reach each other
     without a network. `pads`: experts with fewer rows than their capacity are padded to it.
 
-    b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
-    results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
-    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the width of the
-    residual stream in numbers of the products' type (larger under autocast, which adds in the wider type); d head
-    width; a query and k key/value heads; q, kv and qkv their widths, qkx the same with keys repeated until each rank of
-    an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v vocabulary. MoE: E experts
-    in all, e on this rank, x rows of each, n rows that the rank sends to experts, m those that the busiest receives and
-    r those that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens of all ranks
-    that share experts; z rows that reach a rank where each token is sent once to a rank, and y the rows of an
-    all-to-all that takes as long. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total
-    head widths, kx expanded keys/values. R is the `rank` of adapters.
+    b sequences of a micro batch; s query positions, S key positions, D of a document and j keys a query sees on
+    average; w partial results of attention beyond the first, one from each other context-parallel rank's keys; t
+    tokens inside a tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the
+    width of the residual stream in numbers of the products' type (larger under autocast, which adds in the wider
+    type); d head width; a query and k key/value heads; q, kv and qkv their widths, qkx the same with keys repeated
+    until each rank of an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v
+    vocabulary. MoE: E experts in all, e on this rank, x rows of each, n rows that the rank sends to experts, m
+    those that the busiest receives and r those that its experts compute, fe and gfe expert widths, fs and gfs
+    shared-expert widths; g tokens of all ranks that share experts; z rows that reach a rank where each token is
+    sent once to a rank, and y the rows of an all-to-all that takes as long. Latent attention: ql, cl compressed
+    ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values. R is the `rank` of
+    adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -227,7 +228,8 @@ def axis_sizes(
         "b": b,
         "s": s,
         "S": workload.seq_len,
-        "j": sum(model.keys_by_layers(workload.seq_len)),
+        "D": workload.attended_len,
+        "j": sum(model.keys_by_layers(workload.attended_len)),
         "w": cp - 1.0,
         "t": t,
         "u": u,

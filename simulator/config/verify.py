@@ -149,6 +149,7 @@ def verify_workload(workload: Workload, *, where: str) -> None:
         raise BadPlan(f"{where}: workload.expert_imbalance is {_shown(load)}", why="it must be a number from 1 on")
     if workload.routing not in {"", *ROUTINGS}:
         raise BadPlan(f"{where}: workload.routing is {_shown(workload.routing)}", why=f"known: {', '.join(ROUTINGS)}")
+    _whole(workload.document_len, f"{where}: workload.document_len", 0, MAX_COUNT)
     for index, count in enumerate(workload.expert_counts):
         _whole(count, f"{where}: workload.expert_counts[{index}]", 0, MAX_COUNT)
 

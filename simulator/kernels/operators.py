@@ -300,7 +300,7 @@ def _attention(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: Dty
         flops=flops * (ATTENTION_BACKWARD if backward else 1.0),
         bytes=moved * (2.0 if backward else 1.0),
         m=sizes["s"],
-        n=sizes["S"],
+        n=sizes["D"],
         k=sizes["d"],
         batch=sizes["b"] * sizes["a"],
         launches=spec.backward_launches if backward else spec.launches,

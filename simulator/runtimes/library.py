@@ -41,23 +41,26 @@ from topology.errors import BadPlan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation stops as soon as the backward pass has what it needs: `always`,
-    where the model is `compiled`, or not: `never`, or because checkpoints are `reentrant`; see
+    where the model is `compiled` or `eager`, or not: `never`, or because checkpoints are `reentrant`; see
     `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or `unfused` for separate
-    matrix products; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide` that for operands
-    of more than 16 bits. `window_kernel`: the attention library for layers with a sliding window, where that is
-    another. `recompute_modules` are parts of a layer that can be recomputed together
-    (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard deviation of the load of one of two ranks
-    with experts, over the mean, where nothing evens the router's choice; `unbalanced` that of families whose router has
-    no balancing loss. `recipes`: settings of its own recipes. `splits_experts`: how tensor-parallel ranks split experts
+    matrix products; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide` that for
+    operands of more than 16 bits. `window_kernel`, `document_kernel` and `sink_kernel`: the attention library for
+    layers with a sliding window, of documents that share a sequence, and of heads with sinks, where that is
+    another. `document_len`: tokens of a document that its recipes pack. `recompute_modules` are parts of a layer
+    that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
+    deviation of the load of one of two ranks with experts, over the mean, where nothing evens the router's choice;
+    `unbalanced` that of families whose router has no balancing loss. `recipes`: settings of its own recipes, and of
+    those of the description `recipes_of`. `splits_experts`: how tensor-parallel ranks split experts
     (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
-    (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA graphs
-    may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory savers
-    (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With activation
-    offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to host memory
-    (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of `host.tp_layer_s`, by a
-    feature of the model (`shared_expert`: of its layers with experts). A description that is `like` another states only
-    the differences (operators of a part of the layer under `layer.overrides`), and measurements of the other apply to
-    it. Models without experts have the layers of the description `dense_as`, where it is given.
+    (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA
+    graphs may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory
+    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With
+    activation offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to
+    host memory (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of
+    `host.tp_layer_s`, by a feature of the model (`shared_expert`: of its layers with experts). A description that
+    is `like` another states only the differences (operators of a part of the layer under `layer.overrides`), and
+    measurements of the other apply to it. Models without experts have the layers of the description `dense_as`,
+    where it is given.
     """
 
     names: tuple[str, ...]
@@ -65,6 +68,9 @@ class RuntimeSpec:
     attention_kernel_on: dict[str, str] = field(default_factory=dict)
     attention_kernel_wide: str = "unfused"
     window_kernel: str = ""
+    document_kernel: str = ""
+    sink_kernel: str = ""
+    document_len: int = 0
     defaults: RuntimeDefaults
     state: StateSpec
     fsdp: FsdpSpec
@@ -81,12 +87,13 @@ class RuntimeSpec:
     context_parallel: str = "all_gather"
     unbalanced: dict[str, float] = field(default_factory=dict)
     recipes: tuple[RecipeSpec, ...] = ()
+    recipes_of: str = ""
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wide_adapters: bool = False
     scores_after: tuple[str, ...] = ()  # families that weigh the experts' results; others weigh the tokens
-    recompute_stops: Literal["never", "reentrant", "compiled", "always"] = "never"
+    recompute_stops: Literal["never", "reentrant", "compiled", "eager", "always"] = "never"
     earlier: tuple[EarlierSpec, ...] = ()  # the newest first
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
@@ -173,6 +180,8 @@ def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentran
 def _document(file: str) -> JsonObject:
     """Return a description completed from the one that it is like. Versions are its own."""
     document = _load_toml(file)
+    if document.get("recipes_of"):
+        document["recipes"] = [*document.get("recipes", []), *_load_toml(document["recipes_of"])["recipes"]]
     if not document.get("like"):
         return document
     other = {key: value for key, value in _document(document["like"]).items() if key not in {"earlier", "later"}}
@@ -237,9 +246,15 @@ def is_later_version(runtime: Runtime) -> bool:
     return _release(runtime.version) >= _release(later.since)
 
 
-def attention_kernel(runtime: Runtime, architecture: str) -> str:
-    """Return the attention kernel of `runtime` on GPUs of an architecture: a curve of efficiency.toml, or `unfused`."""
+def attention_kernel(runtime: Runtime, architecture: str, *, documents: bool = False, sinks: bool = False) -> str:
+    """Return the attention kernel of `runtime` on GPUs of an architecture: a curve of efficiency.toml, or `unfused`.
+
+    `documents`: several share a sequence; `sinks`: heads have sinks.
+    """
     spec = spec_for(runtime)
+    special = (spec.sink_kernel if sinks else "") or (spec.document_kernel if documents else "")
+    if special:
+        return special
     if DTYPE_BYTES[runtime.activation_dtype] > 2:
         return spec.attention_kernel_wide
     if spec.attention_kernel == "unfused":
@@ -286,7 +301,7 @@ def recompute_stops_early(runtime: Runtime) -> bool:
     """Whether recomputing a block stops as soon as the backward pass has what it needs; see
     `simulator.runtimes.recomputation`.
     """
-    return spec_for(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
+    return spec_for(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "eager"}
 
 
 # A version may be a year and month for software without version numbers.

@@ -131,6 +131,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qk_norm": model.qk_norm,
         "qk_norm_wide": model.qk_norm_wide,
         "rotary": model.rotary,
+        "grouped_heads": model.kv_heads < model.heads,
         "latent": model.latent is not None,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),

@@ -33,7 +33,7 @@ class StateSpec:
     updates. `gradients_freed`: a step begins without gradients (`zero_grad(set_to_none=True)`), so the loss begins its
     backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
     rank's gradient of the embedding still has all rows, to be summed over ranks. `norms_in_backward`: where gradients
-    update parameters one by one, each is read once more for its norm.
+    update parameters one by one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
     """
 
     master_weights: bool
@@ -45,6 +45,7 @@ class StateSpec:
     gradients_freed: bool = False
     whole_embedding_gradient: bool = False
     norms_in_backward: bool = False
+    clips: bool = True
     update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update
     offloads_gradients: bool = True  # sharded gradients are kept where an offloaded optimizer is
 
@@ -72,13 +73,15 @@ class DdpSpec:
     A sharded optimizer exchanges at once the largest of a layer, `bucket_elements`, and the elements stated per
     data-parallel rank. With `sharded_overlap` this runs during backward passes, and updated parameters are gathered
     during the next forward pass unless `gathers_overlap` is off. `sums_whole`: gradients are summed whole on every
-    rank, which then takes its shard.
+    rank, which then takes its shard. `broadcasts`: a rank owns whole tensors, and updated ones go out in a broadcast
+    for each rank that owns some, one after the other, where others gather.
     """
 
     overlap: bool
     sharded_overlap: bool = False
     gathers_overlap: bool = True
     sums_whole: bool = False
+    broadcasts: bool = False
     bucket_copy: bool
     bucket_bytes: float = 0.0
     bucket_elements: float = 0.0
@@ -281,9 +284,9 @@ class EarlierSpec:
 class RecipeSpec:
     """Settings of a runtime's own recipes for runs of one kind: keys of a case's `runtime` and `plan`.
 
-    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`, or `any`),
-    `balanced` loads of experts, and `sharded` parameters of a model without experts in one stage that recomputes
-    nothing; what is not given matches any run.
+    A kind is given by `experts`, `gpus`, `low_precision` (recipes of `simulator.kernels.low_precision`, `any` or
+    `none`), `balanced` loads of experts, models of `least_layers` or more, and `sharded` parameters of a model without
+    experts in one stage that recomputes nothing; what is not given matches any run.
     """
 
     experts: bool = False
@@ -291,6 +294,7 @@ class RecipeSpec:
     gpus: tuple[str, ...] = ()
     low_precision: tuple[str, ...] = ()
     balanced: bool = False
+    least_layers: int = 0
     runtime: JsonObject = field(default_factory=dict)
     plan: JsonObject = field(default_factory=dict)
 

@@ -51,6 +51,7 @@ class DataTraffic:
     sharded_overlap: bool  # whether gradients are reduced during backward passes
     gathers_overlap: bool  # whether parameters are gathered during forward passes
     scattered_by: str  # the collective that reduces gradients for a sharded optimizer
+    broadcasts: bool  # whether updated parameters go out in a broadcast for each rank that owns some
     gradients_sharded: bool
     overlap: bool
     replicated_sharding: bool  # shards are summed over replicas too (HSDP)
@@ -125,6 +126,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         sharded_overlap=behind,
         gathers_overlap=behind and spec.ddp.gathers_overlap,
         scattered_by="all_reduce" if spec.ddp.sums_whole else "reduce_scatter",
+        broadcasts=spec.ddp.broadcasts,
         gradients_sharded=not full and scattered,
         overlap=spec.fsdp.overlap if full else spec.ddp.overlap or (in_shards and spec.ddp.sharded_overlap),
         replicated_sharding=full and bool(has_replicas(table).any()),
@@ -280,9 +282,14 @@ class DataWriter:
         """
         t = self.traffic
         if t.optimizer_sharded and not t.fully_sharded and not t.fetches:
+            op, owners = "all_gather", np.ones_like(t.shard_ranks)
+            if t.broadcasts:
+                op, owners = "broadcast", np.clip(_sum(u.repeats * u.tensors for u in units), 1.0, t.shard_ranks)
+            shared = _sum(u.repeats * u.trained.shared for u in units) * t.compute_bytes
+            experts = _sum(u.repeats * u.trained.experts for u in units) * t.compute_bytes
             self.rank.after(STREAM, COMPUTE)
-            self._send("all_gather", "dp", _sum(u.repeats * u.trained.shared for u in units) * t.compute_bytes)
-            self._send("all_gather", "expert_dp", _sum(u.repeats * u.trained.experts for u in units) * t.compute_bytes)
+            self._send(op, "fsdp", shared / owners, owners)
+            self._send(op, "expert_fsdp", experts / owners, owners)
             self.rank.after(COMPUTE, STREAM)
 
     def gather_matrices(self, orthogonal: Orthogonal, layers: float) -> None:
@@ -354,7 +361,7 @@ class DataWriter:
             self._send(t.scattered_by, "dp", shared)
             self._send(t.scattered_by, "expert_dp", experts)
         elif t.optimizer_sharded:
-            self._send_buckets(t.scattered_by, unit, t.reduce_bytes)
+            self._send_buckets(t.scattered_by, "dp", unit, t.reduce_bytes)
         else:
             buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
             self._send("all_reduce", "dp", shared / buckets, buckets)
@@ -383,17 +390,17 @@ class DataWriter:
 
     def _fetch_unit(self, unit: Unit) -> None:
         if unit.name not in self._fetched:
-            self._send_buckets("all_gather", unit, self.traffic.compute_bytes)
+            self._send_buckets("all_gather", "fsdp", unit, self.traffic.compute_bytes)
             self._fetched[unit.name] = self.rank.record(STREAM)
 
-    def _send_buckets(self, op: str, unit: Unit, width: float) -> None:
+    def _send_buckets(self, op: str, family: str, unit: Unit, width: float) -> None:
         """Exchange the gradients or parameters of a unit: all at once, or as part of a larger bucket."""
         size = self.traffic.bucket_elements
         own = unit.trained
         elements = np.where(own.all > 0, own.all, 1.0)
         times = np.minimum(elements / np.maximum(size, 1.0), 1.0)
-        self._send(op, "dp", own.shared * width / times, times)
-        self._send(op, "expert_dp", own.experts * width / times, times)
+        self._send(op, family, own.shared * width / times, times)
+        self._send(op, f"expert_{family}", own.experts * width / times, times)
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)

@@ -34,18 +34,23 @@ def update_bytes(
 ) -> Floats | float:
     """Return the bytes that the end of a step moves: clipping and updating the `owned` parameters of a rank after
     sharding, hidden `matrices` among them, and the runtime's passes over the gradients of the `held` parameters before
-    sharding.
+    sharding. Parameters count as float32, whatever type they are stored in.
     """
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
     moved = optimizer.moved(wide)
-    clipped = CLIP_BYTES
+    clipped = CLIP_BYTES if state.clips else 0.0
     if OPTIMIZER_IN_BACKWARD in runtime.savers:  # gradients never exist all together, so they are not clipped
         clipped = NORM_READ_BYTES if state.norms_in_backward else 0.0
     per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + clipped
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
     return matrices * more + owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
+
+
+def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float:
+    """Return the bytes of its own memory that a host moves for clipping and updating `owned` parameters."""
+    return update_bytes(runtime, owned, 0.0) * (DTYPE_BYTES[updated_dtype(runtime)] / DTYPE_BYTES["float32"])
 
 
 def update_rate(runtime: Runtime, roofline: Roofline) -> float:

@@ -23,7 +23,7 @@ from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, ste
 from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
 from simulator.step.units import Unit
-from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, update_bytes
+from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes
 
 # The groups over which the gradient norm is summed, and the streams of these sums.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
@@ -143,7 +143,7 @@ class StepWalk:
         matrices = self._orthogonalise(rank, data, units)
         if self.traffic.updates_on_host:
             rank.update(update_bytes(runtime, 0.0, whole), owned)
-            data.update_on_host(owned, update_bytes(runtime, owned, 0.0))
+            data.update_on_host(owned, host_update_bytes(runtime, owned))
         else:
             rank.update(update_bytes(runtime, owned, whole, matrices), owned)
         data.redistribute(units)

@@ -141,7 +141,9 @@ def test_recipes_of_a_runtime_fill_what_a_run_leaves_open_and_nothing_else():
 
 
 def test_recipes_for_sharded_networks_keep_layers_in_host_memory():
-    """perf_recipes/llama/gb200/llama3.py of Megatron-Bridge: 40 layers in float8, 20 in bfloat16."""
+    """perf_recipes/llama of Megatron-Bridge: on GB200 40 layers of 70B in float8, 20 in bfloat16 (gb200/llama3.py), on
+    GB300 40 of 405B in bfloat16 (gb300/llama31.py); NeMo's container has the same.
+    """
     machine = {"gpu": "gb200", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvswitch"}
     plan = {"dp_replicate": 1, "dp_shard": 8, "recompute": "none"}
     runtime = {"name": "megatron-bridge", "compute_dtype": "float8"}
@@ -156,10 +158,10 @@ def test_recipes_for_sharded_networks_keep_layers_in_host_memory():
         away(pp=2, dp_shard=4),
         load_case(case | {"model": "llama3-8b"}).plan.offload_layers,
     } == {None}
-    assert (
-        load_case(case | {"runtime": {"name": "megatron-bridge", "compute_dtype": "bfloat16"}}).plan.offload_layers
-        == 20
-    )
+    for name in ("megatron-bridge", "nemo"):
+        wide = case | {"runtime": {"name": name, "compute_dtype": "bfloat16"}}
+        large = wide | {"model": "llama3-405b", "cluster": machine | {"gpu": "gb300"}}
+        assert [load_case(one).plan.offload_layers for one in (wide, large)] == [20, 40]
 
 
 def test_notes_name_graphs_routing_and_the_power_of_a_card():
@@ -340,3 +342,22 @@ def test_cuda_graphs_are_asked_by_a_flag():
     assert runtime("attn, mlp") == replace(runtime("full"), graph_scopes=("attn", "mlp"))
     with pytest.raises(UserError, match="atn is no part of a layer"):
         runtime("atn")
+
+
+@pytest.mark.parametrize(
+    ("note", "tokens"), [("batch 2, packed 2048", 256), ("not packed", 0), ("packed", 256), ("a package", 0)]
+)
+def test_a_note_that_says_packed_means_documents_of_the_recipes(note, tokens):
+    """Torchtune's data set, where a source gives no length; a length that it gives goes before it."""
+    case = load_case(changed(runtime={"name": "torchtune"}) | {"note": note})
+    stated = load_case(changed(runtime={"name": "torchtune"}, workload={"document_len": 700}) | {"note": note})
+
+    assert case.question.workload.document_len == tokens
+    assert any("documents of 256 tokens" in line for line in case.assumed) == bool(tokens)
+    assert stated.question.workload.document_len == 700
+
+
+def test_documents_are_a_flag_as_well():
+    asked = case_from_flags(Flags(model="llama3.2-1b", document_len=300))
+
+    assert asked.question.workload.document_len == 300
