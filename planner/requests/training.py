@@ -118,7 +118,9 @@ class Suggest(Request):
     cluster: str = common.cluster("dgx-h100")
     gpu: str | None = common.gpu()
     gpus: str | None = option(
-        None, "--gpus", help="Number of GPUs; several (8,16,32) are compared; min finds the fewest that surely fit."
+        None,
+        "--gpus",
+        help="Number of GPUs; several (8,16,32) are compared; min finds the fewest that surely fit, or serve the load.",
     )
     task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     seq_len: int | None = common.seq_len()
