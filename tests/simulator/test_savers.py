@@ -60,6 +60,7 @@ def held(question: Question, plan: Plan) -> float:
         ("pytorch", ("activation_offload", "chunked_loss", "optimizer_in_backward"), FULL, 1),
         ("pytorch", ("optimizer_in_backward",), FULL.with_(dp_shard=8), 8),
         ("trl", ("chunked_loss",), FULL.with_(dp_shard=8), 8),
+        ("trl", ("chunked_loss", "tiled_mlp"), FULL.with_(dp_shard=8), 8),
         ("megatron-lm", (), Plan(dp_shard=8, micro_batch_size=2, offload_layers=20), 8),
     ],
 )
