@@ -173,7 +173,8 @@ def model_line(model: Model) -> str:
 def workload_line(workload: Workload) -> str:
     tokens = workload.tokens_per_step
     batch = f"global batch {workload.global_batch_size:,} ({tokens:,} tokens a step)"
-    return f"train, sequences of {workload.seq_len:,} tokens, {batch}"
+    packed = f" packed of documents of {workload.document_len:,}" if workload.document_len else ""
+    return f"train, sequences of {workload.seq_len:,} tokens{packed}, {batch}"
 
 
 def runtime_line(runtime: Runtime, title: str) -> str:

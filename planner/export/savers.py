@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.config.runtime import Runtime
-from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD
+from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD, TILED_MLP
 
 _TRAINER = {
     LINEAR_LOSS: "TrainingArguments(use_liger_kernel=True)",
@@ -24,6 +24,7 @@ _PLAIN = {
     CHUNKED_LOSS: "head and loss computed for an eighth of the tokens at a time (torchtune's LinearCrossEntropyLoss)",
     LINEAR_LOSS: "liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss in the place of head and loss",
     ACTIVATION_OFFLOAD: "forward passes under torchtune.training.OffloadActivations()",
+    TILED_MLP: "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP in the place of feed-forward networks",
     OPTIMIZER_IN_BACKWARD: "an optimizer for each parameter, stepped by register_post_accumulate_grad_hook",
 }
 # Savers that a target's own file or program already has.

@@ -13,7 +13,7 @@ from planner.question.case_words import RUNTIME_KEYS
 from planner.question.notes import bf16_moments_noted, graph_scopes_noted
 from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
-from simulator.config.savers import not_modelled_said, optimizer_said, savers_said
+from simulator.config.savers import optimizer_said, savers_of_some, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.called import CALLED, called
 from simulator.runtimes.library import is_described, lineage, runtime_names
@@ -60,7 +60,8 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("optimizer")) and (optimizer := optimizer_said(note)):
         stated["optimizer"] = optimizer
         assumed.append(f"runtime.optimizer = {optimizer} (the note says so)")
-    assumed += [f"{name}: not modelled (the note speaks of it)" for name in not_modelled_said(note)]
+    maybe = [saver for saver in savers_of_some(note) if unsaid(stated.get("savers")) or saver not in stated["savers"]]
+    assumed += [f"runtime.savers without {saver} (the note speaks of it, maybe for other runs)" for saver in maybe]
     stated["adapter"] = _adapter_section(stated.get("adapter"), f"case {name}: runtime.adapter")
     for key, value in stated.items():
         if unsaid(value) or key in {"adapter", "noted_savers"}:

@@ -247,6 +247,7 @@ def axis_sizes(
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,
         "one": ones,
+        "T": np.minimum(t, float(model.hidden)),
         "R": rank,
     }
     if model.latent:

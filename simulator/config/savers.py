@@ -5,8 +5,9 @@ chunked_nll, torchtitan's ChunkedLossWrapper); `fused_linear_loss` in kernels th
 at once (Liger-Kernel). `activation_offload` keeps what layers save for backward in host memory in the meantime
 (`simulator.step.away`). `optimizer_in_backward` updates parameters as soon as their gradients are computed, and frees
 these (`torch.Tensor.register_post_accumulate_grad_hook`; torchtune's optimizer_in_bwd). `bf16_gradients` adds gradients
-up and reduces them in bfloat16 (Megatron-LM's --grad-reduce-in-bf16). The runtimes' descriptions state which savers
-each has and how it runs them (`simulator/runtimes/*.toml`: savers).
+up and reduces them in bfloat16 (Megatron-LM's --grad-reduce-in-bf16). `tiled_mlp` runs the feed-forward network on as
+many tokens at a time as the model is wide, and again in backward (DeepSpeed's TiledMLP, arXiv 2506.13996). The
+runtimes' descriptions state which savers each has and how it runs them (`simulator/runtimes/*.toml`: savers).
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Iterable
 
 from topology.errors import BadPlan
 
-CHUNKED_LOSS, LINEAR_LOSS, ACTIVATION_OFFLOAD, OPTIMIZER_IN_BACKWARD, BF16_GRADIENTS = SAVERS = (
+CHUNKED_LOSS, LINEAR_LOSS, ACTIVATION_OFFLOAD, OPTIMIZER_IN_BACKWARD, BF16_GRADIENTS, TILED_MLP = SAVERS = (
     "chunked_loss",
     "fused_linear_loss",
     "activation_offload",
     "optimizer_in_backward",
     "bf16_gradients",
+    "tiled_mlp",
 )
 TITLES = {
     CHUNKED_LOSS: "loss in pieces",
@@ -29,6 +31,7 @@ TITLES = {
     ACTIVATION_OFFLOAD: "activations in host memory",
     OPTIMIZER_IN_BACKWARD: "optimizer in backward",
     BF16_GRADIENTS: "gradients added up in bfloat16",
+    TILED_MLP: "feed-forward networks in tiles",
 }
 # Patterns for savers in plain text, within one clause.
 _SAID = {
@@ -38,8 +41,8 @@ _SAID = {
     r"|offload(s|ed|ing)? (of )?(activations?|checkpoints?)",
     OPTIMIZER_IN_BACKWARD: r"optimi[sz]er[ -](fused )?in(to)?[ -]b(ack)?wa?r?d|fuses the optimi[sz]er into backward",
 }
-# Savers that sources name and that have no cost here.
-_NOT_MODELLED = {"feed-forward networks in tiles": r"(mlp|ffn)s? (tiling|in tiles)|tiled (mlp|ffn)"}
+# Savers that sources name where they speak of several runs.
+_OF_SOME = {TILED_MLP: r"(mlp|ffn)s? (tiling|in tiles)|tiled (mlp|ffn)"}
 _NEGATED = re.compile(r"\b(without|no|not|never|off)\b")
 
 
@@ -52,9 +55,9 @@ def canonical_savers(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(saver for saver in SAVERS if saver in given)
 
 
-def not_modelled_said(text: str) -> tuple[str, ...]:
-    """Return the savers named in a text that have no cost here."""
-    return tuple(name for name, said in _NOT_MODELLED.items() if re.search(said, text.lower()))
+def savers_of_some(text: str) -> tuple[str, ...]:
+    """Return the savers named in a text that a run need not have had."""
+    return tuple(saver for saver, said in _OF_SOME.items() if re.search(said, text.lower()))
 
 
 def optimizer_said(text: str) -> str:

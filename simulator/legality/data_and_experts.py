@@ -80,7 +80,7 @@ def _own_split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
 
 
 def _not_run(q: RuleFacts) -> str:
-    """Return what a runtime states of its experts and kernels, other than its defaults."""
+    """Return what a runtime states of its experts and kernels, and a workload of its data, other than the defaults."""
     runtime = q.runtime
     if runtime is None:
         return ""
@@ -91,6 +91,7 @@ def _not_run(q: RuleFacts) -> str:
         f"kernels that fuse {' and '.join(runtime.fused)}": runtime.fused,
         "routing that is forced to be balanced": q.workload.routing == "balanced",
         "tokens by expert as they were counted": q.workload.expert_counts,
+        "documents that share a sequence": q.workload.attended_len < q.workload.seq_len,
     }
     return " and ".join(words for words, holds in stated.items() if holds)
 

@@ -470,7 +470,7 @@ class BlockTensors:
 
     def _gradients(self, operator: OperatorSpec) -> list[int]:
         """Return the sizes of the gradients that an operator's backward pass computes, without those of weights."""
-        if operator.matmul:
+        if operator.matmul and operator.backward_allocates is None:
             left, right, _ = parse_matmul(operator.matmul)
             both = [" ".join(left)] + ([" ".join(right)] if TOKEN_AXES & set(right) else [])
             return self.sizes(both)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -361,3 +362,11 @@ def test_documents_are_a_flag_as_well():
     asked = case_from_flags(Flags(model="llama3.2-1b", document_len=300))
 
     assert asked.question.workload.document_len == 300
+
+
+def test_our_own_program_refuses_documents_that_it_would_not_tell_apart(planner):
+    asked = ["estimate", "--model", "llama3.2-1b", "--cluster", "dgx-h100", "--dp-shard", "8", "--document-len", "300"]
+    ours = planner(*asked, "--runtime", "meshwright", "--json")
+
+    assert "documents that share a sequence" in ours.stdout
+    assert json.loads(planner(*asked, "--runtime", "torchtune", "--json").stdout)["legal"]
