@@ -228,8 +228,13 @@ def collectives_on(cluster: Cluster, calibration: Calibration | None) -> Collect
 
 
 def overlap_of(calibration: Calibration | None) -> SiteRates:
-    """Return the rates of the overlap modes; assumed ones where they were not measured."""
-    return calibration.overlap if calibration is not None else SiteRates()
+    """Return the rates of the overlap modes; assumed ones where they were not measured, at the speed of this host."""
+    if calibration is None:
+        return SiteRates()
+    site = calibration.overlap
+    if site.source != "assumed" or calibration.host_speed == 1.0:
+        return site
+    return replace(site, rates=replace(site.rates, host_s=site.rates.host_s * calibration.host_speed))
 
 
 def overlap_assumed(tp_overlaps: Iterable[str], calibration: Calibration | None) -> tuple[str, ...]:

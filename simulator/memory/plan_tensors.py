@@ -13,7 +13,9 @@ from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
-from simulator.memory.tensors import RING, Act, BlockTensors, Event, Passes, PassSeconds, Weight
+from simulator.memory.sent import PassSeconds, pass_seconds
+from simulator.memory.tape import Act, Event
+from simulator.memory.tensors import RING, BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import head_peaks, turns_at_once
@@ -137,7 +139,7 @@ class PlanTensors:
         key = (unit.block, word)
         if key not in self._seconds:
             context, mode = self.context, self.context.spec.recompute[word] if word else RecomputeSpec()
-            found = self._tensors.seconds(self._of_block[unit.block], mode)
+            found = pass_seconds(self._of_block[unit.block], mode, context)
             if unit.block in {"dense", "moe"}:
                 host = layer_host_s(context.spec, context.table, sparse=unit.block == "moe")
                 again = again_host_s(context.spec, context.table) if word else np.zeros(1)

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
-from math import inf
 
 import numpy as np
 
@@ -31,11 +30,11 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
+from simulator.memory.sent import SentTensors
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
-from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -69,8 +68,7 @@ class RankReplay:
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
         self.kept: list[Block] = []  # inputs of frozen units and their gradients, kept until a backward pass ends
-        self.sent: list[tuple[float, Block]] = []  # freed by the host, and the time at which the device has sent them
-        self.host_s = self.device_s = 0.0  # clocks, where it matters how far the host is ahead
+        self.sent = SentTensors()
         self.leaving: list[Instance] = []  # layers whose tensors are being copied to host memory
         self.watches = False  # whether to record the most bytes allocated in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -99,8 +97,7 @@ class RankReplay:
             width = self.plan.share(unit, "parameters") * self.plan.state["parameters"]
             self._taken(*(elements.stored * width for elements in self.wrapped[unit.name].elements))
         workspace = workspace_bytes(self.context.roofline.gpu.architecture)
-        for _ in ("forward", "backward"):
-            self._taken(workspace)
+        self._taken(workspace, workspace)  # of the forward and the backward pass
         whole = float(sum(u.trained.all[0] for u in self.units))
         if not self.traffic.adds_up:  # gradients are added up in place, in buffers that stay
             for unit in self.units:
@@ -141,20 +138,16 @@ class RankReplay:
         """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
-        self._return_sent(inf)  # the step's end waits for the device
-        self.host_s = self.device_s = 0.0
+        self._give(self.sent.wait())
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
 
     def run(self, action: Action) -> None:
-        """Run an action of the schedule."""
+        """Run an action of the schedule; passes of a pair layer by layer, the forward pass ahead."""
         passes = [self._pass(leaf) for leaf in action.leaves]
         if self.watches:
             passes = [self._watched(units) for units in passes]
-        if self.plan.paired:  # layer by layer, the forward pass ahead
-            deque(zip_longest(*reversed(passes)), maxlen=0)
-        else:
-            deque(chain(*passes), maxlen=0)
+        deque(zip_longest(*reversed(passes)) if self.plan.paired else chain(*passes), maxlen=0)
 
     def _watched(self, units: Iterator[None]) -> Iterator[None]:
         """Record the most bytes allocated in each unit's pass."""
@@ -192,7 +185,7 @@ class RankReplay:
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
             self._give(own)
-            self._advance(unit, 0)
+            self._give(self.sent.issue(self.plan.seconds(unit)[0]) if self.plan.sends else [])
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.block in {"dense", "moe"}:
@@ -235,7 +228,7 @@ class RankReplay:
                 now = self.plan.pieces(passes.backward)
             self._play(unit, instance, now)
             self._give(again)
-            self._advance(unit, 1)
+            self._give(self.sent.issue(self.plan.seconds(unit)[1]) if self.plan.sends else [])
             gradient = instance.slots.pop(passes.gradient, None)
             self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
@@ -266,29 +259,8 @@ class RankReplay:
             self.memory.play(events, instance.slots, COMPUTE)
             if weight is not None:
                 self._weight_gradient(unit, weight)
-            if sent is not None and (block := instance.slots.pop(sent, None)) is not None:
-                self.sent.append((inf, block))
-
-    def _advance(self, unit: Unit, which: int) -> None:
-        """A unit's pass is issued: return the tensors that the device has sent by then.
-
-        torch's allocator keeps a freed tensor that NCCL's sends or receives use until the device has passed that point
-        (ProcessGroupNCCL's `pointToPoint` records its stream, pytorch/pytorch#132292). The host is ahead of the device
-        where kernels take longer than their launches, by a full queue at most.
-        """
-        if not self.plan.sends:
-            return
-        times = self.plan.seconds(unit)[which]
-        self.host_s += times.host_s
-        self.device_s = max(self.device_s + times.device_s, self.host_s)
-        queued_s = QUEUED_LAUNCHES * times.device_s / max(times.launches, 1.0)
-        self.host_s = max(self.host_s, self.device_s - queued_s)
-        self.sent = [(min(done_s, self.device_s), block) for done_s, block in self.sent]
-        self._return_sent(self.host_s)
-
-    def _return_sent(self, now_s: float) -> None:
-        self._give([block for done_s, block in self.sent if done_s <= now_s])
-        self.sent = [one for one in self.sent if one[0] > now_s]
+            if sent in instance.slots:
+                self.sent.add(instance.slots.pop(sent))
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
         """All gradients of a unit are computed: free its tensors, and reduce the gradients."""

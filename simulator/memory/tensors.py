@@ -8,21 +8,13 @@ the residual stream. Autograd frees what an operator saved when its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from simulator.kernels.operators import (
-    TRANSPOSED,
-    OperatorSpec,
-    WorkKind,
-    backward_work,
-    forward_work,
-    parse_matmul,
-    product,
-)
+from simulator.kernels.operators import TRANSPOSED, OperatorSpec, parse_matmul, product
+from simulator.memory.tape import NOTHING, Act, Event, Tape
 from simulator.passes.block import running
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
@@ -33,17 +25,6 @@ TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
 STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
 RING = "ring"  # the overlap mode that sends tensors from rank to rank
-NOTHING = 0  # the slot of no tensor
-
-
-class Act(IntEnum):
-    ALLOCATE = 0
-    FREE = 1
-    GRADIENT = 2  # the gradient of the weight `slot` has been computed
-    FREE_LATE = 3  # the host frees a tensor that NCCL's sends and receives use on a stream of their own
-
-
-Event = tuple[Act, int, int]  # (act, slot of a tensor or of a weight, bytes)
 
 
 class Weight(NamedTuple):
@@ -52,17 +33,6 @@ class Weight(NamedTuple):
     elements: float
     trained: bool = True
     packed: bool = False
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of the host and of the device in a pass, and the kernels launched in it."""
-
-    host_s: float = 0.0
-    device_s: float = 0.0
-    launches: float = 0.0
-
-    def and_then(self, other: PassSeconds) -> PassSeconds:
-        return PassSeconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,70 +51,6 @@ class Passes:
     weights: tuple[Weight, ...]
 
 
-@dataclass(slots=True)
-class _Tape:
-    """The live tensors of a block while its operators run. `held`: the slots of those that backward needs."""
-
-    events: list[Event] = field(default_factory=list)
-    live: dict[int, int] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)
-    sent: set[int] = field(default_factory=set)  # slots of tensors that are sent or received
-    saved_by: dict[int, list[int]] = field(default_factory=dict)  # index of an operator -> slots
-    slots: int = 0
-
-    def given(self, nbytes: int) -> int:
-        """Return the slot of a tensor that exists already."""
-        self.slots += 1
-        self.live[self.slots] = nbytes
-        return self.slots
-
-    def allocate(self, nbytes: int) -> int:
-        slot = self.given(nbytes)
-        self.events.append((Act.ALLOCATE, slot, nbytes))
-        return slot
-
-    def free(self, slot: int) -> None:
-        if slot in self.live:
-            self.events.append((Act.FREE_LATE if slot in self.sent else Act.FREE, slot, self.live.pop(slot)))
-            self.held.discard(slot)
-
-    def claim(self, nbytes: int, other: int = NOTHING) -> int:
-        """Hold a tensor of `nbytes`: the earliest live one that is not held and not `other`, else a new one."""
-        free = (slot for slot, size in self.live.items() if size == nbytes and slot not in self.held)
-        found = next((slot for slot in free if slot != other), None)
-        slot = self.allocate(nbytes) if found is None else found
-        self.held.add(slot)
-        return slot
-
-    def free_read(self, sizes: Iterable[int], among: Sequence[int], keep: set[int]) -> None:
-        """Free tensors that were read: those in `among` of the given sizes that are not held."""
-        wanted = list(sizes)
-        for slot in among:
-            if slot in self.live and slot not in self.held and slot not in keep and self.live[slot] in wanted:
-                wanted.remove(self.live[slot])
-                self.free(slot)
-
-    def send(self, whole_bytes: int, ranks: int, gathered: Sequence[int], before: Sequence[int]) -> None:
-        """Shards of `whole_bytes` go around a ring of ranks: a rank's own one to the tensor `gathered`; or, if that is
-        empty, sums of them, which take two shards for each of the other ranks.
-        """
-        size = whole_bytes // ranks if gathered else whole_bytes
-        self.sent |= {*gathered, *[slot for slot in before if self.live.get(slot) == size][-1:]}
-        more = 0 if gathered else 2 * (ranks - 1) * (whole_bytes // ranks) - whole_bytes
-        if more > 0:
-            slot = self.allocate(more)
-            self.sent.add(slot)
-            self.free(slot)
-
-    def free_rest(self, keep: set[int]) -> None:
-        for slot in [s for s in self.live if s not in self.held and s not in keep]:
-            self.free(slot)
-
-    def take_events(self) -> tuple[Event, ...]:
-        events, self.events = tuple(self.events), []
-        return events
-
-
 class BlockTensors:
     """The tensors of blocks under the single plan of `context`."""
 
@@ -158,7 +64,7 @@ class BlockTensors:
         active = [run.operator for run in runs]
         weights = self._weights(active)
         again = [bool(run.again[""][0]) for run in runs] if mode.recomputes else []
-        tape = _Tape()
+        tape = Tape()
         stream = self._size("u hr")
         inward = tape.given(stream)
         if mode.recomputes:
@@ -200,7 +106,7 @@ class BlockTensors:
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
         body, loss = active[:split], active[split:]
         peak = max(([*self.sizes(moment)] for moment in peaks), key=sum, default=[])
-        tape = _Tape()
+        tape = Tape()
         inward = tape.given(self._size("u hr"))
         logits = self._forward(tape, body, inward, lambda _: True)
         saved: list[int] = []
@@ -248,7 +154,7 @@ class BlockTensors:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def _forward(self, tape: _Tape, active: Sequence[OperatorSpec], inward: int, saving: Callable[[int], bool]) -> int:
+    def _forward(self, tape: Tape, active: Sequence[OperatorSpec], inward: int, saving: Callable[[int], bool]) -> int:
         """Run operators; those whose index satisfies `saving` hold what they save. Return the slot of the result."""
         stream = last = inward
         for place, operator in enumerate(active):
@@ -266,7 +172,7 @@ class BlockTensors:
         return last
 
     def _passed(
-        self, tape: _Tape, operator: OperatorSpec, before: list[int], outs: list[int], stream: int, last: int
+        self, tape: Tape, operator: OperatorSpec, before: list[int], outs: list[int], stream: int, last: int
     ) -> tuple[int, int]:
         """Free what is not needed after an operator. Return the slots of the residual stream and of the last result."""
         last = outs[0] if outs else last
@@ -282,7 +188,7 @@ class BlockTensors:
         return stream, last
 
     def _forward_wrapped(
-        self, tape: _Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
+        self, tape: Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
     ) -> int:
         """Run a block and hold only what `mode` keeps."""
         if mode.drops:  # operators that save the rest hold the inputs of those that run again
@@ -309,7 +215,7 @@ class BlockTensors:
         tape.free_rest({last})
         return last
 
-    def _again(self, tape: _Tape, active: Sequence[OperatorSpec], again: Sequence[bool], inward: int) -> None:
+    def _again(self, tape: Tape, active: Sequence[OperatorSpec], again: Sequence[bool], inward: int) -> None:
         """Run operators again so that everything the backward pass needs is held, besides what was kept."""
         kept = [slot for slot in tape.held if slot != inward]
         # A kept tensor counts as saved by an operator that saves its size, and is freed after that operator's backward
@@ -338,7 +244,7 @@ class BlockTensors:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def _backward(self, tape: _Tape, active: Sequence[OperatorSpec], incoming: int) -> int:
+    def _backward(self, tape: Tape, active: Sequence[OperatorSpec], incoming: int) -> int:
         """Run the backward passes of operators; return the slot of the gradient of the block's input."""
         stream = last = incoming
         weights = sum(1 for operator in active if self._weight(operator))
@@ -374,27 +280,12 @@ class BlockTensors:
         tape.free_rest({last})
         return last
 
-    def _send(self, tape: _Tape, operator: OperatorSpec, kind: str, outs: list[int], before: list[int]) -> None:
+    def _send(self, tape: Tape, operator: OperatorSpec, kind: str, outs: list[int], before: list[int]) -> None:
         """Note what an operator of the overlap mode `ring` sends and receives (executor/overlap/ring.py)."""
         if operator.site and RING in self._modes and kind in {"all_gather", "reduce_scatter"}:
             ranks = round(self._ranks(operator))
             if ranks > 1 and str(self.context.table.overlap_at(operator.site)[0]) == RING:
                 tape.send(self._size(operator.tensor), ranks, outs if kind == "all_gather" else (), before)
-
-    def seconds(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> tuple[PassSeconds, PassSeconds]:
-        """Return what a block's operators take in its forward and its backward pass, without communication."""
-        found = {False: PassSeconds(), True: PassSeconds()}
-        sizes, bytes_of, host = self.context.sizes, self.context.dtype_bytes, self.context.spec.host
-        for run in running(operators, self.context, {"": mode}):
-            again = mode.recomputes and bool(run.again[""][0])
-            forward = forward_work(run.operator, sizes, bytes_of)
-            for backward, works in ((False, forward), (True, backward_work(run.operator, sizes, bytes_of))):
-                for work in [*works, *(forward if backward and again else ())]:
-                    if work.kind not in {WorkKind.COLLECTIVE, WorkKind.WAIT}:
-                        launches, device_s = float(work.launches), self.context.roofline.seconds_and_source(work)[0]
-                        one = PassSeconds(host.launch_s * launches, float(np.asarray(device_s).flat[0]), launches)
-                        found[backward] = found[backward].and_then(one)
-        return found[False], found[True]
 
     # --- sizes --------------------------------------------------------------------------------------------------
 

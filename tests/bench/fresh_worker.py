@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from executor.calibrate.layers import own_step
+from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.measure.torchtitan import titan_step
@@ -163,7 +164,7 @@ def _timed(step: Any, device: torch.device, report: Report) -> None:
     if cuda:
         stats = torch.cuda.memory_stats()
         found |= {
-            "reserved_bytes": highest,
+            "reserved_bytes": highest + symmetric.workspace_bytes(),  # predictions have both
             "retries": stats["num_alloc_retries"] - retries,
             "mean_sm_clock_hz": next(iter(clock.hertz()), None),
         }

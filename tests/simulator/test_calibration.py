@@ -9,7 +9,7 @@ import pytest
 
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
-from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
+from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, overlap_of, without
 from simulator.calibration.gaussian import conditioned
 from simulator.calibration.intervals import interval_table
 from simulator.calibration.items import OperatorItem
@@ -24,6 +24,7 @@ from simulator.fitting.runtime_fit import fit_runtimes, run_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.kernels.roofline import Roofline
 from simulator.lowering.simulation import simulate_plan
+from simulator.overlap.site_costs import SiteRates
 from simulator.runtimes.library import RuntimeSpec, runtime_spec
 from simulator.step.host import BATCH_TOKENS
 from topology import codec
@@ -511,6 +512,14 @@ def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_and_ex
     assert executor.recompute == titan.recompute
     assert executor.host.plain_tensors
     assert not titan.host.plain_tensors
+
+
+def test_calls_of_overlap_modes_follow_the_speed_of_the_host_unless_they_were_measured() -> None:
+    costs = {("meshwright", False): RuntimeCosts(host_speed=1.5, runs=1)}
+    known = Calibration(gpu=cluster().slowest_kind, runtimes=costs)
+
+    assert overlap_of(known).rates.host_s == pytest.approx(1.5 * SiteRates().rates.host_s)
+    assert overlap_of(dataclasses.replace(known, overlap=SiteRates(source="fitted"))).rates == SiteRates().rates
 
 
 def test_a_gaussian_update_adds_precisions() -> None:

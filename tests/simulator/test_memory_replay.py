@@ -29,7 +29,8 @@ from simulator.memory.over_time import with_memory
 from simulator.memory.plan_memory import PlanMemory
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
-from simulator.memory.tensors import Act, Passes
+from simulator.memory.tape import Act
+from simulator.memory.tensors import Passes
 from simulator.pipeline.schedules.table import Kind
 from simulator.runtimes.stated import resolve
 from simulator.step.held import saved_bytes, tensors_bytes
