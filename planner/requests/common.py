@@ -7,7 +7,7 @@ from typing import Any
 from planner.requests.flag import option
 
 
-def model(default: str) -> Any:
+def model(default: str | None) -> Any:
     return option(
         default, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
     )

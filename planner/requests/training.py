@@ -80,9 +80,7 @@ class Trained:
 class OnePlan:
     """A question with one plan, as flags state it. `plan` is by field of a plan; None is what nobody stated."""
 
-    model: str | None = option(
-        None, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
-    )
+    model: str | None = common.model(None)
     online: bool = common.online()
     cluster: str | None = option(
         None, "--cluster", help="GPUs (2x8xH100), machine type, catalogue name or cluster file."
@@ -254,9 +252,7 @@ class Explain(Request):
     file: str | None = argument(None, help="Plan file from suggest --out, or a case; default: the best plan.")
     task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     case_id: str | None = option(None, "--id", help="Which case of a list, by its id.")
-    model: str | None = option(
-        None, "--model", "--config", help="Model by its name here or on the Hub, config.json or its directory."
-    )
+    model: str | None = common.model(None)
     online: bool = common.online()
     cluster: str | None = option(
         None, "--cluster", help="GPUs (2x8xH100), machine type, catalogue name or cluster file."

@@ -51,7 +51,6 @@ class Efficiency:
     ramp_k: float
     hbm: float
     kernel_s: float
-    nccl_sms: float
     simt: float
     unit_s: dict[str, float]
     rested: float = 1.0

@@ -4,14 +4,18 @@ runs.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm, truncnorm
 
+from planner.cli import main
 from planner.question.cases import read_cases
 from planner.question.question import question_of
 from planner.tune.beliefs import NOISE, Belief, believe
@@ -332,15 +336,22 @@ def test_what_is_no_state_is_refused(tmp_path, text: str) -> None:
 # -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_answers_as_its_contract_says_and_resumes(tmp_path, planner) -> None:
-    state = tmp_path / "state.jsonl"
-    flags = ("--recorded", str(RECORDED), "--state", str(state), "--trials", "2")
+@pytest.fixture(scope="module")
+def two_trials(tmp_path_factory):
+    """A tuning of two trials: its state, and the document that it printed."""
+    state = tmp_path_factory.mktemp("tuning") / "state.jsonl"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["tune", "--recorded", str(RECORDED), "--state", str(state), "--trials", "2", "--json"]) == 0
+    return state, json.loads(out.getvalue())
 
-    first = planner("tune", *flags, "--json")
+
+def test_the_command_answers_as_its_contract_says_and_resumes(two_trials, tmp_path, planner) -> None:
+    state, document = shutil.copy(two_trials[0], tmp_path), two_trials[1]
+
     more = planner("tune", "--resume", str(state), "--trials", "4", "--within", "0", "--json")
 
-    assert (first.returncode, more.returncode) == (0, 0), first.stderr + more.stderr
-    document, resumed = json.loads(first.stdout), json.loads(more.stdout)
+    assert more.returncode == 0, more.stderr
+    resumed = json.loads(more.stdout)
     assert {"schema_version", "trials", "best", "stop", "profile"} <= set(document)
     for one in document["trials"]:
         assert {"plan", "predicted_s", "measured_s", "status", "seconds"} <= set(one)
@@ -367,9 +378,8 @@ def test_questions_that_cannot_be_tuned_are_refused(flags, code: int, tmp_path, 
     assert done.returncode == code, done.stderr
 
 
-def test_a_state_is_shown_without_a_trial_more(tmp_path, planner) -> None:
-    state, page = tmp_path / "state.jsonl", tmp_path / "report.html"
-    planner("tune", "--recorded", str(RECORDED), "--state", str(state), "--trials", "2")
+def test_a_state_is_shown_without_a_trial_more(two_trials, tmp_path, planner) -> None:
+    state, page = two_trials[0], tmp_path / "report.html"
     before = state.read_text()
 
     done = planner("tune", "--resume", str(state), "--show", "--html", str(page), "--json")
