@@ -30,10 +30,9 @@ class StateSpec:
     `placeholder_gradients`: products add weight gradients to buffers themselves, and autograd gets an unfilled tensor,
     one for every distinct shape of weight, which is never freed. `gradient_passes_bytes` are moved once per step for
     every element of a rank's gradients before sharding, `owned_gradient_passes_bytes` for each element that the rank
-    updates. `gradients_freed`: a step begins without gradients (`zero_grad(set_to_none=True)`), so the loss begins its
-    backward pass before there are any. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
-    rank's gradient of the embedding still has all rows, to be summed over ranks. `norms_in_backward`: where gradients
-    update parameters one by one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
+    updates. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a rank's gradient of the
+    embedding still has all rows, to be summed over ranks. `norms_in_backward`: where gradients update parameters one by
+    one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
     """
 
     master_weights: bool
@@ -42,7 +41,6 @@ class StateSpec:
     placeholder_gradients: bool = False
     gradient_passes_bytes: float = 0.0
     owned_gradient_passes_bytes: float = 0.0
-    gradients_freed: bool = False
     whole_embedding_gradient: bool = False
     norms_in_backward: bool = False
     clips: bool = True
