@@ -67,5 +67,5 @@ def _data(value: Mapping[str, Any], where: str) -> JsonObject:
     if (counts := stated_value(value, "expert_counts")) is not None:
         said["expert_counts"] = whole_numbers(counts, f"{where}.expert_counts")
     if (tokens := stated_value(value, "document_len")) is not None:
-        said["document_len"] = whole_number(tokens, f"{where}.document_len")
+        said["document_len"] = whole_number(tokens, f"{where}.document_len", least=0)
     return said
