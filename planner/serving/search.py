@@ -101,9 +101,11 @@ def _rank(plan: ServingPlan) -> tuple[bool, bool]:
 
 def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
     """Return the value that the objective minimises: seconds of an answer, or GPU seconds of an output token. All
-    deployments that keep up with a rate of requests write the same tokens, so the faster answer is better.
+    deployments that keep up with a rate of requests write the same tokens, so the faster answer is better. Of those
+    that fall behind, whose answers take ever longer, the one that writes most is best.
     """
-    if question.objective == "latency" or (question.traffic.steady and plan.estimate.latency.keeps_up):
+    keeps_up = plan.estimate.latency.keeps_up
+    if keeps_up if question.traffic.steady else question.objective == "latency":
         return plan.estimate.e2e_s.value
     return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
 

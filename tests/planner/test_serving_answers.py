@@ -17,7 +17,7 @@ from planner.serving.break_even import break_even
 from planner.serving.compare import compare_answers
 from planner.serving.crossings import over_clients
 from planner.serving.question.from_flags import ServingFlags, serving_question
-from planner.serving.search import search_serving
+from planner.serving.search import TIE, search_serving
 from planner.serving.stated import pool_word, problems_of, read_pool, stated_deployment
 from simulator.serving.deployment import Pool
 from tests.planner.conftest import Finished
@@ -250,6 +250,15 @@ def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Fini
     assert all(engines * tp * pp == 6 for engines, tp, pp in shapes)
     done = planner("estimate", "--task", "serve", "--model", "llama3-70b", "--gpus", "6", "--tp", "3")
     assert done.returncode == 3
+
+
+def test_more_requests_than_anything_answers_are_best_served_by_what_answers_most() -> None:
+    plans = search_serving(serving_question(flags(model="llama3-70b", gpus=8, request_rate=200.0))).plans
+    answered = [plan.estimate.latency.output_tokens_per_s for plan in plans]
+
+    assert not any(plan.estimate.latency.keeps_up for plan in plans)
+    assert answered[0] >= max(answered) / (1 + TIE)
+    assert answered[1:] == sorted(answered[1:], reverse=True)
 
 
 def test_replicas_without_nvlink_tensor_parallelism_with_it() -> None:
