@@ -53,7 +53,7 @@ def noted_workload(workload: Workload, note: str, model: Model, runtime: str) ->
     packs = runtime_spec(runtime).document_len
     if packs and not workload.document_len and packed_noted(note):
         workload = replace(workload, document_len=packs)
-        assumed.append(f"documents of {packs} tokens (packed, as the note says; {runtime}'s recipes)")
+        assumed.append(f"documents of {packs} tokens (packed, as the note says; their length is assumed)")
     return workload, assumed
 
 

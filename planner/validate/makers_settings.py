@@ -19,7 +19,7 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
-LEAST_HALF_MORE = 48  # answers on a rank
+HALVES_FROM = 48  # answers on a rank, from which one and a half times a power of two is a setting as well
 TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 
 
@@ -56,7 +56,7 @@ def answers_of_rank(clients: int, pool: Pool) -> int:
     places = max(1, clients // (pool.engines * pool.dp_attention))
     power = 1 << (places.bit_length() - 1)
     half_more = power * 3 // 2
-    return half_more if LEAST_HALF_MORE <= half_more <= places else power
+    return half_more if HALVES_FROM <= half_more <= places else power
 
 
 def as_makers_set(
@@ -72,7 +72,7 @@ def as_makers_set(
         usual = Usual(kv_cache=usual.kv_cache)
         if deployment.engine in TRTLLM and row.max_num_seqs is None and row.concurrency:
             most = answers_of_rank(row.concurrency, deployment.pool)
-            assumed.append(f"{most} answers at a time on each rank of attention, as NVIDIA's recipes set it")
+            assumed.append(f"{most} answers at a time on each rank of attention, as most of NVIDIA's recipes set it")
             deployment = replace(deployment, max_num_seqs=most)
     title = engine_of(deployment.engine).title
     if row.scheduler_recv_interval is None and usual.receive_every > 1:

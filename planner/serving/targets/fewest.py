@@ -27,10 +27,13 @@ def on_fewest_gpus(
     """
     if flags.concurrency is None and flags.request_rate is None and flags.requests is None:
         raise UserError(
-            "--gpus min needs a load", why="one GPU serves somebody", remedy="give --request-rate or --concurrency"
+            "--gpus min needs a load",
+            why="without one, the fewest GPUs that hold the model are enough",
+            remedy="give --request-rate or --concurrency",
         )
     tried: list[int] = []
     reasons: list[str] = []
+    targets = bool(flags.ttft or flags.tpot)
     for gpus in _numbers(flags):
         one = replace(flags, gpus=gpus)
         progress(f"{gpus} GPUs")
@@ -47,7 +50,7 @@ def on_fewest_gpus(
     raise Infeasible(
         "no number of GPUs that was tried serves this load as asked",
         why="; ".join(reasons[-3:]),
-        remedy="later targets, fewer requests, --weights float8, or another --cluster",
+        remedy="fewer requests, another --cluster" + (", or more seconds for --ttft and --tpot" if targets else ""),
     )
 
 
