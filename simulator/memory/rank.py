@@ -59,6 +59,8 @@ class RankReplay:
         self.row = plan.schedule.table[rank]
         self.units = [unit for stage in plan.schedule.stages_of(rank) for unit in plan.stages[stage]]
         self.wrapped = {unit.name: Wrapped(elements=plan.elements(unit)) for unit in self.units}
+        stages = plan.schedule.stages_of(rank)
+        self.place = {unit.name: place for place, stage in enumerate(stages) for unit in plan.stages[stage]}
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
         self.logits: list[Block] = []  # logits that a trainer keeps for metrics until there are others
@@ -74,6 +76,10 @@ class RankReplay:
         self.highest: list[int] = []
         bytes_of, table = self.context.dtype_bytes, self.context.table
         self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
+        # A stage's units are resharded and reduced after its last backward pass, in the order of its forward pass
+        # (torch/distributed/pipelining/stage.py: perform_reduce_grad).
+        self.reduces_together = self.traffic.fully_sharded and len(plan.stages) > 1 and not self.flat_units
+        self.gathers_ahead = self.reduces_together and len(stages) > 1 and bool(self.traffic.shard_ranks[0] > 1)
         self.zero = plan.zero_of(self.units)
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
@@ -169,6 +175,8 @@ class RankReplay:
 
     def _forward(self, stage: int, micro_batch: int) -> Iterator[None]:
         units = self.plan.stages[stage]
+        if self.gathers_ahead:
+            self._gather_ahead(stage)
         given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._taken(self.message_bytes)[0]
         recast, own = list[Block](), list[Block]()
         for position, unit in enumerate(units):
@@ -233,7 +241,8 @@ class RankReplay:
             self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
                 self._turned(unit, micro_batch, last=last)
-            for done in [*reversed(units)] if unit is units[0] else [] if self._in_root(unit) else [unit]:
+            turned = [*reversed(units)] if unit is units[0] else [] if self._in_root(unit) else [unit]
+            for done in [] if self.reduces_together else turned:
                 self._reshard(done, last_use=last)
             yield
         self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
@@ -241,8 +250,8 @@ class RankReplay:
         if units and units[-1].block == "head":  # a stage may have nothing to do
             self.passing += self._taken(*self.plan.metrics)
             self._give(self.passing)
-        if not split and self.traffic.reduces(last_micro_batch=last):
-            self._free_last_buffers()
+        if not split:
+            self._end_backward(stage, last=last)
 
     def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> Iterator[None]:
         """The second half of a split backward pass: compute weight gradients and free their inputs."""
@@ -251,8 +260,15 @@ class RankReplay:
             self._play(unit, instance, instance.later)
             self._turned(unit, micro_batch, last=last)
             yield
-        if self.traffic.reduces(last_micro_batch=last):
-            self._free_last_buffers()
+        self._end_backward(stage, last=last)
+
+    def _end_backward(self, stage: int, *, last: bool) -> None:
+        if not self.traffic.reduces(last_micro_batch=last):
+            return
+        for unit in self.plan.stages[stage] if self.reduces_together else ():
+            self._reshard(unit, last_use=True)
+            self._reduce(unit)
+        self._free_last_buffers()
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
         for events, weight, sent in pieces:
@@ -268,7 +284,7 @@ class RankReplay:
         self._give([*instance.casts, *instance.slots.values()])
         if self.spec.state.gradient_dtype != "reduce":
             self._weight_gradient(unit, len(self.wrapped[unit.name].elements) - 1)
-        if self.traffic.reduces(last_micro_batch=last):
+        if self.traffic.reduces(last_micro_batch=last) and not self.reduces_together:
             self._reduce(unit)
         if self.plan.in_backward and not self.traffic.fully_sharded and not (unit.block == "head" and self.tied):
             self.wrapped[unit.name].whole_gradients.clear()
@@ -292,6 +308,22 @@ class RankReplay:
         instance.away = {}
 
     # --- parameters and gradients -------------------------------------------------------------------------------
+
+    def _gather_ahead(self, stage: int) -> None:
+        """Gather all stages of a rank that has several before its first pass, on the stream of that, and copy the
+        parameters of each from its flat buffers before its own first pass (torch/distributed/pipelining/schedules.py:
+        UNSHARD, `_assert_unsharded`).
+        """
+        state, width = [self.wrapped[unit.name] for unit in self.units], self.traffic.compute_bytes
+        if not any(wrapped.gathered or wrapped.flat for wrapped in state):
+            for unit, wrapped in zip(self.units, state, strict=True):
+                (wrapped.flat,) = self._taken(float(unit.elements[0]) * width) or [None]
+        for unit in self.plan.stages[stage]:
+            wrapped = self.wrapped[unit.name]
+            if wrapped.flat is not None:
+                wrapped.gathered += self._taken(*(elements.used * width for elements in wrapped.elements))
+                self.memory.free(wrapped.flat)
+                wrapped.flat = None
 
     def _gather(self, unit: Unit, *, forward: bool) -> None:
         wrapped, t = self.wrapped[unit.name], self.traffic
@@ -383,7 +415,7 @@ class RankReplay:
         if self.spec.fsdp.flat_parameters:
             flat = self._taken(elements * t.unsharded_gradient_bytes)
             flat += (
-                self._taken(elements * t.reduce_bytes, stream=REDUCE)
+                self._taken(elements * t.reduce_bytes, stream=self._stream(REDUCE, unit))
                 if t.reduce_bytes != t.unsharded_gradient_bytes
                 else []
             )
@@ -394,7 +426,7 @@ class RankReplay:
         self.reducing = flat
         self._give(whole)
         shard = elements * self.plan.share(unit, "gradients")
-        result = self._taken(shard * t.reduce_bytes, stream=REDUCE)
+        result = self._taken(shard * t.reduce_bytes, stream=self._stream(REDUCE, unit))
         # What replicas sum on a stream of their own is kept to the end of the backward pass (`_all_reduce_state`).
         kept = self.summed if t.replicated_sharding else []
         if self.plan.in_backward:
@@ -411,7 +443,7 @@ class RankReplay:
 
     def _keep_shard(self, unit: Unit, stream: str) -> None:
         shard = float(unit.trained.all[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
-        fresh = self._taken(shard, stream=stream)
+        fresh = self._taken(shard, stream=stream if stream == COMPUTE else self._stream(stream, unit))
         if self.wrapped[unit.name].gradients:
             self._give(fresh)
         else:
@@ -432,6 +464,11 @@ class RankReplay:
                 kinds, nbytes = len(chosen.states) + master, elements * share * width
                 if kinds:  # plain SGD has no state
                     self.optimizer += self._taken(*[nbytes / kinds] * kinds)
+
+    def _stream(self, kind: str, unit: Unit) -> str:
+        """Return the stream on which a unit is gathered or reduced: every stage has its own (FSDPCommContext)."""
+        place = self.place[unit.name]
+        return f"{kind} {place}" if place else kind
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
