@@ -163,6 +163,8 @@ class RankReplay:
             self.highest.append(memory.peak_allocated_bytes)
             yield
             memory.peak_allocated_bytes = memory.allocated_bytes
+        if self.highest:  # what ends the pass
+            self.highest[-1] = max(self.highest[-1], memory.peak_allocated_bytes)
 
     def _pass(self, leaf: Action) -> Iterator[None]:
         """Return a pass as an iterator over its units."""
