@@ -63,6 +63,8 @@ class RankReplay:
         self.place = {unit.name: place for place, stage in enumerate(stages) for unit in plan.stages[stage]}
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
+        # The newest output, to which a schedule of one stage refers until there is another (schedules.py: `output`).
+        self.newest: list[Block] = []
         self.logits: list[Block] = []  # logits that a trainer keeps for metrics until there are others
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
         self.reducing, self.buckets = list[Block](), list[Block]()
@@ -79,7 +81,8 @@ class RankReplay:
         # A stage's units are resharded and reduced after its last backward pass, in the order of its forward pass
         # (torch/distributed/pipelining/stage.py: perform_reduce_grad).
         self.reduces_together = self.traffic.fully_sharded and len(plan.stages) > 1 and not self.flat_units
-        self.gathers_ahead = self.reduces_together and len(stages) > 1 and bool(self.traffic.shard_ranks[0] > 1)
+        self.one_stage = len(stages) == 1
+        self.gathers_ahead = self.reduces_together and not self.one_stage and bool(self.traffic.shard_ranks[0] > 1)
         self.zero = plan.zero_of(self.units)
         self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
         self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
@@ -144,6 +147,7 @@ class RankReplay:
         """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
+        self._give(self.newest)
         self._give(self.sent.wait())
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
@@ -211,13 +215,14 @@ class RankReplay:
                 self._give(self.logits)
                 self.logits.append(given)
             elif self.piped and self.spec.pipeline.caches_outputs:
+                self._give(self.newest)
                 self.outputs[stage, micro_batch] = given
             else:
                 self.memory.free(given)
 
     def _backward(self, stage: int, micro_batch: int, *, last: bool, split: bool) -> Iterator[None]:
         units = self.plan.stages[stage]
-        output = self.outputs.pop((stage, micro_batch), None)
+        output = self.output_after(stage, micro_batch)
         if not self.buckets:
             self.buckets = self._taken(self.zero["buckets"]) + self._taken(self.zero["reducing"], stream=REDUCE)
         gradient: Block | None = None
@@ -247,13 +252,21 @@ class RankReplay:
             for done in [] if self.reduces_together else turned:
                 self._reshard(done, last_use=last)
             yield
-        self._give([block for block in (gradient, output) if block is not None and block not in self.kept])
+        self._give(output)
+        self._give([gradient] if gradient is not None and gradient not in self.kept else [])
         self._give(self.kept)
         if units and units[-1].block == "head":  # a stage may have nothing to do
             self.passing += self._taken(*self.plan.metrics)
             self._give(self.passing)
         if not split:
             self._end_backward(stage, last=last)
+
+    def output_after(self, stage: int, micro_batch: int) -> list[Block]:
+        """Return the output of a stage that its backward pass frees."""
+        found = [self.outputs.pop((stage, micro_batch))] if (stage, micro_batch) in self.outputs else []
+        if self.one_stage and found and all(other < micro_batch for _, other in self.outputs):
+            self.newest, found = found, []
+        return found
 
     def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> Iterator[None]:
         """The second half of a split backward pass: compute weight gradients and free their inputs."""
