@@ -8,6 +8,7 @@ summed, never averaged: the loss is already divided by the tokens of the whole b
 # No `from __future__ import annotations`: DDP inspects the annotations of its hook and needs classes.
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,9 +48,9 @@ def apply_fsdp(
     shard([model], mesh)
 
 
-def _shard(modules: list[nn.Module], mesh: DeviceMesh, *, precision: MixedPrecisionPolicy, **when: bool) -> None:
-    """Make modules one unit, whose gradients are summed. Over one rank the sum is what torch does by itself; stating the
-    factor would take a tensor as large as the unit (torch/distributed/fsdp/_fully_shard: foreach_reduce).
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, *, precision: MixedPrecisionPolicy, **when: Any) -> None:
+    """Make modules one unit, whose gradients are summed. Over one rank torch does so by itself; a stated factor would
+    take a tensor as large as the unit (torch/distributed/fsdp/_fully_shard: foreach_reduce).
     """
     for module in fully_shard(modules, mesh=mesh, mp_policy=precision, **when):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and there is nothing to scale

@@ -98,8 +98,7 @@ def _stage(index: int, mesh, seen) -> PipelineStage:
     fully_shard(module, mesh=mesh)
     example = torch.empty(2, WIDTH, requires_grad=True, device="meta")
     alone = dist.new_group([0])
-    stage = Noted(module, index, STAGES, torch.device("cpu"), input_args=example, output_args=example, group=alone)
-    return stage
+    return Noted(module, index, STAGES, torch.device("cpu"), input_args=example, output_args=example, group=alone)
 
 
 class _Narrow(nn.Module):
@@ -157,7 +156,7 @@ class Divided(TorchDispatchMode):
 
 
 def test_gradients_of_one_rank_are_not_divided_into_a_tensor_of_their_own():
-    """torch divides the gradients of a unit into one as large as the unit if its factor is stated."""
+    """Torch divides the gradients of a unit into one as large as the unit if its factor is stated."""
     model = replace(load_model("llama3-8b"), layers=1, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=64, vocab=96)
     with pretended(1):
         mesh = init_device_mesh("cpu", (1,))
