@@ -65,6 +65,11 @@ HOST_CALLS = {
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
+# The same for every further product of an operation (queries, keys and values; gate and up): each piece is multiplied by
+# every matrix. A fused scatter of several is `copy_engine`'s. On a CPU a layer of our executor takes 3.1 ms more in
+# `chunked` than without overlap, in `ring` 2.1, where one of 1.56 ms on one GPU is described as 2.59
+# (tests/bench/host_cost.py; examples/profiles/hosts.md).
+FURTHER_CALLS = {"nccl": (1, 0), "chunked": (SLICES, 0), "ring": (1, 1), "copy_engine": (1, 1), "fused": (1, 0)}
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
@@ -161,17 +166,27 @@ def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Valu
 
     Raises ValueError for a mode or an operation that does not exist.
     """
-    return np.maximum(device_s(mode, operation, parts, rates), issue_s(mode, operation, parts.ranks, rates))
+    issued_s = issue_s(mode, operation, parts.ranks, rates, products=parts.products)
+    return np.maximum(device_s(mode, operation, parts, rates), issued_s)
 
 
-def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, regathers: bool = False) -> Value:
-    """Return the host's seconds to issue an operation; `regathers`: with a gather issued before it.
+def issue_s(
+    mode: str, operation: str, ranks: Value, rates: OverlapRates, *, products: Value = 1, regathers: bool = False
+) -> Value:
+    """Return the host's seconds to issue an operation of so many products; `regathers`: with a gather issued before it.
 
     Raises ValueError as `mode_s` does.
     """
     _known(mode, operation)
-    always, each = HOST_CALLS[operation, mode]
-    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1))
+
+    def calls_s(by: str) -> Value:
+        (always, each), (again, again_each) = HOST_CALLS[operation, by], FURTHER_CALLS.get(by, (1, 0))
+        further = np.maximum(products - 1, 0) * (again + again_each * (ranks - 1))
+        return rates.issue.get(f"{operation} {by}", 1.0) * rates.host_s * (always + each * (ranks - 1) + further)
+
+    seconds = calls_s(mode)
+    if mode == "fused" and operation == SCATTER:
+        seconds = np.where(np.asarray(products) > 1, calls_s("copy_engine"), seconds)
     if regathers:
         always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
         seconds = seconds + rates.host_s * (always + each * (ranks - 1))
