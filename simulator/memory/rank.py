@@ -264,6 +264,7 @@ class RankReplay(RankUnits):
         self._give([*instance.casts, *instance.slots.values()])
         if self.spec.state.gradient_dtype != "reduce":
             self._weight_gradient(unit, len(self.wrapped[unit.name].elements) - 1)
+        self._widen(unit)
         if self.traffic.reduces(last_micro_batch=last) and not self.reduces_together:
             self._reduce(unit)
         if self.plan.in_backward and not self.traffic.fully_sharded and not (unit.block == "head" and self.tied):

@@ -133,6 +133,9 @@ class RankUnits:
             width = t.unsharded_gradient_bytes
         else:
             keep, width = t.gradient_bytes, self.compute_bytes
+        if keep != width and self.reduces_together:
+            wrapped.fresh[place] = fresh[0], elements * keep
+            return
         if place in wrapped.whole_gradients:
             self._give(fresh)  # added up in place
             return
@@ -143,6 +146,17 @@ class RankUnits:
         wrapped.whole_gradients[place] = fresh[0]
         if not t.fully_sharded and not t.gradients_sharded:
             wrapped.gradients.append(fresh[0])
+
+    def _widen(self, unit: Unit) -> None:
+        """Add a unit's new gradients, when it has all, to those in the type of reductions
+        (`to_accumulated_grad_if_needed`).
+        """
+        wrapped = self.wrapped[unit.name]
+        for place, (fresh, nbytes) in sorted(wrapped.fresh.items()):
+            if place not in wrapped.whole_gradients:
+                wrapped.whole_gradients[place] = self._taken(nbytes)[0]
+            self._give([fresh])
+        wrapped.fresh.clear()
 
     def _reduce(self, unit: Unit) -> None:
         wrapped, t = self.wrapped[unit.name], self.traffic
