@@ -65,11 +65,12 @@ HOST_CALLS = {
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
-# The same for every further product of an operation (queries, keys and values; gate and up): each piece is multiplied by
-# every matrix. A fused scatter of several is `copy_engine`'s. On a CPU a layer of our executor takes 3.1 ms more in
-# `chunked` than without overlap, in `ring` 2.1, where one of 1.56 ms on one GPU is described as 2.59
-# (tests/bench/host_cost.py; examples/profiles/hosts.md).
-FURTHER_CALLS = {"nccl": (1, 0), "chunked": (SLICES, 0), "ring": (1, 1), "copy_engine": (1, 1), "fused": (1, 0)}
+# Modes of many NCCL calls: the calls for every further product of an operation (queries, keys and values; gate and up),
+# of which each piece is multiplied by every matrix, 0.6 as torch.mm and a slice of its result take 15 us where a call
+# takes 24; and the host's time within a layer over that in a row of its own kind, on a CPU 1.6 (chunked) and 2.0
+# (ring), 1.5 (chunked) on two H200 (tests/bench/host_cost.py; examples/profiles/hosts.md). Others take no more there.
+FURTHER_CALLS = {"chunked": (0.6 * SLICES, 0.0), "ring": (0.6, 0.6)}
+IN_LAYERS = {"chunked": 1.6, "ring": 1.6}
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
@@ -178,15 +179,9 @@ def issue_s(
     Raises ValueError as `mode_s` does.
     """
     _known(mode, operation)
-
-    def calls_s(by: str) -> Value:
-        (always, each), (again, again_each) = HOST_CALLS[operation, by], FURTHER_CALLS.get(by, (1, 0))
-        further = np.maximum(products - 1, 0) * (again + again_each * (ranks - 1))
-        return rates.issue.get(f"{operation} {by}", 1.0) * rates.host_s * (always + each * (ranks - 1) + further)
-
-    seconds = calls_s(mode)
-    if mode == "fused" and operation == SCATTER:
-        seconds = np.where(np.asarray(products) > 1, calls_s("copy_engine"), seconds)
+    (always, each), (again, again_each) = HOST_CALLS[operation, mode], FURTHER_CALLS.get(mode, (0.0, 0.0))
+    further = np.maximum(products - 1, 0) * (again + again_each * (ranks - 1))
+    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1) + further)
     if regathers:
         always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
         seconds = seconds + rates.host_s * (always + each * (ranks - 1))

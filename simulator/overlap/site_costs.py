@@ -23,6 +23,7 @@ from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import (
     GATHER,
+    IN_LAYERS,
     SCATTER,
     SLICES,
     OverlapRates,
@@ -183,7 +184,8 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
 def pair_issue_s(mode: str, op: str, parts: Parts, *, regathers: bool, site: SiteRates) -> Value:
     """Return the host's seconds for a pair; they replace those of its collective and its products."""
     operation, products = OPERATION[op], parts.products
-    return issue_s(mode, operation, parts.ranks, site.rates, products=products, regathers=regathers)
+    issued_s = issue_s(mode, operation, parts.ranks, site.rates, products=products, regathers=regathers)
+    return IN_LAYERS.get(mode, 1.0) * issued_s
 
 
 # Transformer Engine's userbuffers: tensor-parallel traffic hidden behind products, as Megatron-Core runs it

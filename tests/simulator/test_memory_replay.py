@@ -302,8 +302,8 @@ def test_experts_keep_what_torch_kept_of_them(run, allocated) -> None:
     [("2026-11-29.24/07", (68.09, 47.57), (52.83, 36.47)), ("2026-11-29.24/11", (34.44, 27.35), (27.40, 22.34))],
 )
 def test_both_ranks_of_a_pipeline_hold_what_torch_held(run, reserved_gib, allocated_gib) -> None:
-    """Two plans of the ledger again, as the executor is now, on two H200 (2026-11-30, torch 2.11): one stage a rank with
-    experts, and two stages a rank.
+    """Two plans of the ledger again, as the executor is now, on two H200 (2026-11-30, torch 2.11): one stage a rank,
+    with experts, and two stages a rank.
     """
     _, question, plan = next(one for one in fresh_runs() if one[0]["id"] == run)
 
