@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simulator.analytical.block_times import BlockTimes
+from simulator.analytical.estimates import network_blocks
+from simulator.columns.plan_columns import words
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
-from simulator.memory.sent import PassSeconds, pass_seconds
 from simulator.memory.tape import Act, Event
 from simulator.memory.tensors import RING, BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
@@ -25,7 +27,6 @@ from simulator.step.away import goes_away, layers_on_gpu
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
 from simulator.step.held import State, casts_experts, state_bytes
-from simulator.step.host import again_host_s, layer_host_s
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
@@ -85,7 +86,6 @@ class PlanTensors:
         self.returns_ahead = max(self.on_gpu - 1, 0) if plan.offload_layers else min(self.on_gpu, 1)
         # Ranks send tensors to each other in every layer.
         self.sends = RING in context.table.overlap_modes and bool(context.table["tp"][0] > 1)
-        self._seconds: dict[tuple[str, str], tuple[PassSeconds, PassSeconds]] = {}
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
@@ -133,20 +133,14 @@ class PlanTensors:
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
 
-    def seconds(self, unit: Unit) -> tuple[PassSeconds, PassSeconds]:
-        """Return what a unit's forward and backward pass take."""
-        word = str(unit.words[0]) if unit.wrapped else ""
-        key = (unit.block, word)
-        if key not in self._seconds:
-            context, mode = self.context, self.context.spec.recompute[word] if word else RecomputeSpec()
-            found = pass_seconds(self._of_block[unit.block], mode, context)
-            if unit.block in {"dense", "moe"}:
-                host = layer_host_s(context.spec, context.table, sparse=unit.block == "moe")
-                again = again_host_s(context.spec, context.table) if word else np.zeros(1)
-                more = float(host[0][0]), float(host[1][0] + again[0])
-                found = found[0].and_then(PassSeconds(more[0])), found[1].and_then(PassSeconds(more[1]))
-            self._seconds[key] = found
-        return self._seconds[key]
+    @cached_property
+    def times(self) -> BlockTimes:
+        """The seconds of units' passes at the clocks of a GPU that is never idle."""
+        modes, recompute = words(self.context.table.recompute), self.context.spec.recompute
+        again = [mode for mode in modes if recompute[mode].recomputes]
+        moe = any(unit.block == "moe" for units in self.stages for unit in units)
+        blocks = network_blocks(self.operators, self.context, again, moe=moe)
+        return BlockTimes(self.context, blocks, np.ones(1))
 
     def pieces(self, events: tuple[Event, ...]) -> tuple[Piece, ...]:
         """Return the events of one of `passes` in pieces that end where the gradient of a weight has been computed."""
