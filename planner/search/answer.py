@@ -17,7 +17,7 @@ from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
-from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
+from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus, most_gpus
 from planner.search.mixed import is_mixed, parts_text, price_of, with_parts
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
@@ -28,6 +28,7 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from simulator.runtimes.called import called
 from topology.cluster import Cluster
+from topology.errors import Infeasible
 
 
 def answer(
@@ -102,7 +103,15 @@ def _fewest(
     deadline: float | None,
 ) -> SearchResult:
     """Return the plans on the fewest GPUs on which one surely fits, with the results for fewer GPUs."""
-    least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
+    most = most_gpus(question.cluster, grow)
+    try:
+        least, machine, proof = minimal_gpus(
+            question, bounds=options.bounds, grow=grow, deadline=deadline, limit=most
+        )
+    except Infeasible:
+        if most < MAX_GPUS:  # all that the cluster states: the error of a search on them says what is missing
+            suggest(replace(question, gpus=most), options, grow=grow, progress=progress)
+        raise
 
     def run(number: int) -> SearchResult:
         here = replace(question, cluster=machine if number == least else grow(number), gpus=number)
@@ -110,7 +119,7 @@ def _fewest(
         return suggest(here, brief, grow=grow, progress=progress)
 
     price = options.gpu_price_per_hour
-    possible = gpu_counts(machine, least, MAX_GPUS, MAX_NODES_TRIED)
+    possible = gpu_counts(machine, least, most, MAX_NODES_TRIED)
     found = fewest_gpus(run, possible, gpu_price_per_hour=price, deadline=deadline)
     if options.reasons and not over(deadline):
         found = explained(found, options)

@@ -29,6 +29,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
+from topology.catalog.cluster_file import load_cluster
 from topology.cluster import Cluster
 from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
@@ -312,6 +313,11 @@ def _relaxed(
     if nearest:
         count, cluster = nearest
         yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
+    elif grow and most_gpus(s.cluster, grow) == s.count and said_with_nodes(s.cluster, s.cluster.node_count):
+        more = nearest_fitting_gpus(constrained, lambda n: _with_nodes_for(s.cluster, n), deadline)
+        if more:
+            said = said_with_nodes(s.cluster, more[1].node_count)
+            yield f"--cluster {said}, the fewest such nodes that fit", constrained.ask(cluster=more[1], gpus=more[0])
     gap = constrained.gap()
     if np.isfinite(gap):
         needed = (s.cluster.gpu_memory_bytes + gap + MIB) / s.cluster.gpu_memory_bytes
@@ -356,6 +362,27 @@ def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator
     while nodes * size <= limit:
         yield nodes * size
         nodes = nodes + 1 if nodes < first + tried else 2 * nodes
+
+
+def most_gpus(cluster: Cluster, grow: Callable[[int], Cluster] | None) -> int:
+    """Return the largest number of GPUs to choose from: MAX_GPUS, or all of a cluster that states its nodes."""
+    try:
+        if grow:
+            grow(cluster.gpu_count + cluster.gpus_per_node)
+    except UserError:
+        return cluster.gpu_count
+    return MAX_GPUS
+
+
+def said_with_nodes(cluster: Cluster, nodes: int) -> str:
+    """Return how a cluster with other `nodes` is said (2x8xh100-sxm); empty if the words do not say this cluster."""
+    size, kind = cluster.gpus_per_node, cluster.slowest_kind.name
+    same = load_cluster(f"{cluster.node_count}x{size}x{kind}")
+    return f"{nodes}x{size}x{kind}" if (same.groups, same.fabric) == (cluster.groups, cluster.fabric) else ""
+
+
+def _with_nodes_for(cluster: Cluster, gpus: int) -> Cluster:
+    return load_cluster(said_with_nodes(cluster, -(-gpus // cluster.gpus_per_node)))
 
 
 def nearest_fitting_gpus(
@@ -412,16 +439,17 @@ def minimal_gpus(
     bounds: Bounds | None = None,
     grow: Callable[[int], Cluster] | None = None,
     deadline: float | None = None,
+    limit: int = MAX_GPUS,
 ) -> tuple[int, Cluster, str]:
     """Return the smallest GPU count with a fitting plan, its cluster, and the proof in words.
 
     Counts are tried from the first on which the sharded model state fits: each one up to a node, then whole nodes, and
-    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond MAX_GPUS, and
-    where none was found by the deadline.
+    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond `limit`, and
+    Unproved where none was found by the deadline.
     """
     constrained = ConstrainedQuestion(question=replace(question, gpus=None), bounds=bounds or Bounds())
     least = min_gpus_for_state(constrained.screening)
-    found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
+    found = _first_fit(constrained, grow, least=least, limit=limit, deadline=deadline)
     if found is None and over(deadline):
         raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
@@ -430,7 +458,7 @@ def minimal_gpus(
         )
     if found is None:
         raise Infeasible(
-            f"{question.model.name} fits on no cluster of up to {MAX_GPUS} GPUs of this kind",
+            f"{question.model.name} fits on no cluster of up to {limit} GPUs of this kind",
             why=f"the state alone needs {least} of them",
             remedy="larger GPUs, or fewer constraints",
         )
