@@ -26,6 +26,7 @@ from simulator.bounds.screening import Screening
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.workload import Workload
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
@@ -160,6 +161,9 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadlin
         )
     plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
     example = next(iter(question.problems(plainest)), None)
+    gpu = question.cluster.slowest_kind
+    if example and question.runtime.compute_dtype == "float16" and has_no_bfloat16(gpu):
+        example = replace(example, message=f"{example.message}, and {gpu.name} no tensor cores for bfloat16")
     counts = ", ".join(f"{why} ({n:,})" for why, n in rejected_words({**found.rejected, **found.pruned}).items())
     return Infeasible(
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
