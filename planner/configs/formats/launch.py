@@ -10,6 +10,7 @@ from planner.configs.formats.command_line import CommandLine, typed
 from planner.configs.formats.configuration import CheckFlags, Configuration
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, STEPS
 from planner.export.named_models import model_said
+from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
@@ -35,6 +36,11 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
 
     Raises UserError where the line and a flag differ, BadInput where the line and the file do.
     """
+    if codec.is_file(flags.launch):
+        raise UserError(
+            f"--launch {flags.launch[:80]} names a file, and takes the line itself",
+            remedy=f'--launch "$(cat {flags.launch[:80]})"',
+        )
     said = CommandLine(flags.launch, "--launch", lambda _: None)
     launch = launch_of(said)
     gpus = launch.get("gpus")
