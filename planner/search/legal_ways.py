@@ -54,7 +54,7 @@ def _changes(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
         plain = replace(runtime, compute_dtype=sixteen_bits, low_precision_recipe="")
         yield f"--compute-dtype {sixteen_bits}", replace(question, runtime=plain)
     batch, count = workload.global_batch_size, question.count
-    for size in dict.fromkeys((-(-batch // count) * count, 1 << (batch - 1).bit_length())):
+    for size in dict.fromkeys((-(-batch // count) * count, 1 << (batch - 1).bit_length(), count)):
         if size != batch:
             yield f"--global-batch {size}", replace(question, workload=replace(workload, global_batch_size=size))
     even = 1 << round(log2(workload.seq_len))
