@@ -11,7 +11,7 @@ from dataclasses import replace
 from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, refuse_experts, stated_workload
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
@@ -139,6 +139,7 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     """Return the question on the largest GPU count that `flags` name, and its assumptions."""
     rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
+    refuse_experts(flags, network)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     # The batch is fixed before the GPU count is chosen, since it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count

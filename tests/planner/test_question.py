@@ -20,6 +20,7 @@ from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import ROOT
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.gpus import gpu_kinds
+from topology.errors import UserError
 from topology.profile.profile import Profile, read_profile
 
 PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
@@ -136,6 +137,32 @@ def test_products_are_in_types_that_the_tensor_cores_and_the_framework_have(fram
         runtime = replace(question_of(question.model, question.cluster, question.workload).runtime, compute_dtype=dtype)
         asked = question_of(question.model, question.cluster, question.workload, runtime=runtime)
         assert asked.legal(Plan(dp_replicate=2)) == (dtype in choices)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stated", "with_use"),
+    [
+        ({"schedule": "1F1B"}, {}, {"pp": 2}),
+        ({"cp_method": "ring"}, {}, {"cp": 2}),
+        ({"sequence_parallel": True}, {}, {"tp": 2}),
+        ({}, {"routing": "balanced"}, None),
+        ({}, {"runtime": {"moe_dispatcher": "alltoall"}}, None),
+        ({}, {"runtime": {"expert_products": "loop"}}, None),
+    ],
+)
+def test_a_flag_without_a_use_is_refused_with_what_to_leave_out(plan, stated, with_use) -> None:
+    flags = Flags(model="llama3.2-1b", cluster="8xH100", seq_len=1024, global_batch=16, plan=plan, **stated)
+    name = next(iter({**plan, **stated.get("runtime", {}), **{k: v for k, v in stated.items() if k != "runtime"}}))
+    with pytest.raises(UserError) as refused:
+        case_from_flags(flags)
+
+    assert f"leave --{name.replace('_', '-')} out" in refused.value.remedy
+    if with_use is None:
+        with pytest.raises(UserError, match="has none"):
+            search_question(flags, "torchtitan")
+        flags = replace(flags, model="qwen3-30b-a3b")
+    case = case_from_flags(replace(flags, plan={**plan, **(with_use or {})}))
+    assert case.question.legal(case.plan)
 
 
 def test_collectives_alone_calibrate_nothing_but_collectives() -> None:
