@@ -157,6 +157,13 @@ def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: P
     assert command.case.question == file.case.question
     assert "+  --per_device_train_batch_size 8" in again
     assert "+  --gradient_checkpointing True" in again
+    launched = script.replace("torchrun --nproc_per_node=8", "accelerate launch --num_processes 16 --mixed_precision fp16")
+    mixed = ask(launched.replace("--bf16 True", ""), "a.sh", CheckFlags()).case
+    assert (mixed.question.runtime.compute_dtype, mixed.plan.gpus) == ("float16", 16)
+    alone = ask(script.replace("torchrun --nproc_per_node=8 --nnodes=2", "CUDA_VISIBLE_DEVICES=0,3 python"), "a.sh", CheckFlags())
+    assert alone.case.plan.gpus == 2
+    with pytest.raises(BadInput, match="use_fsdp"):
+        ask(launched.replace("launch", "launch --use_fsdp"), "a.sh", CheckFlags())
     sharded = tmp_path / "zero.json"
     sharded.write_text(json.dumps(AUTO))
     launched = script.replace("--fsdp 'full_shard auto_wrap'", "--deepspeed zero.json")

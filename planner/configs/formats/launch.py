@@ -84,6 +84,8 @@ def launch_of(said: CommandLine) -> JsonObject:
     each = each or _directive(said, "gpus-per-node", "ntasks-per-node", "gres")
     nodes = count("--nnodes", "--num_nodes", "--nodes", "--num_machines") or said.variable("NNODES", "NUM_NODES")
     nodes = nodes or _directive(said, "nodes")
+    visible = re.fullmatch(r"\d{1,3}(,\d{1,3})*", said.expanded("$CUDA_VISIBLE_DEVICES"))
+    each = each or (len(visible[0].split(",")) if visible else None)
     total = count("--num_processes") or said.variable("WORLD_SIZE")
     if total or each:
         found["gpus"] = total or (each or 1) * (nodes or 1)
@@ -100,7 +102,7 @@ def launch_of(said: CommandLine) -> JsonObject:
     if values.get("--gradient_checkpointing") is True:
         found["recompute"] = "full"
     for name in ("bf16", "fp16"):
-        if values.get(f"--{name}") is True:
+        if values.get(f"--{name}") is True or values.get("--mixed_precision") == name:
             found[name] = True
     program = {name.removeprefix("--"): value for name, value in values.items() if name.startswith("--")}
     if (trained := TRAINER.read(program, {})["adapter"]) is not None:

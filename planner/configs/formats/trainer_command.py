@@ -13,6 +13,7 @@ from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NA
 from topology.errors import BadInput
 
 # Options that name the file in which the sharding and the types are.
+SWITCHES = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 FILES = {"config_file": "accelerate", "deepspeed": "DeepSpeed", "deepspeed_config": "DeepSpeed"}
 
 
@@ -21,7 +22,10 @@ class TrainerCommand(CommandLine):
 
     def __init__(self, command: CommandLine, where: str) -> None:
         super().__init__(command.text, where, lambda _: None, command._outside)  # noqa: SLF001 - the same text again
-        self.settings = {name.removeprefix("--"): value for name, value in self.settings.items()}
+        said = {name.removeprefix("--"): value for name, value in self.settings.items()}
+        if (precision := said.get("mixed_precision")) in {"bf16", "fp16"}:  # of accelerate launch
+            said.setdefault(precision, True)
+        self.settings = said
 
     def edited(self, changes: Settings) -> str:
         return super().edited({f"--{key}": self._switched(f"--{key}", value) for key, value in changes.items()})
@@ -50,6 +54,12 @@ def named_file(settings: Settings, where: str, command: str) -> BadInput | None:
 
     `command` is how a shell writes the command's text.
     """
+    if asked := [name for name in SWITCHES if settings.get(name)]:
+        return BadInput(
+            f"the arguments have --{asked[0]} of accelerate, whose further options are not read here",
+            why="the sharding is in them",
+            remedy="write them into a file (accelerate config), and check that with this command as --launch",
+        )
     for option, tool in FILES.items():
         name = settings.get(option)
         if isinstance(name, str) and name:
