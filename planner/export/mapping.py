@@ -168,9 +168,7 @@ def facts_of(plan: Plan, workload: Workload, runtime: Runtime, layers: int) -> F
     """Return the facts of a plan. `layers` is the model's number of layers."""
     facts: Facts = {name: getattr(plan, name) for name in PLAN_FACTS}
     facts |= {name: getattr(workload, name) for name in WORKLOAD_FACTS}
-    facts |= {
-        name: getattr(runtime, name) for name in RUNTIME_FACTS if name != "low_precision_recipe" or runtime.low
-    }
+    facts |= {name: getattr(runtime, name) for name in RUNTIME_FACTS}
     facts["adapter"] = None if runtime.adapter is None else codec.to_builtins(runtime.adapter)
     if runtime.compute_dtype == TF32:  # a switch of torch's, not of a framework
         facts["compute_dtype"] = runtime.activation_dtype
