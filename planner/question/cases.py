@@ -289,7 +289,8 @@ def refuse_unused(flags: Flags, plan: Plan) -> None:
             flag = f"--{name.replace('_', '-')}"
             axis = what[-5:-3]
             raise UserError(
-                f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}", remedy=f"--{axis} 2, or leave {flag} out"
+                f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}",
+                remedy=f"--{axis} 2, or leave {flag} out",
             )
 
 

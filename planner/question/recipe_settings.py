@@ -1,5 +1,5 @@
-"""Defaults from the recipes of a runtime and from the GPUs: keys of `runtime` and `plan` that a run does not state, listed
-as assumed.
+"""Defaults from the recipes of a runtime and from the GPUs: keys of `runtime` and `plan` that a run does not state,
+listed as assumed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ def recipe_settings(
     return chosen, planned, assumed
 
 
-def _types_of_the_gpus(runtime: Mapping[str, Any], usual: RuntimeDefaults, gpu: GpuKind) -> tuple[JsonObject, list[str]]:
-    """Return a runtime with float16 for the bfloat16 it defaults to, on GPUs whose tensor cores only have the former."""
+def _types_of_the_gpus(
+    runtime: Mapping[str, Any], usual: RuntimeDefaults, gpu: GpuKind
+) -> tuple[JsonObject, list[str]]:
+    """Return a runtime with float16 for the bfloat16 it defaults to, on GPUs whose tensor cores lack the latter."""
     if not unsaid(runtime.get("compute_dtype")) or not has_no_bfloat16(gpu):
         return dict(runtime), []
     types = [key for key in _TYPES if unsaid(runtime.get(key)) and getattr(usual, key) == "bfloat16"]

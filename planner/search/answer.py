@@ -105,9 +105,7 @@ def _fewest(
     """Return the plans on the fewest GPUs on which one surely fits, with the results for fewer GPUs."""
     most = most_gpus(question.cluster, grow)
     try:
-        least, machine, proof = minimal_gpus(
-            question, bounds=options.bounds, grow=grow, deadline=deadline, limit=most
-        )
+        least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline, limit=most)
     except Infeasible:
         if most < MAX_GPUS:  # all that the cluster states: the error of a search on them says what is missing
             suggest(replace(question, gpus=most), options, grow=grow, progress=progress)

@@ -172,7 +172,7 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Searches for the best plan on one number of GPUs after the other, up to all of a cluster that states its nodes."""
+    """Searches for the best plan on one number of GPUs after the other, up to `most`: all of a stated cluster."""
 
     question: Question
     goal: Goal
@@ -317,7 +317,8 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
         raise Infeasible(
             f"no plan for {counts.question.model.name} on the numbers of GPUs tried",
             why=problems,
-            remedy=f"a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough{counts.more_nodes}",
+            remedy="a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough"
+            + counts.more_nodes,
         )
     soonest, cheapest = (
         min(possible, key=lambda run: run.seconds),

@@ -103,7 +103,9 @@ def test_where_no_plan_surely_fits_those_that_rather_do_come_first(top):
     """However many are listed. Of 8 x L4, full GPUs whose allocations are retried are 3 % faster than 90 % likely."""
     flags = Flags(model="qwen3-8b", cluster="2x4xL4", seq_len=2048, global_batch=32)
     bounds = Bounds(max_virtual_stages=1, max_pp=2).fixing(cp=((1, 1),), micro_batch_size=((1, 2),), tp=((2, 4),))
-    plans = answer(flags, "any", SearchOptions(top=top, bounds=bounds, simulate=False, flips=False, reasons=False)).plans
+    plans = answer(
+        flags, "any", SearchOptions(top=top, bounds=bounds, simulate=False, flips=False, reasons=False)
+    ).plans
     likely = [one.fit_probability for one in plans]
 
     assert SURE > likely[0] >= RATHER_SURE

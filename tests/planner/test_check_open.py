@@ -135,7 +135,11 @@ def test_the_usual_deepspeed_file_of_transformers_is_judged() -> None:
 def test_options_of_sbatch_count_several_to_a_line_and_by_their_letters() -> None:
     """The script of NVIDIA's paper (Megatron-LM, examples/gpt3/gpt3_175b): 128 nodes of 8 in one line."""
     start = f"srun python pretrain_gpt.py {START.partition('.py')[2]}  --tensor-model-parallel-size 8\n"
-    for line in ("--nodes=128 --exclusive --ntasks-per-node=8 --job-name=gpt3", "-N 128 --gpus-per-node 8", "-N128 --gres=gpu:8"):
+    for line in (
+        "--nodes=128 --exclusive --ntasks-per-node=8 --job-name=gpt3",
+        "-N 128 --gpus-per-node 8",
+        "-N128 --gres=gpu:8",
+    ):
         case = ask(f"#!/bin/bash\n#SBATCH {line}\n{start}", "a.sh", CheckFlags()).case
         assert case.plan.gpus == 1024, line
 
@@ -157,10 +161,16 @@ def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: P
     assert command.case.question == file.case.question
     assert "+  --per_device_train_batch_size 8" in again
     assert "+  --gradient_checkpointing True" in again
-    launched = script.replace("torchrun --nproc_per_node=8", "accelerate launch --num_processes 16 --mixed_precision fp16")
+    launched = script.replace(
+        "torchrun --nproc_per_node=8", "accelerate launch --num_processes 16 --mixed_precision fp16"
+    )
     mixed = ask(launched.replace("--bf16 True", ""), "a.sh", CheckFlags()).case
     assert (mixed.question.runtime.compute_dtype, mixed.plan.gpus) == ("float16", 16)
-    alone = ask(script.replace("torchrun --nproc_per_node=8 --nnodes=2", "CUDA_VISIBLE_DEVICES=0,3 python"), "a.sh", CheckFlags())
+    alone = ask(
+        script.replace("torchrun --nproc_per_node=8 --nnodes=2", "CUDA_VISIBLE_DEVICES=0,3 python"),
+        "a.sh",
+        CheckFlags(),
+    )
     assert alone.case.plan.gpus == 2
     with pytest.raises(BadInput, match="use_fsdp"):
         ask(launched.replace("launch", "launch --use_fsdp"), "a.sh", CheckFlags())
@@ -171,7 +181,11 @@ def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: P
         ask(launched, str(tmp_path / "a.sh"), CheckFlags())
     assert named.value.remedy == f'planner check {sharded} --launch "$(cat {tmp_path / "a.sh"})"'
     case = ask(json.dumps(AUTO), str(sharded), CheckFlags(launch=launched)).case
-    assert (case.plan.gpus, case.plan.micro_batch_size, case.question.model.name) == (16, 4, file.case.question.model.name)
+    assert (case.plan.gpus, case.plan.micro_batch_size, case.question.model.name) == (
+        16,
+        4,
+        file.case.question.model.name,
+    )
     with pytest.raises(BadInput) as inline:
         ask(json.dumps({**told, "deepspeed": str(sharded)}), "a.json", CheckFlags())
     line = shlex.split(str(inline.value.remedy))[-1]

@@ -120,7 +120,7 @@ def test_what_a_profile_says_of_a_machine_does_not_depend_on_who_asked_first(mea
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "pytorch"])
 def test_products_are_in_types_that_the_tensor_cores_and_the_framework_have(framework) -> None:
-    """By default, on every GPU of the catalogue: torchtitan's configuration has no float16, V100 and P100 no bfloat16."""
+    """By default, on every GPU of the catalogue: torchtitan has no float16 to choose, V100 and P100 no bfloat16."""
     for gpu in gpu_kinds():
         flags = Flags(model="llama3.2-1b", cluster=f"2x{gpu.name}", seq_len=1024, global_batch=8)
         question, assumed = search_question(flags, framework)

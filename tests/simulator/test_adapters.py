@@ -193,6 +193,7 @@ def test_model_flops_leave_out_weight_gradients_of_frozen_matrices() -> None:
         ("transformers", Plan(dp_shard=4), 1),
         ("transformers@4.48", Plan(dp_shard=4, recompute="full"), 2),
         ("pytorch", Plan(dp_shard=2, pp=2, schedule="1F1B"), 4),
+        ("megatron-lm", Plan(dp_replicate=4, zero_stage=1), 2),
     ],
 )
 def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, micro_batches) -> None:

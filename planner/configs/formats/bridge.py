@@ -117,7 +117,8 @@ def precision_flags(word: str) -> Settings:
     flags: Settings = {"--fp16" if word.startswith("fp16") else "--bf16": True}
     flags |= {"--fp8-format": "hybrid"} if "fp8" in word else {}
     flags |= {"--fp4-format": "e2m1"} if "fp4" in word else {}
-    return flags | {"--fp8-recipe": recipe for part, recipe in _SCALINGS.items() if part in word}
+    recipe = next((recipe for part, recipe in _SCALINGS.items() if part in word), None)
+    return flags | ({"--fp8-recipe": recipe} if recipe else {})
 
 
 def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:

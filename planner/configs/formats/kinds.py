@@ -33,7 +33,6 @@ from planner.export.frameworks import accelerate_fields, deepspeed_fields
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.named_models import model_said
 from planner.export.planned import planned_in
-from topology.errors import BadInput
 
 YAML_FORMATS = (
     axolotl.FORMAT,

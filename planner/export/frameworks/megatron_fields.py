@@ -385,7 +385,9 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
     recipe = settings.get(flag)
     if recipe is not None and recipe not in words:
         raise NotModelled(f"{flag} {str(recipe)[:40]} is not modelled", remedy=f"known: {', '.join(words)}")
-    return found | {"compute_dtype": "float8" if low else "float4"} | ({"low_precision_recipe": recipe} if recipe else {})
+    return (
+        found | {"compute_dtype": "float8" if low else "float4"} | ({"low_precision_recipe": recipe} if recipe else {})
+    )
 
 
 def _read_overlap(settings: Settings, _: Facts) -> Facts:
