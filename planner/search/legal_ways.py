@@ -12,6 +12,7 @@ from planner.question.question import Question, default_runtime, question_of
 from planner.search.deadline import over
 from planner.search.infeasible import ConstrainedQuestion, nearest_fitting_gpus
 from planner.search.plan_space.candidates import Bounds
+from simulator.config.adapter import ALL_LINEAR
 from simulator.config.runtime import TF32, Runtime
 from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, FRAMEWORKS
@@ -53,6 +54,11 @@ def _changes(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
     if runtime.compute_dtype not in {"float32", TF32, sixteen_bits}:
         plain = replace(runtime, compute_dtype=sixteen_bits, low_precision_recipe="")
         yield f"--compute-dtype {sixteen_bits}", replace(question, runtime=plain)
+    adapter = runtime.adapter
+    if adapter is not None and adapter.rank and adapter.target_modules != (ALL_LINEAR,):
+        everywhere = replace(runtime, adapter=replace(adapter, target_modules=(ALL_LINEAR,)))
+        flag = "--qlora" if adapter.base_weights == "nf4" else "--lora"
+        yield f"{flag} {adapter.rank}:{ALL_LINEAR}", replace(question, runtime=everywhere)
     batch, count = workload.global_batch_size, question.count
     for size in dict.fromkeys((-(-batch // count) * count, 1 << (batch - 1).bit_length(), count)):
         if size != batch:

@@ -304,6 +304,19 @@ def test_what_they_run_is_not(framework, adapter, plan) -> None:
     assert question(adapter, plan=plan, name=framework).legal(plan)
 
 
+def test_adapters_need_a_matrix_of_the_model() -> None:
+    """PEFT: "Target modules ... not found in the base model". DeepSeek-V3 shares but o_proj with the attention of Llama."""
+    plan = Plan(dp_replicate=8, ep=8)
+
+    def legal(model: str, *names: str) -> bool:
+        return question(replace(LORA, target_modules=names), plan=plan, model=model, name="megatron-lm").legal(plan)
+
+    assert not legal("deepseek-v3", "q_proj", "v_proj")
+    assert all(legal("deepseek-v3", "q_proj", one) for one in ("o_proj", "q_b_proj", "up_proj", "all-linear"))
+    assert legal("deepseek-v2-lite", "q_proj", "v_proj")  # whose queries have one matrix
+    assert legal("qwen3-30b-a3b", "q_proj", "v_proj")
+
+
 def test_words_of_sources_are_understood() -> None:
     adapter, assumed = resolve_adapter({"kind": "qlora", "rank": 16, "target_modules": "all linear", "dropout": 0.1})
 
