@@ -22,24 +22,29 @@ from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.rule_words import rejected_words
 from planner.search.savers import more_savers, paged_instead
+from planner.search.sizes import (
+    MAX_GPUS,
+    MAX_NODES_ADVISED,
+    MAX_NODES_TRIED,
+    gpu_counts,
+    min_gpus_for_state,
+    most_gpus,
+    said_with_nodes,
+    with_nodes_for,
+)
 from simulator.bounds.screening import Screening
-from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
-from topology.catalog.cluster_file import load_cluster
 from topology.cluster import Cluster
 from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
 from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
-MAX_GPUS = 1 << 16
-# Node counts tried one by one, for `--gpus min` and for advice; larger counts are tried by doubling.
-MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, among which the one that needs least is searched
 CUT_SHORT = " (the time limit ended before more was tried)"
@@ -318,7 +323,7 @@ def _relaxed(
         count, cluster = nearest
         yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
     elif grow and most_gpus(s.cluster, grow) == s.count and said_with_nodes(s.cluster, s.cluster.node_count):
-        more = nearest_fitting_gpus(constrained, lambda n: _with_nodes_for(s.cluster, n), deadline)
+        more = nearest_fitting_gpus(constrained, lambda n: with_nodes_for(s.cluster, n), deadline)
         if more:
             said = said_with_nodes(s.cluster, more[1].node_count)
             yield f"--cluster {said}, the fewest such nodes that fit", constrained.ask(cluster=more[1], gpus=more[0])
@@ -343,50 +348,6 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
 
 
 # --- number of GPUs ---------------------------------------------------------------------------------------------------
-
-
-def min_gpus_for_state(screening: Screening) -> int:
-    """Return a GPU count below which parameters and optimizer do not fit, even sharded over all GPUs."""
-    spec, runtime = screening.operators.spec, screening.scenario.runtime
-    param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
-    master = 4.0 if spec.state.master_weights and param < 4 else 0.0
-    optimizer = OPTIMIZERS.get(runtime.optimizer)
-    least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
-    moments = least.state_bytes(4.0 if master else param) - least.paged if least is not None else 0.0
-    return max(
-        1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
-    )
-
-
-def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator[int]:
-    """Yield the possible GPU counts: up to one node, then whole nodes, which double after `tried` of them."""
-    size = len(cluster.groups[0].node.gpus)
-    yield from range(max(1, least), size)
-    nodes = first = max(1, -(-least // size))
-    while nodes * size <= limit:
-        yield nodes * size
-        nodes = nodes + 1 if nodes < first + tried else 2 * nodes
-
-
-def most_gpus(cluster: Cluster, grow: Callable[[int], Cluster] | None) -> int:
-    """Return the largest number of GPUs to choose from: MAX_GPUS, or all of a cluster that states its nodes."""
-    try:
-        if grow:
-            grow(cluster.gpu_count + cluster.gpus_per_node)
-    except UserError:
-        return cluster.gpu_count
-    return MAX_GPUS
-
-
-def said_with_nodes(cluster: Cluster, nodes: int) -> str:
-    """Return how a cluster with other `nodes` is said (2x8xh100-sxm); empty if the words do not say this cluster."""
-    size, kind = cluster.gpus_per_node, cluster.slowest_kind.name
-    same = load_cluster(f"{cluster.node_count}x{size}x{kind}")
-    return f"{nodes}x{size}x{kind}" if (same.groups, same.fabric) == (cluster.groups, cluster.fabric) else ""
-
-
-def _with_nodes_for(cluster: Cluster, gpus: int) -> Cluster:
-    return load_cluster(said_with_nodes(cluster, -(-gpus // cluster.gpus_per_node)))
 
 
 def nearest_fitting_gpus(

@@ -290,9 +290,7 @@ def _surely_first(
     options: SearchOptions,
     cluster: Cluster,
 ) -> _Found:
-    """Return the plans to list by time: those that surely fit, or if none does rather surely, filled up with those that
-    may fit.
-    """
+    """Return the plans to list by time: those that surely fit, else rather surely, then those that may fit."""
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
     certain = bool(sure)

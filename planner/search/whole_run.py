@@ -20,10 +20,10 @@ from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.deadline import NOT_EXPLAINED, NOT_TRIED, deadline_of, left_s, over
 from planner.search.gpu_counts import objective_value
-from planner.search.infeasible import MAX_GPUS, min_gpus_for_state, most_gpus
 from planner.search.result import SearchResult
 from planner.search.run_failures import run_time
 from planner.search.search import SearchOptions, explained
+from planner.search.sizes import MAX_GPUS, min_gpus_for_state, most_gpus
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import Interval
 from simulator.config.plan import Plan

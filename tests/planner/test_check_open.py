@@ -146,15 +146,15 @@ def test_options_of_sbatch_count_several_to_a_line_and_by_their_letters() -> Non
 
 def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: Path) -> None:
     """Of Stanford Alpaca: torchrun with FSDP. What is in another file is asked for with a command that answers."""
-    told = {
+    arguments = {
         "model_name_or_path": "meta-llama/Llama-2-7b-hf", "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 8, "model_max_length": 512, "bf16": True, "gradient_checkpointing": False,
         "fsdp": "full_shard auto_wrap",
     }  # fmt: skip
-    options = " \\\n  ".join(f"--{name} {value!r}" for name, value in told.items())
+    options = " \\\n  ".join(f"--{name} {value!r}" for name, value in arguments.items())
     script = f"torchrun --nproc_per_node=8 --nnodes=2 train.py \\\n  {options}\n"
     command = ask(script, "a.sh", CheckFlags())
-    file = ask(json.dumps(told), "a.json", CheckFlags(gpus=16))
+    file = ask(json.dumps(arguments), "a.json", CheckFlags(gpus=16))
     again = command.writer("a.sh", CheckFlags()).diff(command.case.plan.with_(recompute="full", micro_batch_size=8))
 
     assert command.case.plan == file.case.plan
@@ -187,7 +187,7 @@ def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: P
         file.case.question.model.name,
     )
     with pytest.raises(BadInput) as inline:
-        ask(json.dumps({**told, "deepspeed": str(sharded)}), "a.json", CheckFlags())
+        ask(json.dumps({**arguments, "deepspeed": str(sharded)}), "a.json", CheckFlags())
     line = shlex.split(str(inline.value.remedy))[-1]
     assert ask(json.dumps(AUTO), str(sharded), CheckFlags(gpus=16, launch=line)).case.plan == case.plan
     with pytest.raises(UserError, match="names a file"):

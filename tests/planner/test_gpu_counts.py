@@ -20,13 +20,13 @@ from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
 from planner.search.infeasible import (
     ConstrainedQuestion,
     conflicting_constraints,
-    min_gpus_for_state,
     minimal_gpus,
     relaxations,
 )
 from planner.search.plan_space import judged
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
+from planner.search.sizes import min_gpus_for_state
 from planner.search.whole_run import RunAnswer, answer_run
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening

@@ -305,7 +305,7 @@ def test_what_they_run_is_not(framework, adapter, plan) -> None:
 
 
 def test_adapters_need_a_matrix_of_the_model() -> None:
-    """PEFT: "Target modules ... not found in the base model". DeepSeek-V3 shares but o_proj with the attention of Llama."""
+    """PEFT: "Target modules ... not found in the base model". Of DeepSeek-V3 only o_proj has a name of Llama."""
     plan = Plan(dp_replicate=8, ep=8)
 
     def legal(model: str, *names: str) -> bool:

@@ -63,8 +63,8 @@ def named_file(settings: Settings, where: str, command: str) -> BadInput | None:
     for option, tool in FILES.items():
         name = settings.get(option)
         if isinstance(name, str) and name:
-            beside = Path(where).parent / name
-            path = beside if beside.is_file() else Path(name)
+            neighbour = Path(where).parent / name
+            path = neighbour if neighbour.is_file() else Path(name)
             return BadInput(
                 f"the arguments name a file of {tool}, {name[:80]!r}",
                 why="the sharding and the types are in it",
