@@ -290,9 +290,14 @@ def _surely_first(
     options: SearchOptions,
     cluster: Cluster,
 ) -> _Found:
-    """Return the plans to list by time: those that surely fit, filled up with those that may fit."""
+    """Return the plans to list by time: those that surely fit, else rather surely, then those that may fit."""
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
+    certain = bool(sure)
+    if not certain:
+        with suppress(Unproved):
+            asked, assigned = ask(replace(screening, sure=RATHER_SURE), keep=options.top, stages=True)
+            sure = _listed_plans(asked, assigned, options, cluster)
     try:
         everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
     except Unproved:
@@ -301,7 +306,7 @@ def _surely_first(
         everything, more = asked, AssignedPipelines()
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
-    if sure:
+    if certain:
         with suppress(Unproved):
             likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
             rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
