@@ -134,8 +134,8 @@ class Load:
     cached_prompt: float | None = option(
         None, "--cached-prompt", least=0, most=1, help="Share of each prompt that the prefix cache holds."
     )
-    ttft: float | None = option(None, "--ttft", least=0, help="Target: seconds to the first token of an answer.")
-    tpot: float | None = option(None, "--tpot", least=0, help="Target: seconds per token after the first.")
+    ttft: str | None = option(None, "--ttft", help="Target: time to the first token of an answer (0.5, 0.5s or 500ms).")
+    tpot: str | None = option(None, "--tpot", help="Target: time per token after the first (0.02, 0.02s or 20ms).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

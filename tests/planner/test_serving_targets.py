@@ -9,6 +9,7 @@ import pytest
 
 from planner.serving.answer import estimate_of, meets
 from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.target_time import target_s
 from planner.serving.search import search_serving
 from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.most_load import at_load, most_load
@@ -43,6 +44,36 @@ def test_more_requests_than_can_be_answered_are_not_held() -> None:
 
     assert most is not None
     assert most.load <= 1.1 * answered.latency.requests_per_s
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("500ms", 0.5), ("0.5s", 0.5), ("2S", 2.0), (".5", 0.5), ("1500 us", 0.0015), ("1e-3", 1e-3), ("0", 0.0)],
+)
+def test_targets_are_read_as_people_write_them(said: str, seconds: float) -> None:
+    assert target_s(said, "--ttft") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said", "remedies"),
+    [("--ttft", "500", ["500ms", "500s"]), ("--tpot", "20", ["20ms", "20s"]), ("--tpot", "fast", ["0.02", "20ms"])],
+)
+def test_a_target_that_may_be_meant_otherwise_is_asked_back(flag: str, said: str, remedies: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        target_s(said, flag)
+
+    for word in remedies:
+        assert f"{flag} {word}" in raised.value.remedy
+        assert target_s(word, flag) is not None
+
+
+def test_formats_are_offered_that_leave_room() -> None:
+    """Llama 3 70B has 66 GiB in 8 bits, which two cards of 24 GB do not hold."""
+    with pytest.raises(Infeasible) as raised:
+        search_serving(serving_question(ServingFlags(model="llama3-70b", cluster="2xRTX4090")))
+
+    assert raised.value.remedy.endswith("--weights int4")
+    assert search_serving(serving_question(ServingFlags(model="llama3-70b", cluster="2xRTX4090", weights="int4"))).plans
 
 
 @pytest.mark.parametrize(
