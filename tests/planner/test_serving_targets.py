@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from planner.serving.answer import estimate_of, meets
-from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.candidates import deployments
+from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question
 from planner.serving.question.target_time import target_s
 from planner.serving.search import search_serving
+from planner.serving.stated import problems_of
 from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.most_load import at_load, most_load
-from planner.serving.targets.ways import _other_engines
+from planner.serving.targets.ways import _other_engines, way_out
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible, UserError
@@ -31,6 +33,30 @@ def test_the_most_load_holds_the_targets_and_more_does_not() -> None:
     assert not most.more
     assert meets(question, estimate_of(at_load(question, most.load), deployment))
     assert not meets(question, estimate_of(at_load(question, most.load * 1.1), deployment))
+
+
+def test_a_load_that_holds_is_not_more_than_the_most_load() -> None:
+    """Few requests, which decide about other loads, can miss by chance a target that the answer holds."""
+    asked = ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=1, isl=1024, osl=512, request_rate=12.0)
+    found = search_serving(serving_question(replace(asked, ttft=1.0)))
+    tight = serving_question(replace(asked, ttft=1.000001 * found.plans[0].estimate.ttft_s.value))
+
+    way = way_out(search_serving(tight), lambda gpus: machine_of(asked, gpus))
+
+    assert way.most is not None
+    assert way.most.load >= 12.0
+
+
+def test_a_format_that_an_engine_lacks_on_a_gpu_is_refused() -> None:
+    """TensorRT-LLM's support matrix: 4-bit products on Blackwell, 8-bit ones from Ada on."""
+    for cluster, weights, runs in (
+        ("1xH100", "float4", False), ("dgx-b200", "float4", True), ("1xA100", "float8", False), ("1xL40S", "float8", True)
+    ):  # fmt: skip
+        flags = ServingFlags(model="llama3-8b", cluster=cluster, gpus=1, engine="trtllm", weights=weights)
+        question = serving_question(flags)
+        assert bool(deployments(question)[0]) is runs
+        assert (not problems_of(question, question.deployment(Pool()))) is runs
+        assert deployments(replace(question, engine="vllm"))[0]
 
 
 def test_more_requests_than_can_be_answered_are_not_held() -> None:
