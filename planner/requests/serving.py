@@ -79,14 +79,16 @@ def stated(given: Mapping[str, Any]) -> list[str]:
     return [name for name, value in given.items() if value not in (None, False)]
 
 
-def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | None = None) -> None:
-    """Raise UserError where options were given that mean nothing for `task`."""
+def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | None = None, *, instead: str = "") -> None:
+    """Raise UserError where options were given that mean nothing for `task`. `instead` says where they do, if a command
+    has no `--task`.
+    """
     if flags := ", ".join((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names):
         whose, other = ("training", Task.TRAIN) if task is Task.SERVE else ("serving", Task.SERVE)
         raise UserError(
             f"{flags}: an option of {whose}",
             why=f"the task is {task}",
-            remedy=f"leave it out, or use --task {other}",
+            remedy=f"leave it out, or {instead or f'use --task {other}'}",
         )
 
 

@@ -136,3 +136,6 @@ def test_no_number_of_gpus_is_named_where_none_is_enough_or_no_load_is_given() -
         on_fewest_gpus(asked)
     with pytest.raises(Infeasible, match="no number of GPUs"):
         on_fewest_gpus(replace(asked, concurrency=1, tpot=1e-5))
+    with pytest.raises(Infeasible) as raised:
+        on_fewest_gpus(replace(asked, model="deepseek-v3", concurrency=1, cluster="8xH100"))
+    assert "8: weights leave no room" in raised.value.why, "sizes that the machine does not have are no reasons"
