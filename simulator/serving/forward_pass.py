@@ -384,8 +384,16 @@ class ForwardPass:
         rows = tokens * moe.experts_per_token / pool.ep
         rows = on_fullest_rank(rows, rows * (1 - 1 / pool.ep), pool.ep)
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
+        if not self._sends_rows:  # all tokens come to all ranks
+            routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
         return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
+
+    @property
+    def _sends_rows(self) -> bool:
+        """Whether tokens are sent to the ranks of their experts alone, instead of all to all ranks."""
+        moe = self.model.moe
+        return self.pool.dp_attention > 1 and moe is not None and self.pool.ep > moe.experts_per_token
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return the seconds of a layer's collectives: an all-reduce after each half, or exchanges of tokens with
@@ -395,7 +403,7 @@ class ForwardPass:
         reduced = self._collectives.all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
-        if moe is not None and pool.ep > moe.experts_per_token:
+        if moe is not None and self._sends_rows:
             sent = exchange_s(
                 partial(self._collectives.run, "all_to_all"),
                 local,

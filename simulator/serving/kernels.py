@@ -58,6 +58,12 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
+# Bytes of each element of a token that kernels of experts pass on a rank whether or not its experts are chosen, if all
+# tokens come to all ranks: between 1,024 and 8,192 or 16,384 tokens a rank of an expert-parallel group does not get
+# quicker by as much as its rows get fewer. Medians of evenly loaded kernels in nvfp4, all models and degrees: 22 with
+# SGLang 0.5.14 on B200 and on B300, 21 with TensorRT-LLM 1.2.0rc5's Cutlass, 42 with its own; DeepGEMM in 8 bits 20,
+# SGLang's in 8 bits 40 (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet).
+OTHERS_PASSED = {"blackwell": 21.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +185,11 @@ class Kernels:
         peak = self.gpu.peak_flops.get(format_) or low_peak_flops(self.gpu, format_)
         time = time + 2 * rows * elements / (known.rate * peak)
         return np.asarray(np.where(rows > 0, time, 0.0))
+
+    def passed_by_s(self, tokens: Floats, hidden: float) -> Floats:
+        """Return the seconds for which kernels of experts pass tokens that chose none of the experts here."""
+        listed = OTHERS_PASSED.get(self.generation, 0.0) if self.listed_experts else 0.0
+        return np.asarray(listed * tokens * hidden / self.gpu.memory_bytes_per_s)
 
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return the seconds of `rows` rows in total through products of `experts` different matrices that have rows.
