@@ -6,10 +6,10 @@ import re
 
 from topology.errors import UserError
 
-_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 # Plain numbers from which milliseconds may be meant: nobody waits so many seconds for a token on purpose.
 UNLIKELY = {"--ttft": 100.0, "--tpot": 2.0}
-_SAID = re.compile(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]{1,2})?|[0-9]+\.)\s*(us|ms|s|)")
+_SAID = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,18})?(?:e[+-]?[0-9]{1,2})?|\.[0-9]{1,18}) ?(us|ms|s)?")
 
 
 def target_s(said: str | float | None, flag: str) -> float | None:
@@ -27,7 +27,7 @@ def target_s(said: str | float | None, flag: str) -> float | None:
             why="it is a time of at least 0: a number of seconds, or one with s, ms or us",
             remedy=f"{flag} 0.5 or {flag} 500ms" if flag == "--ttft" else f"{flag} 0.02 or {flag} 20ms",
         )
-    value = float(found[1]) * _UNITS_S[found[2]]
+    value = float(found[1]) * _UNITS_S[found[2] or "s"]
     if not found[2] and value >= UNLIKELY[flag]:
         raise UserError(
             f"{flag} {said.strip()} may be meant in seconds or in milliseconds",
