@@ -282,7 +282,10 @@ class ForwardPass:
         if model.latent:  # queries meet the compressed vectors themselves
             rank = model.latent.kv_lora_rank
             flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            return self.kernels.cached_key_s(self._checked * flops, cache_elements(model) * width)
+            rows = self._checked * heads
+            return self.kernels.latent_key_s(
+                rows, self._checked * flops, cache_elements(model) * width, round(8 * width)
+            )
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
         return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 

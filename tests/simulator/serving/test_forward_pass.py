@@ -237,6 +237,23 @@ def test_experts_of_a_rank_pass_the_tokens_of_others(ranks: int, measured_ms: di
     assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.35)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "bits", "measured_us"),
+    [
+        ("B200 SXM", 8, {8: 105, 16: 105, 32: 159, 64: 138, 128: 164}),
+        ("B200 SXM", 16, {8: 224, 16: 228, 32: 326, 64: 240, 128: 288}),
+    ],
+)
+def test_latent_attention_by_heads(gpu: str, bits: int, measured_us: dict[int, float]) -> None:
+    """128 answers with 8,192 keys each, SGLang 0.5.14 (ai-dynamo/aiconfigurator @095f58a5, generation_mla_perf.parquet):
+    32 heads take longer than 64. Of each 9 us are the kernel with hardly any keys.
+    """
+    kernels = Kernels(gpu=gpu_kind(gpu), weights="float8", program="sglang")
+    for heads, measured in measured_us.items():
+        found = 128 * 8192 * kernels.latent_key_s(heads, 2.0 * heads * 1088, 576 * bits / 8, bits)
+        assert 1e6 * found + 9 == pytest.approx(measured, rel=0.12)
+
+
 def test_parts_add_up_to_the_step() -> None:
     steps = [{"prompt_tokens": 0, "pairs": 0.0, "sequences": 700, "keys": 7e5}]
     steps += [{"prompt_tokens": 3000, "pairs": 4.5e6, "sequences": 40, "keys": 4e4, "readers": 3}]
