@@ -20,8 +20,8 @@ from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import cache_capacity
 from topology.rates.reach import reach
 
-# Architectures on which TensorRT-LLM has a format (nvidia.github.io/TensorRT-LLM/0.18.2, reference/support-matrix; 4 bits:
-# features/quantization of 1.0). vLLM and SGLang read narrow weights with 16-bit products on older ones (Marlin).
+# Architectures on which TensorRT-LLM has a format (nvidia.github.io/TensorRT-LLM/0.18.2, reference/support-matrix; 4
+# bits: features/quantization of 1.0). vLLM and SGLang read narrow weights with 16-bit products on older ones (Marlin).
 FORMATS_ON = {"float8": ("Ada", "Hopper", "Blackwell", "Rubin"), "float4": ("Blackwell", "Rubin")}
 OWN = "meshwright"  # the executor, whose limits are those of executor/serving/request.py
 

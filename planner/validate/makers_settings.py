@@ -19,9 +19,10 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
-# Tokens of a step beyond a prompt and a token for each client, releases 1.0 and 1.1: NVIDIA's generator of configurations
-# sets max_num_tokens so since 2025-08 (ai-dynamo/aiconfigurator @efcae124, today's rule_plugin/benchmark/trtllm.rule);
-# InferenceX set it to a prompt, the clients and 64 then (@ec90f3fe), and to 8,192 and more from 1.2 on. Neither cuts prompts.
+# Tokens of a step beyond a prompt and a token for each client, releases 1.0 and 1.1: NVIDIA's generator of
+# configurations sets max_num_tokens so since 2025-08 (ai-dynamo/aiconfigurator @efcae124, today's
+# rule_plugin/benchmark/trtllm.rule); InferenceX set it to a prompt, the clients and 64 then (@ec90f3fe), and to 8,192
+# and more from 1.2 on. Neither cuts prompts.
 BEYOND_PROMPT = 1500
 HALVES_FROM = 48  # answers on a rank, from which one and a half times a power of two is a setting as well
 TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply

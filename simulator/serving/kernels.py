@@ -40,7 +40,8 @@ ANSWERED_S = {"hopper": 1.0e-5, "blackwell": 9.6e-6}
 # Share of the datasheet's memory rate at which latent attention of answers reads the cache, by bits of the cache and by
 # query heads on a GPU: medians of kernels by themselves with more than 0.3 GB of cache (TensorRT-LLM's of SGLang 0.5.10
 # and 0.5.14 and TensorRT-LLM 1.3.0rc20 on B200 and B300; FlashAttention's of SGLang and TensorRT-LLM's of 1.2 and 1.3
-# on H200, 8 bits of the latter alone; ai-dynamo/aiconfigurator @095f58a5 systems/data/*/mla, generation_mla_perf.parquet).
+# on H200, 8 bits of the latter alone; ai-dynamo/aiconfigurator @095f58a5 systems/data/*/mla,
+# generation_mla_perf.parquet).
 LATENT_READ = {
     ("blackwell", 8): {16: 0.79, 32: 0.52, 64: 0.61, 128: 0.56},
     ("blackwell", 16): {16: 0.70, 32: 0.49, 64: 0.65, 128: 0.60},

@@ -50,7 +50,8 @@ def test_a_load_that_holds_is_not_more_than_the_most_load() -> None:
 def test_a_format_that_an_engine_lacks_on_a_gpu_is_refused() -> None:
     """TensorRT-LLM's support matrix: 4-bit products on Blackwell, 8-bit ones from Ada on."""
     for cluster, weights, runs in (
-        ("1xH100", "float4", False), ("dgx-b200", "float4", True), ("1xA100", "float8", False), ("1xL40S", "float8", True)
+        ("1xH100", "float4", False), ("dgx-b200", "float4", True),
+        ("1xA100", "float8", False), ("1xL40S", "float8", True),
     ):  # fmt: skip
         flags = ServingFlags(model="llama3-8b", cluster=cluster, gpus=1, engine="trtllm", weights=weights)
         question = serving_question(flags)

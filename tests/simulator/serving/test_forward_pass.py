@@ -245,8 +245,8 @@ def test_experts_of_a_rank_pass_the_tokens_of_others(ranks: int, measured_ms: di
     ],
 )
 def test_latent_attention_by_heads(gpu: str, bits: int, measured_us: dict[int, float]) -> None:
-    """128 answers with 8,192 keys each, SGLang 0.5.14 (ai-dynamo/aiconfigurator @095f58a5, generation_mla_perf.parquet):
-    32 heads take longer than 64. Of each 9 us are the kernel with hardly any keys.
+    """128 answers with 8,192 keys each, SGLang 0.5.14 (ai-dynamo/aiconfigurator @095f58a5,
+    generation_mla_perf.parquet): 32 heads take longer than 64. Of each 9 us are the kernel with hardly any keys.
     """
     kernels = Kernels(gpu=gpu_kind(gpu), weights="float8", program="sglang")
     for heads, measured in measured_us.items():

@@ -1,4 +1,4 @@
-"""Requests that keep coming, at a rate or from a closed loop, against what long runs and closed loops of the same server show."""
+"""Requests that keep coming, at a rate or from a closed loop, against what long runs of the same server show."""
 
 from __future__ import annotations
 
