@@ -79,8 +79,8 @@ The largest term of what is off, by group:
   (`forward_normal_dual_stream`). They are priced one after the other. Priced next to each other but for what they read, Kimi K2.5 on B300 goes
   from 8 to 6 %, DeepSeek-R1 with SGLang on B300 from 11 to 8, separated on H100 from 13 to 7 and on B300 from 15 to 11, but on H200 from
   3 to 5 and separated from 10 to 14, Kimi K2.5 on H200 from 2 to 6, SGLang on B200 from 10 to 13, Qwen3.5 on B300 from 15 to 21: tokens of joint
-  engines from 8 to 9 %. So something
-  else of every layer is missing by as much, and neither was changed.
+  engines from 8 to 9 %. So something else of every layer is missing by as much, and neither was changed. Kimi K2.5 and DeepSeek-R1 on
+  B300, separated ones on H100 and DeepSeek-R1 with TensorRT-LLM on B200, which came late with the fullest rank, would be where they were before.
 
 - **The first burst**, which is a tenth of the requests where a client sends ten: DeepSeek-R1 with SGLang 0.5.9 on H200, four
   clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median, the first burst's
@@ -258,10 +258,10 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 3e58ee29.
+made with. Ours are of commit 83841724.
 
 aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
-and nvfp4 points are predicted early by more the more clients there are, by three of DeepSeek-R1 with SGLang on B300, four points that both answer
+and nvfp4 points are predicted early by more the more clients there are, by four of DeepSeek-R1 with SGLang on B300, four points that both answer
 of ten drawn, of which two are of a release whose kernels were compiled while requests waited, and by two of Qwen3 235B with
 TensorRT-LLM 1.0, whose host is above.
 """
