@@ -207,7 +207,7 @@ def _peaks(ranks: RankMemory, shared: SharedParts) -> tuple[Floats, Floats]:
     """Return lower bounds of the most bytes allocated at a moment, and of the bytes reserved."""
     zero, held = ranks.zero, shared.later.held
     first = ranks.activations(shared.first) + ranks.kept_casts * shared.first.whole
-    first = first + ranks.stage_ends
+    first = first + ranks.stage_ends + ranks.outputs
     later = ranks.activations(shared.later)
     later = np.where(held > 0, later + ranks.kept_casts * shared.later.whole, 0.0)
     turns = _turns(ranks, shared)
