@@ -397,23 +397,6 @@ class RankMemory:
             between=between_stages_bytes(self.context, self.layout.first, self.layout.last, held),
         )
 
-    @cached_property
-    def outputs(self) -> Floats:
-        """Bytes of the outputs that stages keep until their backward pass, when the first micro batch begins its own.
-
-        Of the passes in flight those count that have begun no half of their backward pass, and not those of the head,
-        whose logits are counted by themselves.
-        """
-        spec = self.spec.pipeline
-        if not spec.caches_outputs:
-            return np.zeros_like(self.shared)
-        in_order = where(self.table.schedule, lambda kind: not kind.v_shaped)[:, None] & self.piped
-        turned = np.where(self._lags, self.layout.rank, 0.0)
-        heads = np.where(self.layout.last, np.where(self._all_first, self.table.micro_batches[:, None], 1.0), 0.0)
-        kept = np.maximum(self.in_flight * self.stages - turned - heads, 0.0)
-        message = tensor_bytes("u h", self.context.sizes, self.context.dtype_bytes)[:, None]
-        return np.where(in_order, kept * message, 0.0)
-
     def activations(self, flight: Flight) -> Floats:
         """Return the bytes that forward passes saved and that stages received for micro batches in flight."""
         saved, of_layer = self._saved
