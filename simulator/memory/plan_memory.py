@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf, nextafter
+from math import nextafter
 
 import numpy as np
 
@@ -97,8 +97,8 @@ class PlanMemory:
         return rank, self._known.described_bytes(limit_bytes, self._state[rank])
 
     def first_ahead(self, sure: float) -> Replayed | None:
-        """Return the replay of the rank that is asked about first; None where it is known, or takes two replays. Further
-        ranks are not made in advance, since they begin with the state of those before them.
+        """Return the replay of the rank that is asked about first; None where it is known, or takes two replays. Others
+        are not made in advance, since they begin with the state of those before them.
         """
         rank, limit_bytes = next(self._order), self._sure_bytes(sure)
         known = self._shorter is not None or rank in self._held or self._beyond.get(rank, 0.0) >= limit_bytes
