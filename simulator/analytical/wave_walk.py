@@ -28,8 +28,8 @@ class WaveWalk:
 
     `compute`, `host` and `wires` (the streams of shards and of replicas) are clocks of states. Of passes: when they
     `began`, and when compute and host had got to them (`computed`, `launched`); how much longer kernels took beside
-    messages (`contention`). Where `noted`, also how long passes waited for traffic (`dp_waits`), how much later it could
-    have been (`dp_room`), and whether a pass itself decides when its streams are done (`drained`).
+    messages (`contention`). Where `noted`, also how long passes waited for traffic (`dp_waits`), by how much that could
+    have been later (`dp_room`), and whether a pass itself decides when its streams are done (`drained`).
     """
 
     def __init__(self, table: TableWalk, lags: Floats | None, *, noted: bool) -> None:
