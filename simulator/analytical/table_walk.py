@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.course import LONG_AGO, SECONDS, Course, PassClocks
-from simulator.analytical.wave_walk import WaveWalk, any_of
+from simulator.analytical.wave_walk import Messages, WaveWalk, any_of
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.waves import Ends, Ints
 
@@ -128,25 +128,6 @@ def _some_plans(course: Course, some: slice) -> Course:
     return replace(course, passes=passes, hops=course.hops.take(some), begins_s=course.begins_s[some])
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """The first (or second) message that each pass receives, or sends, in the order of the passes.
-
-    `waves` says which waves have any. Where a pass has none, `message` is one that nobody waits for, and `hop` is -1.
-    `seconds` are those of the message, `host_s` the host's to post it, and `posts_s` the same, or LONG_AGO for none.
-    `waited` is how long compute has waited for it.
-    """
-
-    waves: list[bool]
-    message: Ints
-    slot: Ints
-    hop: Ints
-    seconds: Floats
-    host_s: Floats
-    posts_s: Floats
-    waited: Floats
-
-
 class TableWalk:
     """The clocks of some courses. Passes are in the order of their waves; within a wave, those of one table are
     together.
@@ -225,7 +206,7 @@ class TableWalk:
 
     def _messages(
         self, ends: Sequence[Ends], number: int, messages_of: Ints, none: int, hop_s: Floats, host_s: Floats
-    ) -> _Messages:
+    ) -> Messages:
         """Return the messages that are the first (`number` 0) or second of their passes."""
         message, hop, slot = (
             np.concatenate(
@@ -240,7 +221,7 @@ class TableWalk:
         )
         there = (message >= 0)[self._turn]
         hops = np.where(there, self._each(self.hops_of, hop), -1)
-        return _Messages(
+        return Messages(
             waves=any_of(there, self.starts),
             message=np.where(there, self._each(messages_of, message), none),
             slot=np.where(there, slot[self._turn], self._slots),

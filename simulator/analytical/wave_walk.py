@@ -5,8 +5,9 @@ parameters and for its host, runs, and sends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,45 @@ from simulator.columns.plan_table import Floats
 from simulator.pipeline.waves import Ints
 from topology.time_limit import check_time
 
-if TYPE_CHECKING:
-    from simulator.analytical.table_walk import TableWalk
-
 # Iterations that find how long kernels take during messages, to a hundredth of the time they lose.
 ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The first (or second) message that each pass receives, or sends, in the order of the passes.
+
+    `waves` says which waves have any. Where a pass has none, `message` is one that nobody waits for, and `hop` is -1.
+    `seconds` are those of the message, `host_s` the host's to post it, and `posts_s` the same, or LONG_AGO for none.
+    `waited` is how long compute has waited for it.
+    """
+
+    waves: list[bool]
+    message: Ints
+    slot: Ints
+    hop: Ints
+    seconds: Floats
+    host_s: Floats
+    posts_s: Floats
+    waited: Floats
+
+
+class WalkedPasses(Protocol):
+    """What `TableWalk` has of its passes, in the order of their waves, which begin at `starts`."""
+
+    starts: list[int]
+    state: Ints
+    states: int
+    seconds: Floats
+    sent: Floats
+    drain: Floats
+    waits: NDArray[np.bool_]
+    synchronizes: NDArray[np.bool_]
+    begins_s: Floats
+    messages: int
+    needs: list[Messages]
+    sends: list[Messages]
+    held: Floats
 
 
 class WaveWalk:
@@ -32,7 +67,7 @@ class WaveWalk:
     have been later (`dp_room`), and whether a pass itself decides when its streams are done (`drained`).
     """
 
-    def __init__(self, table: TableWalk, lags: Floats | None, *, noted: bool) -> None:
+    def __init__(self, table: WalkedPasses, lags: Floats | None, *, noted: bool) -> None:
         self.table, self.lags, self.noted = table, lags, noted
         count, starts = len(table.state), table.starts
         self.compute, self.host = table.begins_s.copy(), table.begins_s.copy()
@@ -97,7 +132,7 @@ class WaveWalk:
     def _gathered(self, here: slice, state: Ints, compute: Floats, host: Floats) -> Floats:
         """Return when passes begin that wait for the parameters that they gather."""
         wire, lead = self.wires[0, state], self._lead[here]
-        begins = np.maximum(np.maximum(wire, host) + lead, compute)
+        begins: Floats = np.maximum(np.maximum(wire, host) + lead, compute)
         if self.noted:
             self.dp_room[here] = np.maximum(compute - (wire + lead), 0.0)
             self.dp_waits[here] = begins - compute
