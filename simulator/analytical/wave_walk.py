@@ -62,7 +62,7 @@ class WaveWalk:
     """A walk with a guess `lags` at how long messages wait and move, or None to find that out (`took`).
 
     `compute`, `host` and `wires` (the streams of shards and of replicas) are clocks of states. Of passes: when they
-    `began`, and when compute and host had got to them (`computed`, `launched`); how much longer kernels took beside
+    `began`, and when compute and host had got to them (`computed`, `launched`); how much longer kernels took alongside
     messages (`contention`). Where `noted`, also how long passes waited for traffic (`dp_waits`), by how much that could
     have been later (`dp_room`), and whether a pass itself decides when its streams are done (`drained`).
     """
@@ -139,7 +139,7 @@ class WaveWalk:
         return begins
 
     def _ran(self, here: slice, state: Ints, compute: Floats, host: Floats) -> tuple[Floats, Floats]:
-        """Run passes as soon as their hosts have launched them, slower beside messages; return the clocks after
+        """Run passes as soon as their hosts have launched them, slower alongside messages; return the clocks after
         them.
         """
         self.computed[here] = compute
