@@ -35,7 +35,7 @@ from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import MAX_TRIED, NEAR_FIT, AssignedPipelines, assign_stages
+from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
@@ -244,7 +244,7 @@ def _explore(
             deadline=deadline,
             progress=progress,
             nearly=NEAR_FIT if stages and lists else 1.0,
-            nearest=None if framework.lists_recompute else MAX_TRIED,  # otherwise they were ordered by another mode
+            nearest=None if framework.lists_recompute else AT_ONCE,  # otherwise they were ordered by another mode
         )
 
         def listed(explored: Explored) -> list[int]:
