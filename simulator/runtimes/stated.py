@@ -36,6 +36,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
                 and stored not in LOW_PRECISION
             ):
                 value = stored
+            if key == "reduce_dtype" and spec.state.wide_sums and chosen["param_dtype"] not in spec.state.wide_sums:
+                value = chosen["param_dtype"]
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
             value = canonical_optimizer(str(value))
