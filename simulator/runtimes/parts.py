@@ -30,10 +30,11 @@ class StateSpec:
     `placeholder_gradients`: products add weight gradients to buffers themselves, and autograd gets an unfilled tensor,
     one for every distinct shape of weight, which is never freed. `gradient_passes`: how often a step reads or writes a
     rank's gradients before sharding, in the type of the reduction; `owned_gradient_passes_bytes` are moved for each
-    element that the rank updates. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a rank's gradient of the
-    embedding still has all rows, to be summed over ranks. `wide_sums`: types of parameters whose gradients are added,
-    after every micro batch, to float32 sums that every rank has of all and that are reduced. `norms_in_backward`: where
-    gradients update parameters one by one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
+    element that the rank updates. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
+    rank's gradient of the embedding still has all rows, to be summed over ranks. `wide_sums`: types of parameters whose
+    gradients are added, after every micro batch, to float32 sums that every rank has of all and that are reduced.
+    `norms_in_backward`: where gradients update parameters one by one, each is read once more for its norm. `clips`:
+    gradients are clipped by their norm.
     """
 
     master_weights: bool

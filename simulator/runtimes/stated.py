@@ -83,7 +83,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
 
 
 def _numbered(release: str, names: tuple[str, ...]) -> str | None:
-    """Return the number that a release gives the runtime itself, among other software: `torchtitan 0.2.1, torch 2.9`."""
+    """Return the number that a release gives the runtime, among other software: `torchtitan 0.2.1, torch 2.9`."""
     found = re.search(rf"\b({'|'.join(map(re.escape, names))})[ =v]+(\d+(\.\d+)+)", release.lower())
     return found.group(2) if found else None
 

@@ -67,7 +67,9 @@ class DataTraffic:
     unsharded_gradient_bytes: float
     has_buckets: bool  # gradients go through ZeRO's buckets
     adds_up: bool  # separate kernels add the gradients of further micro batches
-    adding_bytes: tuple[float, float]  # moved for each gradient that is not sharded, in the first micro batch and others
+    adding_bytes: tuple[
+        float, float
+    ]  # moved for each gradient that is not sharded, in the first micro batch and others
     bucket_bytes: float
     bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool

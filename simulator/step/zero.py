@@ -54,8 +54,8 @@ def adding_bytes(context: CostContext) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBuffers:
-    """Bytes on a rank: throughout the step (float32 sums of gradients, too), while gradients are computed, on the stream of reductions, and during an
-    update.
+    """Bytes on a rank: throughout the step, with float32 sums of gradients, while gradients are computed, on the stream
+    of reductions, and during an update.
     """
 
     standing: Floats
