@@ -159,12 +159,13 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     curves = curves_of(comm)
     low, bulk = curves["ring/LL"], curves["ring/Simple"]
     steps, share = steps_and_share(op, n)
-    ll_rate = LL_CAP[0][1 if k == 2 else 2] * 1e9
+    # A flag goes with every word of LL, over the network too (NCCL, src/graph/tuning.cc: busBw * .5).
+    ll_rate = min(LL_CAP[0][1 if k == 2 else 2] * 1e9, network / 2)
     doublings = math.log2(k)
     inside = steps_and_share(op, ppn)
     if op == "all_reduce":
         chain = low.base_s + low.reduce_step_s * inside[0]
-        small = chain + 2 * doublings * hop + size * share / min(ll_rate, network)
+        small = chain + 2 * doublings * hop + size * share / ll_rate
         local = np.zeros_like(size)
         algorithm = "tree"
         if ppn > 1:
@@ -183,7 +184,7 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
         return found
     crossings = k - 1
     latency = low.base_s + low.step_s * (steps - crossings) + crossings * hop
-    small = latency + size * share / min(ll_rate, network)
+    small = latency + size * share / ll_rate
     cost = bulk.bytes[op]
     local = size * (cost.sent_s * share + cost.buffer_s) if ppn > 1 else np.zeros_like(size)
     outside = size * share / (network * NET_RING)
