@@ -33,6 +33,7 @@ LL_PAYLOAD = 0.5
 # 200 by ring (NVIDIA/nccl issue 812); all-gather of the B200 machines 308 of 400; all-to-all 42 (default) to 69 (tuned)
 # of 94. (Vultr POC and AWS P6, via public tables.)
 NET_REDUCE, NET_RING, NET_PEER = 0.95, 0.80, 0.60
+NET_LL128 = 0.92  # of what Simple sends: 120 of 128 bytes (NCCL, src/graph/tuning.cc, with several ranks a node)
 # Software cost of a network hop on top of the fabric's own latency, and start-up of a pipelined multi-node all-reduce:
 # 2 x 8 H200 and 16 x 8 Blackwell (OCI) tables: intercepts 205 us and 400 us.
 NET_STEP_S = 11e-6
@@ -190,6 +191,11 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     outside = size * share / (network * NET_RING)
     start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
     found = {("ring", "LL"): small, ("ring", "Simple"): np.asarray(start + _both(local, outside))}
+    if ppn > 1 and (lines := curves.get("ring/LL128")):
+        cost = lines.bytes[op]
+        local = size * (cost.sent_s * share + cost.buffer_s)
+        start = lines.base_s + lines.step_s * (steps - crossings) + crossings * hop
+        found["ring", "LL128"] = np.asarray(start + _both(local, outside / NET_LL128))
     if ppn == 1 and op in {"all_gather", "reduce_scatter"}:
         found["pat", "Simple"] = np.asarray(
             bulk.base_s + doublings * 2 * hop + size * share / (network * NET_RING * 0.75)
