@@ -449,8 +449,8 @@ def test_long_rings_over_nodes_take_the_protocol_that_nccl_takes(op):
     comm = communicator(catalog.cluster("gb300-nvl72", 512), shape)
     sizes = np.array([64e6, 512e6, 64e9])
     times = multi_node_s(comm, op, sizes)
-    quickest = [min(times, key=lambda kind: times[kind][i])[1] for i in range(len(sizes))]
+    fastest = [min(times, key=lambda kind: times[kind][i])[1] for i in range(len(sizes))]
     _, chosen, lines = choose(comm.nccl, op, sizes)
 
-    assert quickest == [lines[i].protocol for i in chosen] == ["LL128", "LL128", "Simple"]
+    assert fastest == [lines[i].protocol for i in chosen] == ["LL128", "LL128", "Simple"]
     assert times["ring", "LL"][2] > 2 * sizes[2] / comm.inter_bytes_per_s
