@@ -6,6 +6,8 @@ import re
 
 _SCOPES = re.compile(r'"?cuda_graph_scopes"?\s*[:=]\s*\[([^\]]{1,200})\]')
 _BF16_MOMENTS = re.compile(r"\b(bf16|bfloat16) (optimi[sz]er |adam )?moments?\b")
+_COMPILED = re.compile(r"\bcompile\b(?! off)")
+_EAGER = re.compile(r"\b(no|not|without) (torch\.)?compile\b")
 _FORCED = re.compile(r"\bforced?( load)?[ -]balanc|\bbalanc\w* forced|\brout\w+ forced")
 _NATURAL = re.compile(r"\bnatural\b|\bnot balanced\b")
 _PACKED = re.compile(r"(?<!not )\bpacked\b")
@@ -22,6 +24,11 @@ def graph_scopes_noted(note: str) -> tuple[str, ...]:
 def bf16_moments_noted(note: str) -> bool:
     """Return whether a note states that Adam's moments are bfloat16."""
     return _BF16_MOMENTS.search(note.lower()) is not None
+
+
+def compile_noted(note: str) -> bool:
+    """Return whether a note states that layers were compiled."""
+    return bool(_COMPILED.search(note.lower())) and not _EAGER.search(note.lower())
 
 
 def routing_noted(note: str) -> str:

@@ -18,6 +18,7 @@ from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import has_replicas
 from simulator.step.update import host_update_bytes, update_bytes, update_rate
+from simulator.step.zero import adding_bytes
 
 Rows = NDArray[np.bool_]
 
@@ -87,8 +88,7 @@ class LeastTraffic:
         reduced = np.where(full, unit.scatter_s, np.where(behind | scattered, whole, 0.0))
         added = np.zeros(len(table))
         if spec.state.gradient_dtype != "reduce":
-            gradient = 3 * self.context.dtype_bytes(spec.state.gradient_dtype)
-            added = elements * np.where(full, self._compute + 2 * self._reduce, gradient)
+            added = elements * np.where(full, self._compute + 2 * self._reduce, adding_bytes(self.context)[1])
             added = added / self.context.roofline.memory_bytes_per_s
         return UnitTraffic(
             out_s=np.where(full, unit.out_s, 0.0),
@@ -173,10 +173,9 @@ class LeastTraffic:
         behind = fetched | (~sharded & spec.ddp.overlap)
         every = self._m if spec.ddp.every_micro_batch else np.ones(len(table))
         times = np.where(self._piped, 1.0, np.where(scattered, self._m, every))[:, None]
-        copies = np.zeros(self.shared.shape)
-        if spec.state.gradient_dtype != "reduce":
-            width = 3 * self.context.dtype_bytes(spec.state.gradient_dtype) / self.context.roofline.memory_bytes_per_s
-            copies = (self.shared + self.experts) * ((self._m - 1) * width)[:, None]
+        first, further = adding_bytes(self.context)
+        seconds = (first + (self._m - 1) * further) / self.context.roofline.memory_bytes_per_s
+        copies = (self.shared + self.experts) * seconds[:, None]
         layers = [self._reduced(*self._blocks[name], sharded) for name in self._layers]
         embedding, head = (self._reduced(*self._blocks[name], sharded) for name in ("embedding", "head"))
         held = [self._first, *self._layers.values(), self._last]

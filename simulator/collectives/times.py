@@ -33,6 +33,7 @@ LL_PAYLOAD = 0.5
 # 200 by ring (NVIDIA/nccl issue 812); all-gather of the B200 machines 308 of 400; all-to-all 42 (default) to 69 (tuned)
 # of 94. (Vultr POC and AWS P6, via public tables.)
 NET_REDUCE, NET_RING, NET_PEER = 0.95, 0.80, 0.60
+NET_LL128 = 0.92  # of what Simple sends: 120 of 128 bytes (NCCL, src/graph/tuning.cc, with several ranks a node)
 # Software cost of a network hop on top of the fabric's own latency, and start-up of a pipelined multi-node all-reduce:
 # 2 x 8 H200 and 16 x 8 Blackwell (OCI) tables: intercepts 205 us and 400 us.
 NET_STEP_S = 11e-6
@@ -159,12 +160,13 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     curves = curves_of(comm)
     low, bulk = curves["ring/LL"], curves["ring/Simple"]
     steps, share = steps_and_share(op, n)
-    ll_rate = LL_CAP[0][1 if k == 2 else 2] * 1e9
+    # A flag goes with every word of LL, over the network too (NCCL, src/graph/tuning.cc: busBw * .5).
+    ll_rate = min(LL_CAP[0][1 if k == 2 else 2] * 1e9, network / 2)
     doublings = math.log2(k)
     inside = steps_and_share(op, ppn)
     if op == "all_reduce":
         chain = low.base_s + low.reduce_step_s * inside[0]
-        small = chain + 2 * doublings * hop + size * share / min(ll_rate, network)
+        small = chain + 2 * doublings * hop + size * share / ll_rate
         local = np.zeros_like(size)
         algorithm = "tree"
         if ppn > 1:
@@ -183,12 +185,17 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
         return found
     crossings = k - 1
     latency = low.base_s + low.step_s * (steps - crossings) + crossings * hop
-    small = latency + size * share / min(ll_rate, network)
+    small = latency + size * share / ll_rate
     cost = bulk.bytes[op]
     local = size * (cost.sent_s * share + cost.buffer_s) if ppn > 1 else np.zeros_like(size)
     outside = size * share / (network * NET_RING)
     start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
     found = {("ring", "LL"): small, ("ring", "Simple"): np.asarray(start + _both(local, outside))}
+    if ppn > 1 and (lines := curves.get("ring/LL128")):
+        cost = lines.bytes[op]
+        local = size * (cost.sent_s * share + cost.buffer_s)
+        start = lines.base_s + lines.step_s * (steps - crossings) + crossings * hop
+        found["ring", "LL128"] = np.asarray(start + _both(local, outside / NET_LL128))
     if ppn == 1 and op in {"all_gather", "reduce_scatter"}:
         found["pat", "Simple"] = np.asarray(
             bulk.base_s + doublings * 2 * hop + size * share / (network * NET_RING * 0.75)

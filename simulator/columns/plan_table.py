@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns, taken, words
 from simulator.config.model import LatentAttention, Model
-from simulator.config.overlap_sites import mode_at, modes_in
+from simulator.config.overlap_sites import NONE, mode_at, modes_in
 from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
@@ -35,7 +35,8 @@ class PlanTable(PlanColumns):
     everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
     divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, `autocast`
     (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else), the three
-    methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
+    methods of context parallelism, `ep`, expert parallelism, and `rows_apart`: several sequences at a time are cut by
+    tokens and not overlapped. `keeps_gathered`: parameters stay gathered between
     forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, even if from one rank only.
     `offloaded`: by kind of state, the plans that keep it in host memory.
     """
@@ -169,6 +170,7 @@ def table_of_columns(
         expert_shard=expert_shard,
         conditions={
             "sp": given.sequence_parallel,
+            "rows_apart": given.sequence_parallel & (columns["micro_batch_size"] > 1) & (given.tp_overlap == NONE),
             "autocast": unsharded & (columns["tp"] == 1) & ~piped & ~parameters_away,
             **{f"cp_{m}": method == m for m in CP_METHODS},
             "cp": columns["cp"] > 1,

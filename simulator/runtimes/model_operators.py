@@ -31,8 +31,8 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CASTS = frozenset({"cast", "rotated"})  # symbols in an operator's `units`
-_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
+CASTS = frozenset({"cast", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
+_PLAN_SIDE = ("sp", "rows_apart", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
@@ -133,6 +133,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "rotary": model.rotary,
         "grouped_heads": model.kv_heads < model.heads,
         "latent": model.latent is not None,
+        "dtensors": not spec.host.plain_tensors,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "expert_bias": bool(model.moe and model.moe.expert_bias),

@@ -28,20 +28,23 @@ class StateSpec:
     `reduce`.
 
     `placeholder_gradients`: products add weight gradients to buffers themselves, and autograd gets an unfilled tensor,
-    one for every distinct shape of weight, which is never freed. `gradient_passes_bytes` are moved once per step for
-    every element of a rank's gradients before sharding, `owned_gradient_passes_bytes` for each element that the rank
-    updates. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a rank's gradient of the
-    embedding still has all rows, to be summed over ranks. `norms_in_backward`: where gradients update parameters one by
-    one, each is read once more for its norm. `clips`: gradients are clipped by their norm.
+    one for every distinct shape of weight, which is never freed. `gradient_passes`: how often a step reads or writes a
+    rank's gradients before sharding, in the type of the reduction; `owned_gradient_passes_bytes` are moved for each
+    element that the rank updates. `whole_embedding_gradient`: where tensor-parallel ranks divide the vocabulary, a
+    rank's gradient of the embedding still has all rows, to be summed over ranks. `wide_sums`: types of parameters whose
+    gradients are added, after every micro batch, to float32 sums that every rank has of all and that are reduced.
+    `norms_in_backward`: where gradients update parameters one by one, each is read once more for its norm. `clips`:
+    gradients are clipped by their norm.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
-    gradient_passes_bytes: float = 0.0
+    gradient_passes: float = 0.0
     owned_gradient_passes_bytes: float = 0.0
     whole_embedding_gradient: bool = False
+    wide_sums: tuple[str, ...] = ()
     norms_in_backward: bool = False
     clips: bool = True
     update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update

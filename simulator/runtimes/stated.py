@@ -36,6 +36,8 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
                 and stored not in LOW_PRECISION
             ):
                 value = stored
+            if key == "reduce_dtype" and spec.state.wide_sums and chosen["param_dtype"] not in spec.state.wide_sums:
+                value = chosen["param_dtype"]
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
             value = canonical_optimizer(str(value))
@@ -70,7 +72,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         assumed.append(f"runtime.cuda_graph {', '.join(unknown)}: not described, launched kernel by kernel")
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier:
-        version = _dated(str(release))
+        version = _numbered(str(release), spec.names) or _dated(str(release))
         if version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
     runtime = Runtime(name=name, version=str(version) if version else None, **chosen)
@@ -78,6 +80,12 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     if savers is None and (savers := spec_for(runtime).defaults.savers):
         assumed.append(f"runtime.savers = {', '.join(savers)} ({spec.names[0]} default)")
     return runtime.with_savers(canonical_savers([*(savers or ()), *(stated.get("noted_savers") or ())])), tuple(assumed)
+
+
+def _numbered(release: str, names: tuple[str, ...]) -> str | None:
+    """Return the number that a release gives the runtime, among other software: `torchtitan 0.2.1, torch 2.9`."""
+    found = re.search(rf"\b({'|'.join(map(re.escape, names))})[ =v]+(\d+(\.\d+)+)", release.lower())
+    return found.group(2) if found else None
 
 
 def _dated(release: str) -> str | None:

@@ -27,7 +27,7 @@ from simulator.step.muon import Orthogonal
 from simulator.step.offload import ADD_PASSES, OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
-from simulator.step.zero import bucket_copies_bytes
+from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
@@ -67,6 +67,9 @@ class DataTraffic:
     unsharded_gradient_bytes: float
     has_buckets: bool  # gradients go through ZeRO's buckets
     adds_up: bool  # separate kernels add the gradients of further micro batches
+    adding_bytes: tuple[
+        float, float
+    ]  # moved for each gradient that is not sharded, in the first micro batch and others
     bucket_bytes: float
     bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool
@@ -125,7 +128,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         optimizer_sharded=not full and in_shards,
         sharded_overlap=behind,
         gathers_overlap=behind and spec.ddp.gathers_overlap,
-        scattered_by="all_reduce" if spec.ddp.sums_whole else "reduce_scatter",
+        scattered_by="all_reduce" if spec.ddp.sums_whole or sums_wide(context) else "reduce_scatter",
         broadcasts=spec.ddp.broadcasts,
         gradients_sharded=not full and scattered,
         overlap=spec.fsdp.overlap if full else spec.ddp.overlap or (in_shards and spec.ddp.sharded_overlap),
@@ -142,6 +145,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),
         has_buckets=spec.zero is not None,
         adds_up=spec.state.gradient_dtype != "reduce",
+        adding_bytes=adding_bytes(context),
         bucket_bytes=spec.ddp.bucket_bytes,
         bucket_elements=bucket_elements(context),
         updates_on_host=bool(table.offloaded["optimizer"][0]),
@@ -242,8 +246,8 @@ class DataWriter:
             # Without a reduction in between, unsharded gradients are added in the type of the reduction.
             if t.adds_up:
                 self.rank.copy("accumulate", unit.trained.all * (t.compute_bytes + 2 * t.reduce_bytes))
-        elif further and t.adds_up and not t.fully_sharded:
-            self.rank.copy("accumulate", 3 * unit.trained.all * t.gradient_bytes)
+        elif not t.fully_sharded and (nbytes := t.adding_bytes[further]):
+            self.rank.copy("accumulate", unit.trained.all * nbytes)
         if reducing and np.any(unit.trained.all):
             self._send_off(unit)
 

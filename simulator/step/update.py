@@ -45,7 +45,8 @@ def update_bytes(
     per_owned = PLAIN_BYTES + moved * MOMENT_BYTES / 2 + clipped
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
-    return matrices * more + owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
+    passes = state.gradient_passes * DTYPE_BYTES[runtime.reduce_dtype]
+    return matrices * more + owned * per_owned + held * (passes + weight_cast_bytes(runtime))
 
 
 def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float:

@@ -34,10 +34,28 @@ def bucket_copies_bytes(context: CostContext) -> Floats:
     return np.where(table.state_shard["optimizer"] > 1, 2 * param + flattened + cast + kept, 0.0)
 
 
+def sums_wide(context: CostContext) -> bool:
+    """Return whether gradients are added to float32 sums after every micro batch."""
+    return context.runtime.param_dtype in context.spec.state.wide_sums
+
+
+def adding_bytes(context: CostContext) -> tuple[float, float]:
+    """Return the bytes moved to add up one gradient of an unsharded plan after a backward pass: in the first micro
+    batch, and in each further one. For a float32 sum, autograd adds to zeros, and a cast copy of that is added.
+    """
+    if context.spec.state.gradient_dtype == "reduce":
+        return 0.0, 0.0
+    gradient = context.dtype_bytes(context.spec.state.gradient_dtype)
+    if sums_wide(context):
+        every = gradient + 3 * gradient + (gradient + 4.0) + 3 * 4.0
+        return every, every
+    return 0.0, 3 * gradient
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBuffers:
-    """Bytes on a rank: throughout the step, while gradients are computed, on the stream of reductions, and during an
-    update.
+    """Bytes on a rank: throughout the step, with float32 sums of gradients, while gradients are computed, on the stream
+    of reductions, and during an update.
     """
 
     standing: Floats
@@ -66,7 +84,10 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
         foreach = chosen.states == (None, None) and not chosen.paged and chosen.matrices is None
         made = owned * context.dtype_bytes("trained") * (context.spec.state.update_copies if foreach else 0.0)
         return ZeroBuffers(
-            standing=nothing, buckets=nothing, reducing=nothing, update=np.where(away, 0.0, made) + nothing
+            standing=elements * (4.0 if sums_wide(context) else 0.0),
+            buckets=nothing,
+            reducing=nothing,
+            update=np.where(away, 0.0, made) + nothing,
         )
     full = column(table.fully_sharded)
     scattered = column(~table.fully_sharded & (table.state_shard["gradients"] > 1))

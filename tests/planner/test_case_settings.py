@@ -370,3 +370,32 @@ def test_our_own_program_refuses_documents_that_it_would_not_tell_apart(planner)
 
     assert "documents that share a sequence" in ours.stdout
     assert json.loads(planner(*asked, "--runtime", "torchtune", "--json").stdout)["legal"]
+
+
+@pytest.mark.parametrize(
+    ("note", "compiled"),
+    [
+        ("2D+compile+Float8", True),
+        ("per-op SAC, torch.compile, FSDP2", True),
+        ("no compile", False),
+        ("without torch.compile", False),
+        ("compile off", False),
+        ("a compiler", False),
+    ],
+)
+def test_a_note_says_that_layers_were_compiled(note, compiled):
+    open_case = changed(runtime={"name": "torchtitan", "compile": None}) | {"note": note}
+
+    assert load_case(open_case).question.runtime.compile is compiled
+    assert not load_case(
+        changed(runtime={"name": "torchtitan", "compile": False}) | {"note": note}
+    ).question.runtime.compile
+
+
+def test_a_release_gives_the_number_of_the_runtime_among_other_software():
+    release = "torchtitan 0.0.2, torch 2.7.0a0+gitb98af95, torchao 0.10.0"
+    case = load_case(changed(runtime={"name": "torchtitan", "release": release}))
+    other = load_case(changed(runtime={"name": "torchtitan", "release": "torch 2.14.0a0, torchao 0.18.0"}))
+
+    assert case.question.runtime.version == "0.0.2"
+    assert other.question.runtime.version is None

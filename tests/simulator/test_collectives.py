@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.collectives.communicator import communicator
 from simulator.collectives.constants import AMPERE, BLACKWELL, HOPPER
 from simulator.collectives.cost import ALGORITHMS, OPS, CollectiveModel
 from simulator.collectives.curves import ByteCost, Curve, curve_time_s, peer_channels
 from simulator.collectives.launch_mode import LaunchMode
 from simulator.collectives.measured import MeasuredCollectives
-from simulator.collectives.times import single_node_s, steps_and_share
+from simulator.collectives.nccl_model import choose
+from simulator.collectives.times import multi_node_s, single_node_s, steps_and_share
 from simulator.collectives.traffic import port_share
 from tests.clusters import cluster
 from topology.catalog import clusters as catalog
@@ -436,3 +438,19 @@ def test_loads_are_those_of_the_collective_that_runs(shape):
         sent = [size * port_share(op, one.algorithm, shape) for size, one in zip(sizes, runs, strict=True)]
 
         assert remembers.loads(op, sizes, shape) == pytest.approx(np.array([[one.sms for one in runs], sent]))
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_long_rings_over_nodes_take_the_protocol_that_nccl_takes(op):
+    """256 ranks in eight NVLink domains: Simple waits longest at every hop, so NCCL's own costs leave it to the largest
+    buffers. Half of LL's bytes are flags.
+    """
+    shape = group_shape(size=256, stride=2, gpus_per_node=64, world=512)
+    comm = communicator(catalog.cluster("gb300-nvl72", 512), shape)
+    sizes = np.array([64e6, 512e6, 64e9])
+    times = multi_node_s(comm, op, sizes)
+    fastest = [min(times, key=lambda kind: times[kind][i])[1] for i in range(len(sizes))]
+    _, chosen, lines = choose(comm.nccl, op, sizes)
+
+    assert fastest == [lines[i].protocol for i in chosen] == ["LL128", "LL128", "Simple"]
+    assert times["ring", "LL"][2] > 2 * sizes[2] / comm.inter_bytes_per_s
