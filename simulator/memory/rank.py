@@ -111,9 +111,9 @@ class RankReplay(RankUnits):
 
     def end_step(self) -> None:
         """Update the parameters after the last action."""
+        self._give(self.newest)  # the schedule has returned
         if not self.optimizer:
             self.make_optimizer()
-        self._give(self.newest)
         self._give(self.sent.wait())
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
