@@ -6,12 +6,12 @@ its own and one stores while the other multiplies ("ping-pong"). The ring is fil
 group begins a tile only when the other has taken all stages of the tile before: a barrier of shared memory tells odd
 from even rounds of the ring, not more.
 
-`python3 tests/bench/specialised_gather.py FORM...` checks forms (all, if none is named) on one GPU, each in a process of
-its own that may take 40 s, and prints those that end with right numbers. The stage `specialised` of `overlap_table.py`
-times them.
+`python3 tests/bench/specialised_gather.py FORM...` checks forms (all, if none is named) on one GPU, each in a process
+of its own, and prints the difference to the library's product of those that end. The stage `specialised` of
+`overlap_table.py` times them.
 
-The language is Gluon (triton 3.6), since `tl.range(..., warp_specialize=True)` compiles for Hopper into kernels that did
-not end (examples/validation/overlap_gradients_2xH200.md). Rows of a shard must be a multiple of BLOCK_M.
+The language is Gluon (triton 3.6), since `tl.range(..., warp_specialize=True)` compiles for Hopper into kernels that
+did not end (examples/validation/overlap_gradients_2xH200.md). Rows of a shard must be a multiple of `block_m`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,12 +45,13 @@ from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import push
 from executor.overlap.fused import pieces_for, programs_on
 
-BLOCK_K = 64
+BLOCK_K, GROUP_M = gl.constexpr(64), gl.constexpr(8)
+CHECK_S = 45.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Groups of multiplying warps, warps of one, tile of one, stages of the ring, and pieces in which a tile is stored."""
+    """Groups of multiplying warps, warps and tile of one, stages of the ring, and pieces in which a tile is stored."""
 
     groups: int
     warps: int
@@ -57,6 +59,16 @@ class Form:
     block_n: int
     stages: int
     stored: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank among all, whether the right operand is stored as (N, K), and how often a flag is polled at most."""
+
+    rank: int
+    world: int
+    transposed: bool
+    limit: int = symmetric.POLLS
 
 
 FORMS = {
@@ -68,7 +80,7 @@ FORMS = {
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def _place(tile, tiles_m, tiles_n):
     """As `executor.kernels.tiles.place_in_shard`."""
     per_group = GROUP_M * tiles_n
     first_m = (tile // per_group) * GROUP_M
@@ -78,12 +90,19 @@ def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for(flag, error, code, LIMIT: gl.constexpr):
+def _tiles(rows, columns, form: gl.constexpr):
+    block_m: gl.constexpr = form.block_m
+    block_n: gl.constexpr = form.block_n
+    return gl.cdiv(rows, block_m), gl.cdiv(columns, block_n)
+
+
+@gluon.jit
+def _wait_for(flag, error, code, place: gl.constexpr):
     """Wait until the int32 at `flag` is 1, and order the bulk loads that follow after it."""
     polls = 0
-    while (gl.load(flag, volatile=True) < 1) & (polls < LIMIT):
+    while (gl.load(flag, volatile=True) < 1) & (polls < place.limit):
         polls += 1
-    if polls == LIMIT:
+    if polls == place.limit:
         gl.store(error, code)
     gl.inline_asm_elementwise(
         "fence.acq_rel.sys;\n\tfence.proxy.async;\n\tmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -91,17 +110,16 @@ def _wait_for(flag, error, code, LIMIT: gl.constexpr):
 
 
 @gluon.jit
-def _fill(desc, b, row, column, depth, step, stages, STAGES: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+def _fill(desc, b, row, column, depth, step, ring, place: gl.constexpr, form: gl.constexpr):
     """Load all steps of one tile into the ring; return the number of the next step."""
-    left, right, ready, free, _ = stages
-    BLOCK: gl.constexpr = desc.block_type.shape[1]
-    for k in range(0, depth, BLOCK):
-        slot = step % STAGES
-        mbarrier.wait(free.index(slot), (step // STAGES & 1) ^ 1)
+    left, right, ready, free, _ = ring
+    for k in range(0, depth, BLOCK_K):
+        slot = step % form.stages
+        mbarrier.wait(free.index(slot), (step // form.stages & 1) ^ 1)
         bar = ready.index(slot)
         mbarrier.expect(bar, desc.block_type.nbytes + b.block_type.nbytes)
         tma.async_copy_global_to_shared(desc, [row, k], bar, left.index(slot))
-        if B_TRANSPOSED:
+        if place.transposed:
             tma.async_copy_global_to_shared(b, [column, k], bar, right.index(slot))
         else:
             tma.async_copy_global_to_shared(b, [k, column], bar, right.index(slot))
@@ -110,31 +128,28 @@ def _fill(desc, b, row, column, depth, step, stages, STAGES: gl.constexpr, B_TRA
 
 
 @gluon.jit
-def _load(descs, words, sizes, stages,
-    RANK: gl.constexpr, WORLD: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, LIMIT: gl.constexpr,
-):
+def _load(descs, words, sizes, ring, place: gl.constexpr, form: gl.constexpr):
     """The loading warp: own tiles first, then those of other ranks in the order in which they arrive."""
     own, gathered, b, _ = descs
     flags, error = words
     rows, columns, depth, piece_rows, pieces = sizes
-    BLOCK_M: gl.constexpr = own.block_type.shape[0]
-    tiles_m, tiles_n = gl.cdiv(rows, BLOCK_M), gl.cdiv(columns, BLOCK_N)
+    tiles_m, tiles_n = _tiles(rows, columns, form)
     per_shard = tiles_m * tiles_n
     step = 0
     last = -1
-    for tile in range(gl.program_id(0), per_shard * WORLD, gl.num_programs(0)):
-        m, n = _place(tile % per_shard, tiles_m, tiles_n, GROUP_M)
-        row = m * BLOCK_M
+    for tile in range(gl.program_id(0), per_shard * place.world, gl.num_programs(0)):
+        m, n = _place(tile % per_shard, tiles_m, tiles_n)
+        row = m * form.block_m
         if tile < per_shard:
-            step = _fill(own, b, row, n * BLOCK_N, depth, step, stages, STAGES, B_TRANSPOSED)
+            step = _fill(own, b, row, n * form.block_n, depth, step, ring, place, form)
         else:
-            shard = (RANK + tile // per_shard) % WORLD
-            piece = (row + BLOCK_M - 1) // piece_rows
+            shard = (place.rank + tile // per_shard) % place.world
+            piece = (row + form.block_m - 1) // piece_rows
             number = tile // per_shard * pieces + piece
             if number != last:
-                _wait_for(flags + shard * pieces + piece, error, 1 + shard, LIMIT)
+                _wait_for(flags + shard * pieces + piece, error, 1 + shard, place)
             last = number
-            step = _fill(gathered, b, shard * rows + row, n * BLOCK_N, depth, step, stages, STAGES, B_TRANSPOSED)
+            step = _fill(gathered, b, shard * rows + row, n * form.block_n, depth, step, ring, place, form)
 
 
 @gluon.jit
@@ -146,102 +161,96 @@ def _store(c, part, row, column, out):
 
 
 @gluon.jit
-def _multiply(NUMBER: gl.constexpr, descs, words, sizes, stages,
-    RANK: gl.constexpr, WORLD: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, LIMIT: gl.constexpr,
-):
-    """A multiplying group: every GROUPS-th tile of this program, beginning with the NUMBER-th."""
-    own, _, b, c = descs
-    left, right, ready, free, turns = stages
+def _multiply(number: gl.constexpr, descs, sizes, ring, place: gl.constexpr, form: gl.constexpr):
+    """A multiplying group: every `groups`-th tile of this program, beginning with the `number`-th."""
+    _, _, _, c = descs
+    left, right, ready, free, turns = ring
     rows, columns, depth, _, _ = sizes
-    BLOCK_M: gl.constexpr = own.block_type.shape[0]
-    BLOCK: gl.constexpr = own.block_type.shape[1]
-    tiles_m, tiles_n, steps = gl.cdiv(rows, BLOCK_M), gl.cdiv(columns, BLOCK_N), gl.cdiv(depth, BLOCK)
-    per_shard = tiles_m * tiles_n
+    tiles_m, tiles_n = _tiles(rows, columns, form)
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_shard, programs = tiles_m * tiles_n, gl.num_programs(0)
+    block_m: gl.constexpr = form.block_m
+    block_n: gl.constexpr = form.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[form.warps, 1], instr_shape=[16, form.block_n, 16]
     )
     out = gl.allocate_shared_memory(c.dtype, c.block_type.shape, c.layout)
-    step, turn = NUMBER * steps, 0
-    programs = gl.num_programs(0)
-    for tile in range(gl.program_id(0) + NUMBER * programs, per_shard * WORLD, GROUPS * programs):
-        if GROUPS == 2:  # the first tile of the first group waits for nobody
-            mbarrier.wait(turns.index(NUMBER), (turn & 1) ^ (1 - NUMBER))
-        acc = gl.zeros((BLOCK_M, BLOCK_N), dtype=gl.float32, layout=layout)
+    step, turn = number * steps, 0
+    for tile in range(gl.program_id(0) + number * programs, per_shard * place.world, form.groups * programs):
+        if form.groups == 2:  # the first tile of the first group waits for nobody
+            mbarrier.wait(turns.index(number), (turn & 1) ^ (1 - number))
+        acc = gl.zeros((block_m, block_n), dtype=gl.float32, layout=layout)
         for k in range(steps):
-            slot = step % STAGES
-            mbarrier.wait(ready.index(slot), step // STAGES & 1)
+            slot = step % form.stages
+            mbarrier.wait(ready.index(slot), step // form.stages & 1)
             right_tile = right.index(slot)
-            if B_TRANSPOSED:
+            if place.transposed:
                 right_tile = right_tile.permute((1, 0))
             acc = warpgroup_mma(left.index(slot), right_tile, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             # The product before this one has ended: its stage is free.
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            mbarrier.arrive(free.index((step + form.stages - 1) % form.stages), count=1, pred=k > 0)
             step += 1
-        if GROUPS == 2:
-            mbarrier.arrive(turns.index(1 - NUMBER), count=1)
+        if form.groups == 2:
+            mbarrier.arrive(turns.index(1 - number), count=1)
             turn += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
-        step += (GROUPS - 1) * steps
-        m, n = _place(tile % per_shard, tiles_m, tiles_n, GROUP_M)
-        row = (RANK + tile // per_shard) % WORLD * rows + m * BLOCK_M
-        if STORED == 2:
-            one, two = acc.to(c.dtype).reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-            _store(c, one, row, n * BLOCK_N, out)
-            _store(c, two, row, n * BLOCK_N + BLOCK_N // 2, out)
+        mbarrier.arrive(free.index((step + form.stages - 1) % form.stages), count=1)
+        step += (form.groups - 1) * steps
+        m, n = _place(tile % per_shard, tiles_m, tiles_n)
+        row = (place.rank + tile // per_shard) % place.world * rows + m * form.block_m
+        if form.stored == 2:
+            one, two = acc.to(c.dtype).reshape(block_m, 2, block_n // 2).permute(0, 2, 1).split()
+            _store(c, one, row, n * form.block_n, out)
+            _store(c, two, row, n * form.block_n + form.block_n // 2, out)
         else:
-            _store(c, acc.to(c.dtype), row, n * BLOCK_N, out)
+            _store(c, acc.to(c.dtype), row, n * form.block_n, out)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _first(descs, words, sizes, stages,
-    RANK: gl.constexpr, WORLD: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, LIMIT: gl.constexpr,
-):
-    _multiply(0, descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)
+def _first(descs, words, sizes, ring, place: gl.constexpr, form: gl.constexpr):
+    _multiply(0, descs, sizes, ring, place, form)
 
 
 @gluon.jit
-def _second(descs, words, sizes, stages,
-    RANK: gl.constexpr, WORLD: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, LIMIT: gl.constexpr,
-):
-    _multiply(1, descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)
-
+def _second(descs, words, sizes, ring, place: gl.constexpr, form: gl.constexpr):
+    _multiply(1, descs, sizes, ring, place, form)
 
 
 @gluon.jit(do_not_specialize=["rows", "columns", "depth", "piece_rows", "pieces"])
 def gather_matmul(
     own, gathered, b, c, flags, ticket, error, rows, columns, depth, piece_rows, pieces,
-    RANK: gl.constexpr, WORLD: gl.constexpr, B_TRANSPOSED: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, LIMIT: gl.constexpr,
+    place: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """As `executor.kernels.gather_matmul`, but c is (W*rows, N), described in parts of a tile."""
-    left = gl.allocate_shared_memory(own.dtype, [STAGES] + own.block_type.shape, own.layout)
-    right = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    left = gl.allocate_shared_memory(own.dtype, [form.stages, form.block_m, BLOCK_K], own.layout)
+    right = gl.allocate_shared_memory(b.dtype, [form.stages] + b.block_type.shape, b.layout)  # noqa: RUF005 - no lists
+    ready = gl.allocate_shared_memory(gl.int64, [form.stages, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [form.stages, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)
-    for slot in gl.static_range(STAGES):
+    stages: gl.constexpr = form.stages
+    for slot in gl.static_range(stages):
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
-    descs, words = (own, gathered, b, c), (flags, error)
-    sizes, stages = (rows, columns, depth, piece_rows, pieces), (left, right, ready, free, turns)
-    if GROUPS == 1:
+    descs, words, sizes = (own, gathered, b, c), (flags, error), (rows, columns, depth, piece_rows, pieces)
+    ring = (left, right, ready, free, turns)
+    if form.groups == 1:
         gl.warp_specialize([
-            (_first, (descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)),
-            (_load, (descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)),
-        ], [1], [40])
+            (_first, (descs, words, sizes, ring, place, form)),
+            (_load, (descs, words, sizes, ring, place, form)),
+        ], [1], [40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_first, (descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)),
-            (_second, (descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)),
-            (_load, (descs, words, sizes, stages, RANK, WORLD, B_TRANSPOSED, BLOCK_N, GROUP_M, STAGES, STORED, GROUPS, WARPS, LIMIT)),
-        ], [4, 1], [232, 40])
+            (_first, (descs, words, sizes, ring, place, form)),
+            (_second, (descs, words, sizes, ring, place, form)),
+            (_load, (descs, words, sizes, ring, place, form)),
+        ], [4, 1], [232, 40])  # fmt: skip
     if gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
         gl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
-        for index in range(WORLD * pieces):
+        for index in range(place.world * pieces):
             gl.atomic_xchg(flags + index, 0, sem="relaxed", scope="sys")
 
 
@@ -249,27 +258,19 @@ def _described(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
 
 
-def _arguments(
-    x: Tensor, gathered: Tensor, operand: Tensor, out: Tensor, words: tuple[Tensor, ...], form: Form
-) -> tuple[object, ...]:
-    """The tensors and the depth of the kernel, and the constants of a form; between them come sizes and ranks."""
-    transposed = not operand.is_contiguous()
-    right = (
-        _described(operand.t(), [form.block_n, BLOCK_K]) if transposed else _described(operand, [BLOCK_K, form.block_n])
-    )
-    left, whole = (_described(tensor, [form.block_m, BLOCK_K]) for tensor in (x, gathered))
-    parts = _described(out, [form.block_m, form.block_n // form.stored])
-    return left, whole, right, parts, *words, x.shape[0], operand.shape[1], x.shape[1]
-
-
 def _prepared(
-    arguments: tuple[object, ...], piece: tuple[int, int], place: tuple[int, int], transposed: bool, form: Form
-) -> PreparedKernel:
-    constants = (transposed, form.block_n, 8, form.stages, form.stored, form.groups, form.warps, symmetric.POLLS)
-    programs = programs_on(torch.device("cuda", torch.cuda.current_device()))
-    return PreparedKernel(
-        gather_matmul, programs, (*arguments, *piece, *place, *constants), changing=(0, 2, 3), num_warps=form.warps
+    x: Tensor, gathered: Tensor, operand: Tensor, out: Tensor, words: tuple[Tensor, ...], piece: tuple[int, int],
+    place: Place, form: Form,
+) -> PreparedKernel:  # fmt: skip
+    right = (
+        _described(operand.t(), [form.block_n, BLOCK_K.value])
+        if place.transposed
+        else _described(operand, [BLOCK_K.value, form.block_n])
     )
+    left, whole = (_described(tensor, [form.block_m, BLOCK_K.value]) for tensor in (x, gathered))
+    parts = _described(out, [form.block_m, form.block_n // form.stored])
+    args = (left, whole, right, parts, *words, x.shape[0], operand.shape[1], x.shape[1], *piece, place, form)
+    return PreparedKernel(gather_matmul, programs_on(x.device), args, changing=(0, 2, 3), num_warps=form.warps)
 
 
 def gather(x: Tensor, operand: Tensor, group: torch.distributed.ProcessGroup, form: Form) -> Tensor:
@@ -279,10 +280,9 @@ def gather(x: Tensor, operand: Tensor, group: torch.distributed.ProcessGroup, fo
     out = x.new_empty(space.world * x.shape[0], operand.shape[1])
 
     def prepare() -> PreparedKernel:
-        words = (plan.flags, space.ticket, space.error)
-        piece, place = (plan.bounds[0][1], len(plan.bounds)), (space.rank, space.world)
-        arguments = _arguments(exchange.x, plan.gathered, operand, out, words, form)
-        return _prepared(arguments, piece, place, not operand.is_contiguous(), form)
+        words, piece = (plan.flags, space.ticket, space.error), (plan.bounds[0][1], len(plan.bounds))
+        place = Place(rank=space.rank, world=space.world, transposed=not operand.is_contiguous())
+        return _prepared(exchange.x, plan.gathered, operand, out, words, piece, place, form)
 
     kernel = exchange.cached(("specialised", x.shape, operand.shape, operand.is_contiguous(), form), prepare)
     kernel(exchange.current, exchange.x.data_ptr(), operand.data_ptr(), out.data_ptr())
@@ -299,9 +299,8 @@ def alone(x: Tensor, operand: Tensor, form: Form) -> Tensor:
     key = (x.shape, operand.shape, operand.is_contiguous(), form)
     if key not in _ALONE:
         words = tuple(torch.zeros(3, 32, dtype=torch.int32, device=x.device))
-        _ALONE[key] = _prepared(
-            _arguments(x, x, operand, out, words, form), (x.shape[0], 1), (0, 1), not operand.is_contiguous(), form
-        )
+        place = Place(rank=0, world=1, transposed=not operand.is_contiguous())
+        _ALONE[key] = _prepared(x, x, operand, out, words, (x.shape[0], 1), place, form)
         _ALONE[key].words = words  # the kernel knows their addresses
     _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), operand.data_ptr(), out.data_ptr())
     return out
@@ -331,13 +330,19 @@ def main() -> None:
     if options.here:
         print(json.dumps({"form": options.forms[0], "difference": check(options.forms[0])}), flush=True)
         return
-    for name in options.forms or FORMS:
-        command = [sys.executable, __file__, "--here", name]
+    names = options.forms or list(FORMS)
+    runs = [
+        subprocess.Popen([sys.executable, __file__, "--here", name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name in names
+    ]  # fmt: skip
+    end = time.monotonic() + CHECK_S
+    for name, run in zip(names, runs, strict=True):
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
-            print(run.stdout.strip() or json.dumps({"form": name, "failed": run.stderr[-1500:]}), flush=True)
+            out, err = run.communicate(timeout=max(0.1, end - time.monotonic()))
+            print(out.strip() or json.dumps({"form": name, "failed": err[-1500:]}), flush=True)
         except subprocess.TimeoutExpired:
-            print(json.dumps({"form": name, "failed": "did not end in 40 s"}), flush=True)
+            run.kill()
+            print(json.dumps({"form": name, "failed": f"did not end in {CHECK_S:.0f} s"}), flush=True)
 
 
 if __name__ == "__main__":
