@@ -54,19 +54,19 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-BY_NCCL = ("chunked", "ring")  # modes that do not write to another GPU's memory themselves
+BY_NCCL = "chunked"  # the mode that does not write to another GPU's memory itself
 
 
 def _pushes(text: str) -> bool:
     try:
-        return bool(set(modes_in(text)) - {"async", *BY_NCCL})
+        return bool(set(modes_in(text)) - {"async", BY_NCCL})
     except BadPlan:
         return False  # another rule's business
 
 
 # Modes that divide only the rows of tokens. The others choose a method by the size of the product, so that it must be
 # the same on all ranks.
-ANY_WIDTH = (NONE, "chunked", "ring")
+ANY_WIDTH = (NONE, BY_NCCL)
 
 
 def _needs_equal_widths(text: str) -> bool:
@@ -261,7 +261,7 @@ POLICY_RULES: list[Rule] = [
         lambda c, q: (c.tp > 1) & _where_overlap(c, _pushes),
         lambda p, q: (
             f"tp_overlap {p.tp_overlap} without NVLink: copies into memory of other GPUs over PCIe are not modelled,"
-            f" but {' and '.join(BY_NCCL)} are"
+            f" but {BY_NCCL} is"
         ),
         applies=lambda q: not q.nvlink,
     ),

@@ -30,7 +30,6 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
-from simulator.memory.sent import SentTensors
 from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
@@ -68,7 +67,6 @@ class RankReplay:
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
         self.kept: list[Block] = []  # inputs of frozen units and their gradients, kept until a backward pass ends
-        self.sent = SentTensors()
         self.leaving: list[Instance] = []  # layers whose tensors are being copied to host memory
         self.watches = False  # whether to record the most bytes allocated in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -138,7 +136,6 @@ class RankReplay:
         """Update the parameters after the last action."""
         if not self.optimizer:
             self.make_optimizer()
-        self._give(self.sent.wait())
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
 
@@ -185,7 +182,6 @@ class RankReplay:
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
             self._give(own)
-            self._give(self.sent.issue(self.plan.seconds(unit)[0]) if self.plan.sends else [])
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.block in {"dense", "moe"}:
@@ -228,7 +224,6 @@ class RankReplay:
                 now = self.plan.pieces(passes.backward)
             self._play(unit, instance, now)
             self._give(again)
-            self._give(self.sent.issue(self.plan.seconds(unit)[1]) if self.plan.sends else [])
             gradient = instance.slots.pop(passes.gradient, None)
             self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
@@ -255,12 +250,10 @@ class RankReplay:
             self._free_last_buffers()
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
-        for events, weight, sent in pieces:
+        for events, weight in pieces:
             self.memory.play(events, instance.slots, COMPUTE)
             if weight is not None:
                 self._weight_gradient(unit, weight)
-            if sent in instance.slots:
-                self.sent.add(instance.slots.pop(sent))
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
         """All gradients of a unit are computed: free its tensors, and reduce the gradients."""

@@ -3,7 +3,6 @@ parts alone.
 
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each alongside one batched product of another slice
-    ring            W - 1 hops to the neighbour, each alongside the product of the shard at hand
     copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
                     end, or, for large shards, during its products: partial sums travel round the ring in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
@@ -56,8 +55,6 @@ HOST_CALLS = {
     (SCATTER, "nccl"): (4, 0),
     (GATHER, "chunked"): (1 + 3 * SLICES, 0),
     (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
-    (GATHER, "ring"): (3, 4),
-    (SCATTER, "ring"): (2, 5),
     (GATHER, "copy_engine"): (2.5, 1),
     (SCATTER, "copy_engine"): (3, 1.5),
     (GATHER, "fused"): (2, 0.4),
@@ -65,7 +62,7 @@ HOST_CALLS = {
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
-REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
+REGATHER_CALLS = {"chunked": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
 # were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
@@ -99,8 +96,6 @@ class Parts:
     """The collective on the bytes of a slice."""
     copy_s: Value
     """One shard by a copy engine at its full rate."""
-    hop_s: Value
-    """One shard by NCCL's send and receive."""
     stream_s: Value
     """Reading or writing a shard once in memory."""
     products: Value = 1
@@ -122,8 +117,6 @@ class OverlapRates:
     """Seconds of a push beyond bytes over rate: the engine's start and the flag behind it."""
     signal_s: float = 6e-6
     """Seconds until a waiting stream or kernel sees a flag, or for a barrier of all ranks."""
-    hop_ratio: float = 0.77
-    """Time of a hop that all ranks make at once, over that of a hop between two ranks alone: for each pair of ranks."""
     cold: float = 1.04
     """Factor of a product that follows a collective, over one that follows a product: caches and clocks differ."""
     gap_s: float = 8.5e-6
@@ -185,8 +178,6 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
         together = parts.queued_s + parts.collective_s + rates.cold * parts.product_s + rates.gap_s
     elif mode == "chunked":
         together = _chunked_s(operation, parts, rates)
-    elif mode == "ring":
-        together = _ring_s(operation, parts, rates)
     elif mode == "copy_engine":
         together = _copy_engine_s(operation, parts, rates)
     elif mode == USERBUFFERS:
@@ -254,14 +245,6 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     if operation == GATHER:
         return _piped_s(slow_move, slow_piece, SLICES) - alone + gaps
     return _piped_s(slow_piece, slow_move, SLICES, parts.queued_s) - alone + gaps
-
-
-def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """NCCL divides its channels among peers, so a hop to one of many peers is slower than to a single one."""
-    piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
-    step = np.maximum(piece, hop) + rates.late_product_slowdown * np.minimum(piece, hop) + rates.step_gap_s
-    adding = 3 * parts.stream_s if operation == SCATTER else 0.0
-    return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 
 
 def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:

@@ -174,7 +174,7 @@ def relays(bench: Bench) -> None:
             torch.mm(x[shard * r : (shard + 1) * r], operand, out=out)
 
         wave = rows_of_a_round(columns, processors(bench.device))
-        cool = partial(overlap.MODES["ring"].matmul_scatter, ((x, operand),), bench.group)
+        cool = partial(overlap.MODES["nccl"].matmul_scatter, ((x, operand),), bench.group)
         wanted: dict[str, Callable[[], object]] = {
             "cublas": lambda: x @ operand,
             "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
@@ -193,10 +193,10 @@ def relays(bench: Bench) -> None:
                 worst = torch.maximum(worst, difference(found, expected, expected))
         calls: dict[str, Callable[[], object]] = {}
         for name, call in wanted.items():
-            calls[f"ring before {name}"] = cool
+            calls[f"nccl before {name}"] = cool
             calls[name] = call
         done = bench.times(calls, rounds=7)
-        done = {name: s for name, s in done.items() if not name.startswith("ring")}
+        done = {name: s for name, s in done.items() if not name.startswith("nccl")}
         bench.recorder.write(
             "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done,
             difference=float(worst),

@@ -65,11 +65,11 @@ FROZEN = Adapter(kind="frozen", target_modules=("embed_tokens", "mlp"))
 PAIR: dict[str, Any] = {"micro_batch_size": 2}
 SAVED: dict[str, Any] = {"savers": (CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD)}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, **PAIR}
-ALL_MODES = ("chunked", "ring", "copy_engine", "fused")
+ALL_MODES = ("chunked", "copy_engine", "fused")
 MIXED = {
     "fused and copy_engine": "attention_in=fused,attention_out=copy_engine,mlp_in=copy_engine,mlp_out=fused",
     "one site": "mlp_in=fused",
-    "ring, fused and chunked": "attention_in=ring,mlp_in=fused,mlp_out=chunked",
+    "copy_engine, fused and chunked": "attention_in=copy_engine,mlp_in=fused,mlp_out=chunked",
 }
 ONE = {
     "one GPU": Case(plan=Plan(**PAIR)),
