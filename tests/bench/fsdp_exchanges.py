@@ -222,7 +222,7 @@ def measure(recorder: Recorder, deadline: Deadline, *, compiled: bool) -> None:
         done = samples_of(steps, rounds=ROUNDS, count=STEPS)
         for name, step in steps.items():
             recorder.write(
-                "step", what=name, tokens=tokens, compiled=compiled, seconds=median(done[name]), by_round=done[name],
+                "fsdp_step", what=name, tokens=tokens, compiled=compiled, seconds=median(done[name]), by_round=done[name],
                 losses=losses[name], issued=issued(step), busy=busy(step) if tokens in TOKENS[:2] else {},
             )  # fmt: skip
         del steps, step
@@ -262,7 +262,7 @@ def main() -> int:
     for r in read_records(records) if records.exists() else ():
         if r["kind"] == "alone":
             print(", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in r["seconds"].items()))
-        if r["kind"] == "step":
+        if r["kind"] == "fsdp_step":
             kinds = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in r["busy"].items())
             print(
                 f"{r['tokens']:6} {r['what']:16} {1e3 * r['seconds']:7.1f} ms, issued in {1e3 * r['issued']:.1f}; {kinds}; "
