@@ -11,7 +11,7 @@ of its own, and prints the difference to the library's product of those that end
 `overlap_table.py` times them.
 
 The language is Gluon (triton 3.6), since `tl.range(..., warp_specialize=True)` compiles for Hopper into kernels that
-did not end (examples/validation/overlap_gradients_2xH200.md). Rows of a shard must be a multiple of `block_m`.
+did not end (examples/validation/overlap_gradients_2xH200.md).
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import push
 from executor.overlap.fused import pieces_for, programs_on
 
+# Renamed after triton 3.6.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 BLOCK_K, GROUP_M = gl.constexpr(64), gl.constexpr(8)
 CHECK_S = 45.0
 
@@ -118,11 +121,11 @@ def _fill(desc, b, row, column, depth, step, ring, place: gl.constexpr, form: gl
         mbarrier.wait(free.index(slot), (step // form.stages & 1) ^ 1)
         bar = ready.index(slot)
         mbarrier.expect(bar, desc.block_type.nbytes + b.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, [row, k], bar, left.index(slot))
+        load_tile(desc, [row, k], bar, left.index(slot))
         if place.transposed:
-            tma.async_copy_global_to_shared(b, [column, k], bar, right.index(slot))
+            load_tile(b, [column, k], bar, right.index(slot))
         else:
-            tma.async_copy_global_to_shared(b, [k, column], bar, right.index(slot))
+            load_tile(b, [k, column], bar, right.index(slot))
         step += 1
     return step
 
@@ -144,8 +147,9 @@ def _load(descs, words, sizes, ring, place: gl.constexpr, form: gl.constexpr):
             step = _fill(own, b, row, n * form.block_n, depth, step, ring, place, form)
         else:
             shard = (place.rank + tile // per_shard) % place.world
-            piece = (row + form.block_m - 1) // piece_rows
+            piece = gl.minimum(row + form.block_m - 1, rows - 1) // piece_rows
             number = tile // per_shard * pieces + piece
+            # A tile of rows may end in the next piece, and beyond the last row of a shard.
             if number != last:
                 _wait_for(flags + shard * pieces + piece, error, 1 + shard, place)
             last = number
@@ -153,11 +157,11 @@ def _load(descs, words, sizes, ring, place: gl.constexpr, form: gl.constexpr):
 
 
 @gluon.jit
-def _store(c, part, row, column, out):
+def _store(c, part, shard, row, column, out):
     tma.store_wait(pendings=0)  # of the part before, which lay in the same memory
-    out.store(part)
+    out.store(part.reshape(out.shape))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c, [row, column], out)
+    store_tile(c, [shard, row, column], out)
 
 
 @gluon.jit
@@ -198,13 +202,13 @@ def _multiply(number: gl.constexpr, descs, sizes, ring, place: gl.constexpr, for
         mbarrier.arrive(free.index((step + form.stages - 1) % form.stages), count=1)
         step += (form.groups - 1) * steps
         m, n = _place(tile % per_shard, tiles_m, tiles_n)
-        row = (place.rank + tile // per_shard) % place.world * rows + m * form.block_m
+        shard, row = (place.rank + tile // per_shard) % place.world, m * form.block_m
         if form.stored == 2:
             one, two = acc.to(c.dtype).reshape(block_m, 2, block_n // 2).permute(0, 2, 1).split()
-            _store(c, one, row, n * form.block_n, out)
-            _store(c, two, row, n * form.block_n + form.block_n // 2, out)
+            _store(c, one, shard, row, n * form.block_n, out)
+            _store(c, two, shard, row, n * form.block_n + form.block_n // 2, out)
         else:
-            _store(c, acc.to(c.dtype), row, n * form.block_n, out)
+            _store(c, acc.to(c.dtype), shard, row, n * form.block_n, out)
     tma.store_wait(pendings=0)
 
 
@@ -223,7 +227,7 @@ def gather_matmul(
     own, gathered, b, c, flags, ticket, error, rows, columns, depth, piece_rows, pieces,
     place: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """As `executor.kernels.gather_matmul`, but c is (W*rows, N), described in parts of a tile."""
+    """As `executor.kernels.gather_matmul`."""
     left = gl.allocate_shared_memory(own.dtype, [form.stages, form.block_m, BLOCK_K], own.layout)
     right = gl.allocate_shared_memory(b.dtype, [form.stages] + b.block_type.shape, b.layout)  # noqa: RUF005 - no lists
     ready = gl.allocate_shared_memory(gl.int64, [form.stages, 1], mbarrier.MBarrierLayout())
@@ -268,7 +272,9 @@ def _prepared(
         else _described(operand, [BLOCK_K.value, form.block_n])
     )
     left, whole = (_described(tensor, [form.block_m, BLOCK_K.value]) for tensor in (x, gathered))
-    parts = _described(out, [form.block_m, form.block_n // form.stored])
+    parts = _described(
+        out.view(place.world, x.shape[0], operand.shape[1]), [1, form.block_m, form.block_n // form.stored]
+    )
     args = (left, whole, right, parts, *words, x.shape[0], operand.shape[1], x.shape[1], *piece, place, form)
     return PreparedKernel(gather_matmul, programs_on(x.device), args, changing=(0, 2, 3), num_warps=form.warps)
 
