@@ -30,7 +30,6 @@ SHARE = {
     "scatter_tiles": 0.4,
     "mechanisms": 0.8,
     "relays": 0.8,
-    "specialised": 0.8,
     "host": 0.1,
     "table": 1.5,
     "sums": 1.0,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,8 +22,6 @@ from executor.overlap.relay import relay_sum
 from executor.verify.kernels import difference
 from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
-
-CLOSE = 2.0**-6  # of the largest number: a few units in the last place of bfloat16
 
 
 def parts(bench: Bench) -> None:
@@ -268,64 +263,7 @@ def alone(x: Tensor, weight: Tensor, tile: fused.Tile) -> Tensor:
     out = x.new_empty(1, x.shape[0], weight.shape[0])
     key = (x.shape, weight.shape, x.dtype, tile)
     if key not in _ALONE:
-        _ALONE[key] = _prepare_alone(x, weight, out, tile)
-    _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        words = tuple(symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
+        _ALONE[key] = fused.gather_kernel(x, x, weight.t(), out, words, ((0, x.shape[0]),), (0, 1), tile)
+    _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), weight.data_ptr(), out.data_ptr())
     return out[0]
-
-
-def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> Callable[..., None]:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from executor.kernels.gather_matmul import gather_matmul
-    from executor.kernels.prepared_kernel import PreparedKernel
-
-    flags, ticket, error = (symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
-    (left, right, transposed), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
-    width = tile.block_n // 2 if tile.halves else tile.block_n
-    args = (
-        left, gathered, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), flags, ticket, error,
-        x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, transposed, tile.block_m, tile.block_n, tile.block_k,
-        tile.group_m, tile.halves, 1, True,
-    )  # fmt: skip
-    return PreparedKernel(
-        gather_matmul, processors(x.device), args, changing=(0, 1, 2, 3), num_warps=tile.warps, num_stages=tile.stages
-    )
-
-
-def specialised(bench: Bench) -> None:
-    """Gather-products with specialised warps next to the present kernel, both alone and with the exchange.
-
-    FORMS_CHECKED names a file of `specialised_gather.py`'s results: only forms that ended with right numbers are run.
-    """
-    from tests.bench import specialised_gather as forms
-
-    checked = [json.loads(line) for line in Path(os.environ["FORMS_CHECKED"]).read_text().splitlines()]
-    good = [r["form"] for r in checked if r.get("difference", 1.0) < CLOSE]
-    for rows, columns, depth in (
-        (8192, 1792, 4096), (16384, 3584, 8192), (8192, 3072, 4096), (8192, 7168, 4096), (8192, 5120, 8192), (4096, 7168, 4096),
-    ):  # fmt: skip
-        if not good or not bench.left(6):
-            bench.recorder.missing(f"specialised warps at {rows} x {columns} x {depth}")
-            return
-        whole, weight = bench.draw(rows, depth), bench.draw(columns, depth)
-        operand, shard = weight.t(), whole.chunk(bench.world)[bench.rank].contiguous()
-        tile = fused.tile_for(rows, columns, processors(bench.device), fused.GATHER_TILES)
-        calls: dict[str, Callable[[], object]] = {
-            "cublas": lambda: whole @ operand,
-            "alone, present": lambda: alone(whole, weight, tile),
-            "gather, present": lambda: _finish(fused._gather_matmul(shard, operand, bench.group, keep=False)),
-            "gather, copy_engine": lambda: overlap.MODES["copy_engine"].gather_matmul(shard, (operand,), bench.group),
-        }
-        expected = overlap.MODES["nccl"].gather_matmul(shard, (operand,), bench.group)[0][0]
-        worst = torch.zeros((), dtype=torch.float64, device=bench.device)
-        for name in good:
-            form = forms.FORMS[name]
-            for _ in range(2):
-                found = forms.gather(shard, operand, bench.group, form)
-                worst = torch.maximum(worst, difference(found, expected.double(), expected))
-            calls[f"alone, {name}"] = lambda form=form: forms.alone(whole, operand, form)
-            calls[f"gather, {name}"] = lambda form=form: forms.gather(shard, operand, bench.group, form)
-        _tile_record(bench, "all_gather_matmul", rows, columns, depth, calls)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        bench.recorder.write("checked", what="specialised warps, to NCCL then cuBLAS", difference=float(worst))
-        symmetric.check_delivered()
