@@ -58,7 +58,7 @@ JOBS = {
     "fsdp": job(FSDP),
     "tp": job(TP, compile=True),
     "async": job(TP.with_(tp_overlap="async"), compile=True),
-    "by-site": job(TP.with_(tp_overlap="attention_in=ring,mlp_in=ring,mlp_out=chunked"), compile=True),
+    "by-site": job(TP.with_(tp_overlap="attention_in=fused,mlp_in=fused,mlp_out=chunked"), compile=True),
     "pp": job(PP),
     "interleaved": job(PP.with_(schedule="Interleaved1F1B", virtual_stages=2, micro_batch_size=1)),
     "uneven": job(PP.with_(layers_per_stage=(7, 9, 9, 7))),

@@ -60,7 +60,7 @@ def test_what_modes_hide_adds_up_to_the_plan():
     def cost(plans):
         return estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), plans)
 
-    for text in ("attention_in=fused,attention_out=async,mlp_in=ring,mlp_out=none", "fused"):
+    for text in ("attention_in=fused,attention_out=async,mlp_in=chunked,mlp_out=none", "fused"):
         plan = Plan(tp=4, sequence_parallel=True, tp_overlap=text)
         found = overlap_by_site(plan, cost)
         table = cost([replace(plan, tp_overlap=NONE), plan])
