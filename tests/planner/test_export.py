@@ -207,7 +207,7 @@ def test_what_cannot_be_said_is_listed_in_the_file_too() -> None:
 def test_overlap_by_site_is_said_to_be_more_than_a_target_takes() -> None:
     for to in ("torchtitan", "megatron"):
         assert any(
-            "ring (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).not_expressed
+            "fused (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).not_expressed
         )
 
 
