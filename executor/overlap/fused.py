@@ -1,4 +1,4 @@
-"""One persistent Triton kernel for the matmul and its collective.
+"""One persistent Triton kernel for the matmul and its collective; on Hopper the gather's has specialised warps.
 
 Without CUDA, for types other than bfloat16 and float16, for rows that are no multiple of 16 bytes (which TMA needs),
 and for several matmuls at once, this falls back to the mode copy_engine: the same exchange with the library's matmuls,
