@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=240)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps alone, in the modes of single sites")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,7 @@ def main() -> int:
             f"--seconds={options.budget - 5}",
             f"--tokens={options.tokens}",
             *(["--ours-alone"] if options.ours_alone else []),
+            *(["--compiled"] if options.compiled else []),
         ],
         ranks=options.ranks,
         budget_s=options.budget,

@@ -317,10 +317,13 @@ class Bench:
             block.compile()
         return Steps(blocks, self.x, self.angles)
 
-    def choose(self) -> dict[str, str]:
-        """Return the mode of each site with which an eager step is the shortest."""
+    def choose(self, *, in_steps: bool) -> dict[str, str]:
+        """Return the mode of each site with which an eager step is the shortest, or the site alone."""
         sites, times = chosen_modes(self.size, self.tokens, self.group)
         self.recorder.write("sites", model=self.size.name, tokens=self.tokens, seconds=times)
+        if not in_steps:
+            self.recorder.write("chosen", model=self.size.name, modes=sites)
+            return sites
         modes, tried = modes_in_steps(sites, self.ours(sites, compiled=False))
         self.recorder.write("chosen", model=self.size.name, modes=modes, of_single_sites=sites, in_steps=tried)
         return modes
@@ -363,6 +366,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps alone, in the modes of single sites")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -378,13 +382,13 @@ def main() -> None:
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     recorder, deadline = Recorder(options.out if rank == 0 else None), Deadline.since_launch(options.seconds)
     modes: dict[str, dict[str, str]] = {}
-    for compiled in (False, True):
+    for compiled in (True,) if options.compiled else (False, True):
         for size in SIZES:
             if not left(deadline, 25 if options.ours_alone else 50):
                 recorder.missing(f"{size.name}, {'compiled' if compiled else 'eager'}")
                 continue
             bench = Bench(size, options.tokens, recorder, deadline)
-            modes[size.name] = modes.get(size.name) or bench.choose()
+            modes[size.name] = modes.get(size.name) or bench.choose(in_steps=not options.compiled)
             bench.time(modes[size.name], compiled=compiled, torchs=not (compiled or options.ours_alone))
             torch._dynamo.reset()
             torch.cuda.empty_cache()
