@@ -252,7 +252,7 @@ def step_lines(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _built(r: dict[str, Any]) -> str:
-    return str(r["model"]) + (", compiled" if r.get("compiled") else "")
+    return f"{r['model']}{', compiled' if r.get('compiled') else ''} ({r['run']})"
 
 
 def _by_site(r: dict[str, Any], key: str) -> str:
@@ -279,7 +279,7 @@ def exchange_lines(found: list[dict[str, Any]]) -> list[str]:
         rounds, kinds = r["by_round"], ("exchanges", "products", "others")
         profiled = ", ".join(f"{1e3 * r['busy'][kind]:.1f}" for kind in kinds if kind in r["busy"])
         lines.append(
-            f"| {r['tokens']:,} | {r['what']} | {1e3 * r['seconds']:.1f} | {1e3 * min(rounds):.1f} to {1e3 * max(rounds):.1f} "
+            f"| {r['tokens']:,} | {r['what']} ({r['run']}) | {1e3 * r['seconds']:.1f} | {1e3 * min(rounds):.1f} to {1e3 * max(rounds):.1f} "
             f"| {1e3 * r['issued']:.1f} | {profiled} |"
         )
     return lines
