@@ -8,13 +8,14 @@ summed, never averaged: the loss is already divided by the tokens of the whole b
 # No `from __future__ import annotations`: DDP inspects the annotations of its hook and needs classes.
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from executor.model.decoder import Decoder
@@ -33,22 +34,28 @@ def apply_fsdp(
     `mesh` has one axis (shards) or two (replicas, shards). With expert parallelism the experts are a separate unit on
     `expert_mesh`. Tied embeddings stay in the root's unit, since a parameter can belong to one unit only.
     """
-    shard = partial(fully_shard, mp_policy=precision)
+    shard = partial(_shard, precision=precision)
     for block in model.blocks().values():
         if block.moe is not None and expert_mesh is not None:
-            shard(block.moe.experts, mesh=expert_mesh, reshard_after_forward=reshard_after_forward)
-        shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            shard([block.moe.experts], expert_mesh, reshard_after_forward=reshard_after_forward)
+        shard([block], mesh, reshard_after_forward=reshard_after_forward)
     if not model.tied:
         if model.tok_embeddings is not None:
-            shard(model.tok_embeddings, mesh=mesh, reshard_after_forward=reshard_after_forward)
+            shard([model.tok_embeddings], mesh, reshard_after_forward=reshard_after_forward)
         if model.norm is not None and model.output is not None:
             # Backward starts with these, so resharding them after forward would only cost another all-gather.
-            shard([model.norm, model.output], mesh=mesh, reshard_after_forward=False)
-    shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+            shard([model.norm, model.output], mesh, reshard_after_forward=False)
+    shard([model], mesh)
+
+
+def _shard(modules: list[nn.Module], mesh: DeviceMesh, *, precision: MixedPrecisionPolicy, **when: Any) -> None:
+    """Make modules one unit, whose gradients are summed. Over one rank torch does so by itself; a stated factor would
+    take a tensor as large as the unit (torch/distributed/fsdp/_fully_shard: foreach_reduce).
+    """
+    for module in fully_shard(modules, mesh=mesh, mp_policy=precision, **when):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and there is nothing to scale
+        if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and there is nothing to scale
 
 
 class Replica(DistributedDataParallel):

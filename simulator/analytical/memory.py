@@ -160,13 +160,16 @@ def shared_parts(ranks: RankMemory) -> SharedParts:
     added = np.where(held > 0, np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients), 0.0)
 
     # At the end every unit has its gradient; with full sharding, the last unit's is still unsharded.
+    together = full & ranks.piped & (not ranks.flat_units)  # in the order of the forward pass, resharded before
     last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
+    last = np.where(together, np.where(ranks.layout.last, np.minimum(ranks.head, ranks.layer), ranks.layer), last)
     if ranks.parameters.trained is not None:  # perhaps nothing is being reduced then
         last = np.zeros_like(last)
     width = ranks.context.dtype_bytes("gathered")
     reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
     # With a split backward pass a unit's weights are freed before its weight gradients are computed.
-    passing = ranks.passing(last) + np.where(full & ~ranks.splits & (not ranks.flat_units), last * width, 0.0)
+    kept = full & ~ranks.splits & ~together & (not ranks.flat_units)
+    passing = ranks.passing(last) + np.where(kept, last * width, 0.0)
     in_compute = np.where(full, 0.0, gradients)
     reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)
     of_head, of_layer, of_first_layer = _windows(ranks)

@@ -242,7 +242,7 @@ class RankMemory:
                 np.minimum(self.alike, 1 + prefetch) * self.layer, end + np.minimum(self.alike, prefetch) * self.layer
             )
             return np.where(self.full, self._kept_or(self.whole, ahead) * width, 0.0)
-        return np.where(self._buffered, both * width, 0.0)
+        return np.where(self._buffered & (self.stages == 1), both * width, 0.0)  # several on the stream of computing
 
     # --- activations --------------------------------------------------------------------------------------------
 

@@ -69,7 +69,9 @@ def site_rates(
         for mode in OWN_MODES:
             if sample.invalid or mode not in sample.seconds:
                 continue
-            host = sample.host_s.get(mode) or float(issue_s(mode, sample.operation, sample.ranks, fitted))
+            products = len(sample.columns)
+            issued_s = issue_s(mode, sample.operation, sample.ranks, fitted, products=products)
+            host = sample.host_s.get(mode) or float(issued_s)
             if sample.seconds[mode] > HOST_BOUND * host:
                 measured[shape_of(sample, mode)] = sample.seconds[mode]
     return SiteRates(rates=fitted, measured=measured, source="fitted")

@@ -20,7 +20,7 @@ from simulator.memory.shortcut import ShortReplay
 from simulator.memory.wrapped import Instance, Wrapped
 
 # Blocks that a rank holds in lists of their own.
-LISTS = ("logits", "reducing", "passing", "summed", "optimizer", "kept", "buckets")
+LISTS = ("newest", "logits", "reducing", "passing", "summed", "optimizer", "kept", "buckets")
 
 
 class Beginning(NamedTuple):

@@ -65,7 +65,7 @@ class ShortReplay(RankReplay):
             tensors += tuple(instance.slots), instance.from_forward, len(instance.casts), id(instance.later)
             tensors += len(wrapped.gathered), tuple(wrapped.whole_gradients), len(wrapped.gradients)
         last, output = micro_batch == self.plan.last_turned[stage], (stage, micro_batch) in self.outputs
-        lists = self.reducing, self.passing, self.summed, self.kept, self.logits, self.buckets
+        lists = self.newest, self.reducing, self.passing, self.summed, self.kept, self.logits, self.buckets
         others = self.flat is None, *map(len, lists)
         return action.kind, self.plan.alike[stage], last, output, self._zero, others, tuple(tensors)
 
@@ -91,7 +91,7 @@ class ShortReplay(RankReplay):
         freed = tuple(tuple(slot for slot in had if slot not in has) for had, has in zip(before, left, strict=True))
         expected = [had[slot] for had, slots in zip(before, freed, strict=True) for slot in slots]
         expected += [block for one in instances for block in one.casts if ends]
-        expected += [output] if output is not None else []
+        expected += [output] if output is not None and output not in self.newest else []
         if log.born or sorted(map(id, log.freed)) != sorted(map(id, expected)):
             return None
         later = tuple(one.later for one in instances)
@@ -101,7 +101,7 @@ class ShortReplay(RankReplay):
         """Free what a pass frees of the forward pass."""
         memory, where = self.memory, (action.stage, action.micro_batch)
         memory.peak_allocated_bytes = max(memory.peak_allocated_bytes, memory.allocated_bytes + turn.rise_bytes)
-        blocks = [self.outputs.pop(where)] if where in self.outputs else []
+        blocks = self.output_after(*where)
         for unit, freed, later in zip(self.plan.stages[action.stage], turn.freed, turn.later, strict=True):
             key = unit.name, action.micro_batch
             instance = self.running.pop(key) if turn.ends else self.running[key]

@@ -23,10 +23,13 @@ class Instance:
 
 @dataclass(slots=True)
 class Wrapped:
-    """A unit's parameters: unsharded ones while gathered, gradients being reduced, gradients that stay."""
+    """A unit's parameters: unsharded ones while gathered, gradients being reduced, gradients that stay, and in a pass
+    `fresh` ones, with the bytes that they will have in the type of reductions.
+    """
 
     elements: list[Held]
     gathered: list[Block] = field(default_factory=list)
     flat: Block | None = None
     whole_gradients: dict[int, Block] = field(default_factory=dict)
     gradients: list[Block] = field(default_factory=list)
+    fresh: dict[int, tuple[Block, float]] = field(default_factory=dict)

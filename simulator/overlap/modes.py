@@ -62,6 +62,12 @@ HOST_CALLS = {
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
+# chunked has many NCCL calls: those for every further product of an operation (queries, keys and values; gate and up),
+# of which each slice is multiplied by every matrix, 0.6 as torch.mm and a slice of its result take 15 us where a call
+# takes 24; and the host's time within a layer over that in a row of its own kind, on a CPU 1.6 and on two H200 1.5
+# (tests/bench/host_cost.py; examples/profiles/hosts.md). Other modes take no more there.
+FURTHER_CALLS = {"chunked": 0.6 * SLICES}
+IN_LAYERS = {"chunked": 1.6}
 REGATHER_CALLS = {"chunked": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
@@ -154,17 +160,21 @@ def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Valu
 
     Raises ValueError for a mode or an operation that does not exist.
     """
-    return np.maximum(device_s(mode, operation, parts, rates), issue_s(mode, operation, parts.ranks, rates))
+    issued_s = issue_s(mode, operation, parts.ranks, rates, products=parts.products)
+    return np.maximum(device_s(mode, operation, parts, rates), issued_s)
 
 
-def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, regathers: bool = False) -> Value:
-    """Return the host's seconds to issue an operation; `regathers`: with a gather issued before it.
+def issue_s(
+    mode: str, operation: str, ranks: Value, rates: OverlapRates, *, products: Value = 1, regathers: bool = False
+) -> Value:
+    """Return the host's seconds to issue an operation of so many products; `regathers`: with a gather issued before it.
 
     Raises ValueError as `mode_s` does.
     """
     _known(mode, operation)
     always, each = HOST_CALLS[operation, mode]
-    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1))
+    further = np.maximum(products - 1, 0) * FURTHER_CALLS.get(mode, 0.0)
+    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1) + further)
     if regathers:
         always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
         seconds = seconds + rates.host_s * (always + each * (ranks - 1))

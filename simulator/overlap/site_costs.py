@@ -23,6 +23,7 @@ from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import (
     GATHER,
+    IN_LAYERS,
     SCATTER,
     SLICES,
     OverlapRates,
@@ -179,9 +180,11 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
     return np.maximum(seconds, parts.product_s)
 
 
-def pair_issue_s(mode: str, op: str, ranks: Value, *, regathers: bool, site: SiteRates) -> Value:
+def pair_issue_s(mode: str, op: str, parts: Parts, *, regathers: bool, site: SiteRates) -> Value:
     """Return the host's seconds for a pair; they replace those of its collective and its products."""
-    return issue_s(mode, OPERATION[op], ranks, site.rates, regathers=regathers)
+    operation, products = OPERATION[op], parts.products
+    issued_s = issue_s(mode, operation, parts.ranks, site.rates, products=products, regathers=regathers)
+    return IN_LAYERS.get(mode, 1.0) * issued_s
 
 
 # Transformer Engine's userbuffers: tensor-parallel traffic hidden behind products, as Megatron-Core runs it

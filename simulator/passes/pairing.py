@@ -176,9 +176,7 @@ class _Pairing:
             if mode in SITE_MODES and here.any():
                 both = pair_s(mode, op, parts, products, regathers=regathers, site=context.site)
                 together = np.where(here, both, together)
-                issue = np.where(
-                    here, pair_issue_s(mode, op, self.ranks, regathers=regathers, site=context.site), issue
-                )
+                issue = np.where(here, pair_issue_s(mode, op, parts, regathers=regathers, site=context.site), issue)
         return [self._both(transfer, kernels, rows, together, issue, np.zeros(len(rows)))]
 
     # --- torch's graph pass -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from simulator.lowering.block_code import Detail, block_code
 from simulator.lowering.simulation import drawn_micro_batches, simulate_plan
 from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep
 from simulator.lowering.training import lower_training, plan_context, strided_groups
-from simulator.overlap.modes import HOST_CALLS, OPERATIONS, OverlapRates
+from simulator.overlap.modes import FURTHER_CALLS, HOST_CALLS, IN_LAYERS, OPERATIONS, OverlapRates
 from simulator.overlap.site_costs import SITE_MODES
 from simulator.overlap.torch_async import together_s
 from simulator.program.check import check
@@ -443,10 +443,11 @@ def test_pairs_are_issued_as_the_executor_was_counted_to(mode: str) -> None:
         plan = Plan(tp=4, sequence_parallel=True, tp_overlap=tp_overlap)
         context = plan_context(Scenario(model=model, cluster=H100, workload=workload, runtime=QUIET), plan)
         host[tp_overlap] = block_cost(operators, context).forward.host_s[0]
-    calls = [HOST_CALLS[operation, mode] for operation in OPERATIONS]
-    issued = 2 * OverlapRates().host_s * sum(always + 3 * each for always, each in calls)
-
     products = sum(bool(operator.matmul) for operator in operators)
+    calls = 2 * sum(always + 3 * each for always, each in (HOST_CALLS[operation, mode] for operation in OPERATIONS))
+    calls += (products - 4) * FURTHER_CALLS.get(mode, 0.0)
+    issued = IN_LAYERS.get(mode, 1.0) * OverlapRates().host_s * calls
+
     spared = products * context.spec.host.launch_s + 4 * context.spec.host.collective_s
     assert host[mode] - host["none"] == pytest.approx(issued - spared)
 

@@ -297,6 +297,21 @@ def test_experts_keep_what_torch_kept_of_them(run, allocated) -> None:
     assert predict(question, plan).estimate.memory.peak_bytes.value == pytest.approx(allocated, rel=0.015)
 
 
+@pytest.mark.parametrize(
+    ("run", "reserved_gib", "allocated_gib"),
+    [("2026-11-29.24/07", (68.09, 47.57), (52.83, 36.47)), ("2026-11-29.24/11", (34.44, 27.35), (27.40, 22.34))],
+)
+def test_both_ranks_of_a_pipeline_hold_what_torch_held(run, reserved_gib, allocated_gib) -> None:
+    """Two plans of the ledger again, as the executor is now, on two H200 (2026-11-30, torch 2.11): one stage a rank,
+    with experts, and two stages a rank.
+    """
+    _, question, plan = next(one for one in fresh_runs() if one[0]["id"] == run)
+
+    ranks = PlanMemory(question, plan).ranks
+    assert [one.reserved_bytes / 2**30 for one in ranks] == pytest.approx(reserved_gib, rel=0.03)
+    assert [one.allocated_bytes / 2**30 for one in ranks] == pytest.approx(allocated_gib, rel=0.03)
+
+
 def test_less_memory_than_a_plan_needs_ends_in_out_of_memory() -> None:
     _, replay = replayed(Plan(dp_shard=4), layers=16)
     needed = replay.rank(0).reserved_bytes
