@@ -29,7 +29,7 @@ from planner.question.question import Question, question_of
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
-from simulator.analytical import table_walk
+from simulator.analytical import wave_walk
 from simulator.analytical.block_times import Background
 from simulator.analytical.estimates import EstimateTable
 from simulator.config.hf_config import load_model
@@ -155,7 +155,7 @@ def nothing_held_by_messages() -> Iterator[None]:
     to 1.2 % of a step. Without it the law holds.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(table_walk, "_beside_messages", lambda _left_s, _held, kernels_s: np.zeros(len(kernels_s)))
+        patched.setattr(wave_walk, "_beside_messages", lambda _left_s, _held, kernels_s: np.zeros(len(kernels_s)))
         yield
 
 

@@ -79,7 +79,7 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
     )
     rate = stated_rate(asked.measured, asked.tokens_per_s)
     if asked.file != "-" and Path(asked.file).is_dir():
-        refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+        _refuse_serving(asked)
         if rate is not None:
             raise UserError("--measured and --tokens-per-s are of one file", remedy="pass the file")
         return check_folder(
@@ -115,11 +115,11 @@ def check_configuration(
             "measured": asked.measured,
             "tokens_per_s": asked.tokens_per_s,
         }
-        refuse(stated(others), Task.SERVE)
+        refuse(stated(others), Task.SERVE, instead="pass a configuration of training")
         load = ServingFlags(**values_of(asked.load))
         served = check_serving(text, where, flags, load, search=asked.search, progress=progress)
         return CheckedFile(file=where, checked=served)
-    refuse(stated({**values_of(asked.load), "release": asked.release or None}), Task.TRAIN)
+    _refuse_serving(asked)
     if asked.time_limit is not None and not asked.search:
         raise UserError("--time-limit is for the search, which --no-search leaves out", remedy="leave out one of them")
     measured = measurements(asked.profile, strict=asked.strict)
@@ -135,3 +135,9 @@ def check_configuration(
             progress=progress,
         )
     return CheckedFile(file=where, checked=checked)
+
+
+def _refuse_serving(asked: Check) -> None:
+    """Raise UserError where something that is not the start of a server was given with options of serving."""
+    options = stated({**values_of(asked.load), "release": asked.release or None})
+    refuse(options, Task.TRAIN, instead="pass the command or script that starts the server")

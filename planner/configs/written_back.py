@@ -82,8 +82,10 @@ class Writer:
         now = self.asked.plan
         for name in PLAN_FACTS - {"placement"}:
             wanted = getattr(plan, name)
-            if name in {"cp_method", "reshard_after_forward"} and wanted is None:
-                continue  # the runtime's own mode, under any of its names
+            if name in {"cp_method", "reshard_after_forward"} and (
+                wanted is None or (wanted == getattr(now, name) and back.get(name) is None)
+            ):
+                continue  # the runtime's own mode, under any of its names, or that of its recipes
             if name == "sequence_parallel" and (plan.tp == 1 or name not in back):
                 continue
             if back.get(name, getattr(now, name)) != wanted:

@@ -145,8 +145,9 @@ def _capital(text: str) -> str:
 def question_line(question: Question, plan: Plan) -> str:
     """Return the question in a line: model, batch, machine, software."""
     workload, cluster = question.workload, question.cluster
+    sequences = f"{workload.global_batch_size:,} sequence{'s' * (workload.global_batch_size > 1)}"
     return (
-        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step,"
+        f"{question.model.name}, {sequences} of {workload.seq_len:,} tokens a step,"
         f" on {plan.gpus:,} x {cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
     )
 

@@ -203,7 +203,8 @@ def search_line(result: SearchResult) -> str:
     ]
     if search.filled:
         proof = f"to within {search.filled_gap:.1%} of" if search.filled_gap > 5e-4 else "in"
-        parts.append(f"layers of {search.filled} pipelines spread over their stages {proof} the best way")
+        pipelines = f"{search.filled} pipeline{'s' * (search.filled > 1)}"
+        parts.append(f"layers of {pipelines} spread over their stages {proof} the best way")
     if search.pruned:
         parts.append("left out: " + ", ".join(f"{name} ({n:,})" for name, n in search.pruned.items()))
     return "; ".join(parts)

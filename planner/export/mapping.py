@@ -29,6 +29,7 @@ RUNTIME_FACTS = frozenset(
         "compile",
         "param_dtype",
         "compute_dtype",
+        "low_precision_recipe",
         "reduce_dtype",
         "optimizer",
         "adapter",

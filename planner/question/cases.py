@@ -228,6 +228,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
     network = load_model(model)
+    refuse_experts(flags, network)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
     named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
     named |= described_runtime(named, stated_plan, assumed)
@@ -257,7 +258,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         where="flags",
         gpus=count,
     )
-    require_pipeline(flags, case.plan)
+    refuse_unused(flags, case.plan)
     return case
 
 
@@ -276,13 +277,32 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 
 
-def require_pipeline(flags: Flags, plan: Plan) -> None:
-    """Raise UserError if a schedule is stated for a plan without a pipeline."""
-    if flags.plan.get("schedule") and plan.pp == 1:
-        raise UserError(
-            f"--schedule {flags.plan['schedule']} orders the stages of a pipeline, and the plan has none (pp 1)",
-            remedy="--pp 2, or leave the schedule out",
-        )
+def refuse_unused(flags: Flags, plan: Plan) -> None:
+    """Raise UserError if a flag states how a plan does what it does not do."""
+    said = flags.plan
+    for name, used, what in (
+        ("schedule", plan.pp > 1, "orders the stages of a pipeline, and the plan has none (pp 1)"),
+        ("cp_method", plan.cp > 1, "is a way of context parallelism, and the plan has none (cp 1)"),
+        ("sequence_parallel", plan.tp > 1, "divides tokens over tensor-parallel ranks, and the plan has none (tp 1)"),
+    ):
+        if said.get(name) and not used:
+            flag = f"--{name.replace('_', '-')}"
+            axis = what[-5:-3]
+            raise UserError(
+                f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}",
+                remedy=f"--{axis} 2, or leave {flag} out",
+            )
+
+
+def refuse_experts(flags: Flags, model: Model) -> None:
+    """Raise UserError if a flag states how experts run, and the model has none."""
+    said = {**flags.runtime, "routing": flags.routing}
+    for name in ("moe_dispatcher", "expert_products", "routing"):
+        if said.get(name) and model.moe is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{flag} {said[name]} is about experts, and {model.name} has none", remedy=f"leave {flag} out"
+            )
 
 
 def all_assumed(

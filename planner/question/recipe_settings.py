@@ -1,4 +1,6 @@
-"""Defaults from the recipes of a runtime: keys of `runtime` and `plan` that a run does not state, listed as assumed."""
+"""Defaults from the recipes of a runtime and from the GPUs: keys of `runtime` and `plan` that a run does not state,
+listed as assumed.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,13 @@ from planner.question.case_fields import unsaid
 from simulator.config.model import Model
 from simulator.config.runtime import LOW_PRECISION
 from simulator.config.workload import Workload
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.runtimes.library import runtime_spec
-from simulator.runtimes.parts import RecipeSpec
-from topology.cluster import Cluster
+from simulator.runtimes.parts import RecipeSpec, RuntimeDefaults
+from topology.cluster import Cluster, GpuKind
 from topology.codec import JsonObject
+
+_TYPES = ("param_dtype", "compute_dtype", "reduce_dtype")
 
 
 def recipe_settings(
@@ -23,7 +28,8 @@ def recipe_settings(
     The first recipe with a key sets it, together with related settings such as the parts that graphs replay.
     """
     spec = runtime_spec(str(runtime["name"]))
-    chosen, planned, assumed = dict(runtime), dict(plan), []
+    chosen, assumed = _types_of_the_gpus(runtime, spec.defaults, cluster.slowest_kind)
+    planned = dict(plan)
     for recipe in spec.recipes:
         if not _is_of(recipe, runtime, model, cluster, workload) or (recipe.sharded and not _sharded(planned, model)):
             continue
@@ -34,6 +40,17 @@ def recipe_settings(
             planned |= recipe.plan
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
     return chosen, planned, assumed
+
+
+def _types_of_the_gpus(
+    runtime: Mapping[str, Any], usual: RuntimeDefaults, gpu: GpuKind
+) -> tuple[JsonObject, list[str]]:
+    """Return a runtime with float16 for the bfloat16 it defaults to, on GPUs whose tensor cores lack the latter."""
+    if not unsaid(runtime.get("compute_dtype")) or not has_no_bfloat16(gpu):
+        return dict(runtime), []
+    types = [key for key in _TYPES if unsaid(runtime.get(key)) and getattr(usual, key) == "bfloat16"]
+    said = [f"float16 in the place of bfloat16, for which {gpu.name} has no tensor cores"] if types else []
+    return {**runtime, **dict.fromkeys(types, "float16")}, said
 
 
 def _is_of(recipe: RecipeSpec, runtime: Mapping[str, Any], model: Model, cluster: Cluster, workload: Workload) -> bool:

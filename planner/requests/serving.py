@@ -79,14 +79,16 @@ def stated(given: Mapping[str, Any]) -> list[str]:
     return [name for name, value in given.items() if value not in (None, False)]
 
 
-def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | None = None) -> None:
-    """Raise UserError where options were given that mean nothing for `task`."""
+def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | None = None, *, instead: str = "") -> None:
+    """Raise UserError where options were given that mean nothing for `task`. `instead` says where they do, if a command
+    has no `--task`.
+    """
     if flags := ", ".join((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names):
         whose, other = ("training", Task.TRAIN) if task is Task.SERVE else ("serving", Task.SERVE)
         raise UserError(
             f"{flags}: an option of {whose}",
             why=f"the task is {task}",
-            remedy=f"leave it out, or use --task {other}",
+            remedy=f"leave it out, or {instead or f'use --task {other}'}",
         )
 
 
@@ -134,8 +136,8 @@ class Load:
     cached_prompt: float | None = option(
         None, "--cached-prompt", least=0, most=1, help="Share of each prompt that the prefix cache holds."
     )
-    ttft: float | None = option(None, "--ttft", least=0, help="Target: seconds to the first token of an answer.")
-    tpot: float | None = option(None, "--tpot", least=0, help="Target: seconds per token after the first.")
+    ttft: str | None = option(None, "--ttft", help="Target: time to the first token of an answer (0.5, 0.5s or 500ms).")
+    tpot: str | None = option(None, "--tpot", help="Target: time per token after the first (0.02, 0.02s or 20ms).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,23 +11,25 @@ from dataclasses import replace
 from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, refuse_experts, stated_workload
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus
-from planner.search.infeasible import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, minimal_gpus
+from planner.search.infeasible import minimal_gpus
 from planner.search.mixed import is_mixed, parts_text, price_of, with_parts
 from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained, suggest
+from planner.search.sizes import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, most_gpus
 from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from simulator.runtimes.called import called
 from topology.cluster import Cluster
+from topology.errors import Infeasible
 
 
 def answer(
@@ -102,7 +104,13 @@ def _fewest(
     deadline: float | None,
 ) -> SearchResult:
     """Return the plans on the fewest GPUs on which one surely fits, with the results for fewer GPUs."""
-    least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline)
+    most = most_gpus(question.cluster, grow)
+    try:
+        least, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow, deadline=deadline, limit=most)
+    except Infeasible:
+        if most < MAX_GPUS:  # all that the cluster states: the error of a search on them says what is missing
+            suggest(replace(question, gpus=most), options, grow=grow, progress=progress)
+        raise
 
     def run(number: int) -> SearchResult:
         here = replace(question, cluster=machine if number == least else grow(number), gpus=number)
@@ -110,7 +118,7 @@ def _fewest(
         return suggest(here, brief, grow=grow, progress=progress)
 
     price = options.gpu_price_per_hour
-    possible = gpu_counts(machine, least, MAX_GPUS, MAX_NODES_TRIED)
+    possible = gpu_counts(machine, least, most, MAX_NODES_TRIED)
     found = fewest_gpus(run, possible, gpu_price_per_hour=price, deadline=deadline)
     if options.reasons and not over(deadline):
         found = explained(found, options)
@@ -130,6 +138,7 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     """Return the question on the largest GPU count that `flags` name, and its assumptions."""
     rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
+    refuse_experts(flags, network)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     # The batch is fixed before the GPU count is chosen, since it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count

@@ -15,7 +15,7 @@ from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predi
 from planner.question.question import Question
 from planner.search.deadline import over
 from simulator.analytical.counted import Counted, counted_rows
-from simulator.config.estimate import SURE, Estimate
+from simulator.config.estimate import RATHER_SURE, SURE, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.memory.estimate import with_replay
@@ -126,9 +126,10 @@ def in_order(finalists: Sequence[Finalist], objective: str) -> list[Finalist]:
 
 
 def certainty(one: Finalist) -> int:
-    """Return 0 if a plan surely fits, 1 if it may fit, 2 if it is predicted not to fit."""
+    """Return 0 if a plan surely fits, 1 if rather surely, 2 if it may fit, 3 if it is predicted not to fit."""
     memory = one.estimate.memory
-    return 0 if memory.fit_probability >= SURE else 1 if memory.fits else 2
+    likely = [memory.fit_probability >= least for least in (SURE, RATHER_SURE)]
+    return likely.index(True) if any(likely) else 2 if memory.fits else 3
 
 
 def _undominated(fastest_first: Sequence[Finalist]) -> list[Finalist]:

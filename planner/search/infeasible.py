@@ -22,10 +22,20 @@ from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.screened import NODES_AT_ONCE, PLANS_AT_ONCE, Screened
 from planner.search.rule_words import rejected_words
 from planner.search.savers import more_savers, paged_instead
+from planner.search.sizes import (
+    MAX_GPUS,
+    MAX_NODES_ADVISED,
+    MAX_NODES_TRIED,
+    gpu_counts,
+    min_gpus_for_state,
+    most_gpus,
+    said_with_nodes,
+    with_nodes_for,
+)
 from simulator.bounds.screening import Screening
-from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.plan import PLAN_FIELDS, Plan
 from simulator.config.workload import Workload
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
@@ -35,9 +45,6 @@ from topology.rates.reach import reach
 from topology.rates.scaling import scale_memory, with_gpus
 from topology.units import MIB, in_gib, two_digits
 
-MAX_GPUS = 1 << 16
-# Node counts tried one by one, for `--gpus min` and for advice; larger counts are tried by doubling.
-MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, among which the one that needs least is searched
 CUT_SHORT = " (the time limit ended before more was tried)"
@@ -159,6 +166,9 @@ def no_legal_plan(question: Question, found: Nodes, ways: Sequence[str], deadlin
         )
     plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
     example = next(iter(question.problems(plainest)), None)
+    gpu = question.cluster.slowest_kind
+    if example and question.runtime.compute_dtype == "float16" and has_no_bfloat16(gpu):
+        example = replace(example, message=f"{example.message}, and {gpu.name} no tensor cores for bfloat16")
     counts = ", ".join(f"{why} ({n:,})" for why, n in rejected_words({**found.rejected, **found.pruned}).items())
     return Infeasible(
         f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
@@ -312,6 +322,11 @@ def _relaxed(
     if nearest:
         count, cluster = nearest
         yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
+    elif grow and most_gpus(s.cluster, grow) == s.count and said_with_nodes(s.cluster, s.cluster.node_count):
+        more = nearest_fitting_gpus(constrained, lambda n: with_nodes_for(s.cluster, n), deadline)
+        if more:
+            said = said_with_nodes(s.cluster, more[1].node_count)
+            yield f"--cluster {said}, the fewest such nodes that fit", constrained.ask(cluster=more[1], gpus=more[0])
     gap = constrained.gap()
     if np.isfinite(gap):
         needed = (s.cluster.gpu_memory_bytes + gap + MIB) / s.cluster.gpu_memory_bytes
@@ -333,29 +348,6 @@ def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None
 
 
 # --- number of GPUs ---------------------------------------------------------------------------------------------------
-
-
-def min_gpus_for_state(screening: Screening) -> int:
-    """Return a GPU count below which parameters and optimizer do not fit, even sharded over all GPUs."""
-    spec, runtime = screening.operators.spec, screening.scenario.runtime
-    param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
-    master = 4.0 if spec.state.master_weights and param < 4 else 0.0
-    optimizer = OPTIMIZERS.get(runtime.optimizer)
-    least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
-    moments = least.state_bytes(4.0 if master else param) - least.paged if least is not None else 0.0
-    return max(
-        1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
-    )
-
-
-def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator[int]:
-    """Yield the possible GPU counts: up to one node, then whole nodes, which double after `tried` of them."""
-    size = len(cluster.groups[0].node.gpus)
-    yield from range(max(1, least), size)
-    nodes = first = max(1, -(-least // size))
-    while nodes * size <= limit:
-        yield nodes * size
-        nodes = nodes + 1 if nodes < first + tried else 2 * nodes
 
 
 def nearest_fitting_gpus(
@@ -412,16 +404,17 @@ def minimal_gpus(
     bounds: Bounds | None = None,
     grow: Callable[[int], Cluster] | None = None,
     deadline: float | None = None,
+    limit: int = MAX_GPUS,
 ) -> tuple[int, Cluster, str]:
     """Return the smallest GPU count with a fitting plan, its cluster, and the proof in words.
 
     Counts are tried from the first on which the sharded model state fits: each one up to a node, then whole nodes, and
-    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond MAX_GPUS, and
-    where none was found by the deadline.
+    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond `limit`, and
+    Unproved where none was found by the deadline.
     """
     constrained = ConstrainedQuestion(question=replace(question, gpus=None), bounds=bounds or Bounds())
     least = min_gpus_for_state(constrained.screening)
-    found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS, deadline=deadline)
+    found = _first_fit(constrained, grow, least=least, limit=limit, deadline=deadline)
     if found is None and over(deadline):
         raise Unproved(
             f"the time limit ended before a number of GPUs was found on which {question.model.name} fits",
@@ -430,7 +423,7 @@ def minimal_gpus(
         )
     if found is None:
         raise Infeasible(
-            f"{question.model.name} fits on no cluster of up to {MAX_GPUS} GPUs of this kind",
+            f"{question.model.name} fits on no cluster of up to {limit} GPUs of this kind",
             why=f"the state alone needs {least} of them",
             remedy="larger GPUs, or fewer constraints",
         )

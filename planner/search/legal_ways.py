@@ -12,7 +12,9 @@ from planner.question.question import Question, default_runtime, question_of
 from planner.search.deadline import over
 from planner.search.infeasible import ConstrainedQuestion, nearest_fitting_gpus
 from planner.search.plan_space.candidates import Bounds
-from simulator.config.runtime import LOW_PRECISION, Runtime
+from simulator.config.adapter import ALL_LINEAR
+from simulator.config.runtime import TF32, Runtime
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, FRAMEWORKS
 from topology.cluster import Cluster
 from topology.errors import UserError
@@ -48,11 +50,17 @@ def _changes(question: Question, grow: Grow) -> Iterator[tuple[str, Question]]:
     if 0 < model.max_positions < workload.seq_len:
         shorter = replace(workload, seq_len=model.max_positions)
         yield f"--seq-len {model.max_positions}", replace(question, workload=shorter)
-    if runtime.compute_dtype in LOW_PRECISION:
-        plain = replace(runtime, compute_dtype="bfloat16", low_precision_recipe="")
-        yield "--compute-dtype bfloat16", replace(question, runtime=plain)
+    sixteen_bits = "float16" if has_no_bfloat16(question.cluster.slowest_kind) else "bfloat16"
+    if runtime.compute_dtype not in {"float32", TF32, sixteen_bits}:
+        plain = replace(runtime, compute_dtype=sixteen_bits, low_precision_recipe="")
+        yield f"--compute-dtype {sixteen_bits}", replace(question, runtime=plain)
+    adapter = runtime.adapter
+    if adapter is not None and adapter.rank and adapter.target_modules != (ALL_LINEAR,):
+        everywhere = replace(runtime, adapter=replace(adapter, target_modules=(ALL_LINEAR,)))
+        flag = "--qlora" if adapter.base_weights == "nf4" else "--lora"
+        yield f"{flag} {adapter.rank}:{ALL_LINEAR}", replace(question, runtime=everywhere)
     batch, count = workload.global_batch_size, question.count
-    for size in dict.fromkeys((-(-batch // count) * count, 1 << (batch - 1).bit_length())):
+    for size in dict.fromkeys((-(-batch // count) * count, 1 << (batch - 1).bit_length(), count)):
         if size != batch:
             yield f"--global-batch {size}", replace(question, workload=replace(workload, global_batch_size=size))
     even = 1 << round(log2(workload.seq_len))

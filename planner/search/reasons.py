@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
 from planner.io.plan_words import listed
-from planner.search.finalists import Finalist, mechanisms
-from simulator.config.estimate import SURE, Estimate, chance
+from planner.search.finalists import Finalist, certainty, mechanisms
+from simulator.config.estimate import Estimate, chance
 from topology.units import GIB
 
 LEAST_TERM = 0.01  # share of the better plan's step below which a difference in a term is not named
@@ -16,7 +16,7 @@ SAME_TIME = 0.005  # relative difference below which two steps are reported as e
 def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
     """Return one line on the reason against `other`, listed after `best`."""
     theirs, has = other.estimate.memory, other.estimate.memory.capacity_bytes
-    if objective not in {"memory", "pareto"} and best.estimate.memory.fit_probability >= SURE > theirs.fit_probability:
+    if objective not in {"memory", "pareto"} and certainty(best) < certainty(other):
         sure = f"{chance(theirs.fit_probability)} likely to fit" if theirs.fits else "is not predicted to fit"
         change = change_text(other.estimate.step_s.value / best.estimate.step_s.value - 1)
         return f"{sure}, {gib_text(theirs.reserved_bytes)} of {gib_text(has)} GiB; {change} time"

@@ -38,6 +38,7 @@ RULE_WORDS = {
     "expert-tensor": "tensor parallelism of experts not supported",
     "expert-kernels": "dispatcher or products of experts not supported",
     "adapter": "adapters or frozen weights not supported",
+    "adapter-targets": "no matrix for the adapters",
     "adapter-dropout": "dropout of adapters not supported",
     "adapter-cut": "adapters not supported with TP or these layers",
     "muon-tensor": "Muon of matrices that TP and FSDP both cut is not modelled",

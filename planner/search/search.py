@@ -35,7 +35,7 @@ from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import MAX_TRIED, NEAR_FIT, AssignedPipelines, assign_stages
+from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
@@ -244,7 +244,7 @@ def _explore(
             deadline=deadline,
             progress=progress,
             nearly=NEAR_FIT if stages and lists else 1.0,
-            nearest=None if framework.lists_recompute else MAX_TRIED,  # otherwise they were ordered by another mode
+            nearest=None if framework.lists_recompute else AT_ONCE,  # otherwise they were ordered by another mode
         )
 
         def listed(explored: Explored) -> list[int]:
@@ -290,9 +290,14 @@ def _surely_first(
     options: SearchOptions,
     cluster: Cluster,
 ) -> _Found:
-    """Return the plans to list by time: those that surely fit, filled up with those that may fit."""
+    """Return the plans to list by time: those that surely fit, else rather surely, then those that may fit."""
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
+    certain = bool(sure)
+    if not certain:
+        with suppress(Unproved):
+            asked, assigned = ask(replace(screening, sure=RATHER_SURE), keep=options.top, stages=True)
+            sure = _listed_plans(asked, assigned, options, cluster)
     try:
         everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
     except Unproved:
@@ -301,7 +306,7 @@ def _surely_first(
         everything, more = asked, AssignedPipelines()
     others = _listed_plans(everything, more, options, cluster)
     rather_sure: list[Plan] = []
-    if sure:
+    if certain:
         with suppress(Unproved):
             likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
             rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)

@@ -12,16 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from planner.io.inputs import read_cluster
+from planner.question.cases import DEFAULT_CLUSTER
 from planner.question.flags import Flags
 from planner.question.goal import Goal
 from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.deadline import NOT_EXPLAINED, NOT_TRIED, deadline_of, left_s, over
 from planner.search.gpu_counts import objective_value
-from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
 from planner.search.run_failures import run_time
 from planner.search.search import SearchOptions, explained
+from planner.search.sizes import MAX_GPUS, min_gpus_for_state, most_gpus
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import Interval
 from simulator.config.plan import Plan
@@ -111,7 +113,8 @@ def answer_run(
         quick = replace(options, reasons=False, time_limit_s=left_s(deadline))
         return answer(replace(fixed, gpus=(gpus,)), framework, quick, measured=measured, progress=progress)
 
-    counts = Counts(question=question, goal=goal, search=search)
+    most = most_gpus(question.cluster, lambda n: read_cluster(flags.cluster or DEFAULT_CLUSTER, n, gpu=flags.gpu))
+    counts = Counts(question=question, goal=goal, search=search, most=most if most < MAX_GPUS else MOST_GPUS)
     found = compare_counts(counts, numbers, options.objective) if numbers else seek_count(counts)
     late = (NOT_EXPLAINED,) if over(deadline) else ()
     result = found.result if late else explained(found.result, options)
@@ -169,11 +172,12 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Searches for the best plan on one number of GPUs after the other."""
+    """Searches for the best plan on one number of GPUs after the other, up to `most`: all of a stated cluster."""
 
     question: Question
     goal: Goal
     search: Callable[[int], SearchResult]
+    most: int = MOST_GPUS
     results: dict[int, SearchResult] = field(default_factory=dict)
     runs: dict[int, WholeRun] = field(default_factory=dict)
 
@@ -189,6 +193,13 @@ class Counts:
             return whole_run(self.results[gpus], self.goal)
         except (Infeasible, UserError) as error:
             return WholeRun(gpus=gpus, problem=error.what)
+
+    @property
+    def more_nodes(self) -> str:
+        """Return the remedy of a larger cluster, where it is the stated one that ends the numbers tried."""
+        if self.most == MOST_GPUS:
+            return ""
+        return f", or more nodes (--cluster states {self.question.cluster.node_count}, of {self.most} GPUs)"
 
     def answer(self, gpus: int) -> RunAnswer:
         curve = tuple(self.runs[count] for count in sorted(self.runs))
@@ -226,7 +237,7 @@ def seek_count(counts: Counts) -> RunAnswer:
         size = counts.question.cluster.gpus_per_node
         for factor in BETWEEN:
             between = round(before * factor)
-            if between < size or between % size == 0:
+            if between <= counts.most and (between < size or between % size == 0):
                 counts.run(between)
     return counts.answer(_choose(counts, list(counts.runs.values())).gpus)
 
@@ -265,26 +276,27 @@ def _numbers(counts: Counts) -> tuple[list[int], int]:
     """Return numbers of GPUs, each twice the one before, from the first that may hold the model's state; and the
     smallest number that meets the deadline at the peak rate of its arithmetic.
 
-    Raises Infeasible if that is more than MOST_GPUS.
+    The last is all that there are. Raises Infeasible if the deadline takes more than those.
     """
-    question, goal = counts.question, counts.goal
+    question, goal, most = counts.question, counts.goal, counts.most
     in_time = 1
     if goal.deadline_s is not None:
         flops = question.model.training_flops_per_token(question.workload.seq_len, causal=True) * goal.tokens
         peak = Screening(question).peak_flops
         in_time = math.ceil(flops / peak / goal.deadline_s)
-        if in_time > MOST_GPUS:
+        if in_time > most:
             raise Infeasible(
                 f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {goal.deadline_s / DAY_S:.3g} days",
-                why=f"at the peak of their arithmetic that takes {in_time:,} GPUs; up to {MOST_GPUS:,} are tried",
-                remedy="a later deadline, or fewer tokens",
+                why=f"at the peak of their arithmetic that takes {in_time:,} GPUs; up to {most:,} are tried",
+                remedy=f"a later deadline, or fewer tokens{counts.more_nodes}",
             )
     size = question.cluster.gpus_per_node
     numbers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
-    numbers += [size << power for power in range(MOST_GPUS.bit_length()) if size << power <= MOST_GPUS]
+    numbers += [size << power for power in range(most.bit_length()) if size << power < most]
+    numbers.append(most)
     holds = min_gpus_for_state(Screening(question))
     first = max((at for at, number in enumerate(numbers) if number <= holds), default=0)
-    return numbers[first:] if holds <= MOST_GPUS else numbers[-1:], in_time
+    return numbers[first:] if holds <= most else numbers[-1:], in_time
 
 
 def _meets(goal: Goal, run: WholeRun) -> bool:
@@ -305,7 +317,8 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
         raise Infeasible(
             f"no plan for {counts.question.model.name} on the numbers of GPUs tried",
             why=problems,
-            remedy="a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough",
+            remedy="a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough"
+            + counts.more_nodes,
         )
     soonest, cheapest = (
         min(possible, key=lambda run: run.seconds),
@@ -320,6 +333,7 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
         f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {' and '.join(wanted)}",
         why="; ".join(ends),
         remedy="a later deadline, more money, fewer tokens, or a larger --global-batch, which more GPUs can share"
+        + counts.more_nodes
         + ("; or a longer --time-limit: not all were tried" if any(run.problem == NOT_TRIED for run in runs) else ""),
     )
 

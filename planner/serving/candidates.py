@@ -16,9 +16,13 @@ from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import cache_capacity
 from topology.rates.reach import reach
 
+# Architectures on which TensorRT-LLM has a format (nvidia.github.io/TensorRT-LLM/0.18.2, reference/support-matrix; 4
+# bits: features/quantization of 1.0). vLLM and SGLang read narrow weights with 16-bit products on older ones (Marlin).
+FORMATS_ON = {"float8": ("Ada", "Hopper", "Blackwell", "Rubin"), "float4": ("Blackwell", "Rubin")}
 OWN = "meshwright"  # the executor, whose limits are those of executor/serving/request.py
 
 
@@ -33,7 +37,8 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     for pool in _engines(question, gpus):
         whole = question.deployment(_times(pool, gpus // pool.gpus))
         reason = (
-            refusal(question.model, pool, question.engine)
+            no_format(question)
+            or refusal(question.model, pool, question.engine)
             or out_of_reach(question, whole)
             or exceeds_memory(question, pool)
         )
@@ -74,6 +79,16 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
         return f"ep {pool.ep} does not divide {model.moe.experts} experts"
     if model.dense_layers and model.ffn % pool.tp:
         return f"tp {pool.tp} does not divide the feed-forward width of {model.ffn}"
+    return ""
+
+
+def no_format(question: ServingQuestion) -> str:
+    """Return the format that an engine does not have on the question's GPUs; empty if it has all."""
+    kind = question.cluster.slowest_kind
+    if engine_of(question.engine).program == "trtllm":
+        for flag, word in (("--weights", question.weights), ("--kv-cache", question.kv_cache)):
+            if not kind.architecture.startswith(FORMATS_ON.get(word, "")):
+                return f"TensorRT-LLM has no {flag} {word} on {kind.title}"
     return ""
 
 

@@ -15,6 +15,7 @@ from planner.serving.question.from_flags import (
 )
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
+from planner.serving.question.target_time import target_s
 from planner.serving.stated import read_pool, require_pool
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, made_even
 from simulator.serving.traffic import Lengths, Traffic, steady_requests, with_clients
@@ -45,6 +46,7 @@ def with_serving_flags(
     measured = measured_serving(flags, content.question.cluster, engine, notes)
     if flags.profile is None and engine == content.question.engine:
         measured = content.question.measured
+    ttft_s, tpot_s = target_s(flags.ttft, "--ttft"), target_s(flags.tpot, "--tpot")
     question = replace(
         content.question,
         measured=measured,
@@ -64,8 +66,8 @@ def with_serving_flags(
         receive_every=flags.receive_every or content.question.receive_every,
         speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, content.question.model)
         or content.question.speculation,
-        ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,
-        tpot_s=content.question.tpot_s if flags.tpot is None else flags.tpot,
+        ttft_s=content.question.ttft_s if ttft_s is None else ttft_s,
+        tpot_s=content.question.tpot_s if tpot_s is None else tpot_s,
     )
     before = content.deployment
     pool = replace(
@@ -98,7 +100,7 @@ def _traffic(before: Traffic, flags: ServingFlags) -> Traffic:
         cached_prompt=before.cached_prompt if flags.cached_prompt is None else flags.cached_prompt,
     )
     if flags.concurrency is not None:
-        return with_clients(traffic, flags.concurrency)
+        return with_clients(replace(traffic, steady=True), flags.concurrency)
     if flags.request_rate is not None:
         rate = flags.request_rate
         return replace(traffic, concurrency=0, request_rate=rate, steady=True, requests=steady_requests(0))

@@ -77,7 +77,7 @@ def search_serving(
             continue
         plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
-        narrower = [word for word in ("float8", "int4") if WEIGHT_BYTES[word] < WEIGHT_BYTES[question.weights]]
+        narrower = [word for word in ("float8", "int4") if _fits_with(question, word)]
         raise Infeasible(
             f"{question.model.name} cannot be served on {question.cluster.gpu_count} x"
             f" {question.cluster.slowest_kind.title}",
@@ -94,6 +94,12 @@ def search_serving(
     )
 
 
+def _fits_with(question: ServingQuestion, weights: str) -> bool:
+    """Return whether a narrower format of weights leaves room for the requests."""
+    narrower = WEIGHT_BYTES[weights] < WEIGHT_BYTES[question.weights]
+    return narrower and bool(deployments(replace(question, weights=weights))[0])
+
+
 def _rank(plan: ServingPlan) -> tuple[bool, bool]:
     """Return what orders plans before the objective does: whether targets fail, and whether requests pile up."""
     return not plan.meets, not plan.estimate.latency.keeps_up
@@ -105,7 +111,7 @@ def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
     that fall behind, whose answers take ever longer, the one that writes most is best.
     """
     keeps_up = plan.estimate.latency.keeps_up
-    if keeps_up if question.traffic.steady else question.objective == "latency":
+    if keeps_up if question.traffic.request_rate else question.objective == "latency":
         return plan.estimate.e2e_s.value
     return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
 

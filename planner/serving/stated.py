@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.serving.candidates import exceeds_memory, out_of_reach, refusal
+from planner.serving.candidates import exceeds_memory, no_format, out_of_reach, refusal
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
@@ -89,7 +89,7 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
 def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str, ...]:
     """Return why an engine cannot run a deployment on the question's GPUs; empty if it can."""
     cluster = question.cluster
-    found = []
+    found = [lacking] if (lacking := no_format(question)) else []
     if deployment.gpus > cluster.gpu_count:
         found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
     elif apart := out_of_reach(question, deployment):

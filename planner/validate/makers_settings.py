@@ -19,6 +19,11 @@ RECEIVE_EVERY = ((16, 30), (1, 10))
 # (TensorRT-LLM examples/configs/database, DeepSeek-R1 on B200 and H200). Those, and those of Qwen3 235B and
 # Llama 3.3 70B, keep the cache in 8 bits next to 8-bit weights.
 BALANCE_EVERY = 60
+# Tokens of a step beyond a prompt and a token for each client, releases 1.0 and 1.1: NVIDIA's generator of
+# configurations sets max_num_tokens so since 2025-08 (ai-dynamo/aiconfigurator @efcae124, today's
+# rule_plugin/benchmark/trtllm.rule); InferenceX set it to a prompt, the clients and 64 then (@ec90f3fe), and to 8,192
+# and more from 1.2 on. Neither cuts prompts.
+BEYOND_PROMPT = 1500
 HALVES_FROM = 48  # answers on a rank, from which one and a half times a power of two is a setting as well
 TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 
@@ -26,19 +31,22 @@ TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
     """Settings in a maker's configuration: steps between looks for requests and between balanced prompts, the cache's
-    format. 1, 0 and "" leave the default.
+    format, and tokens of a step beyond a prompt and the answers of a rank. 1, 0 and "" leave the default.
     """
 
     receive_every: int = 1
     balance_every: int = 0
     kv_cache: str = ""
+    beyond_prompt: int = 0
 
 
 def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, clients: int, weights: str) -> Usual:
     """Return the settings of an engine's makers for a model on GPUs of an architecture with this number of clients."""
     narrow = "float8" if weights == "float8" else ""
     if engine in TRTLLM:
-        return Usual(balance_every=BALANCE_EVERY if pool.dp_attention > 1 else 0, kv_cache=narrow)
+        balance = BALANCE_EVERY if pool.dp_attention > 1 else 0
+        beyond = BEYOND_PROMPT if engine == "trtllm11" else 0
+        return Usual(balance_every=balance, kv_cache=narrow, beyond_prompt=beyond)
     if engine.startswith("sglang") and model.moe and architecture.startswith("Blackwell") and pool.dp_attention == 1:
         every = next((steps for least, steps in RECEIVE_EVERY if clients >= least), 1)
         return Usual(receive_every=every, kv_cache=narrow if model.latent else "")
@@ -75,6 +83,10 @@ def as_makers_set(
             assumed.append(f"{most} answers at a time on each rank of attention, as most of NVIDIA's recipes set it")
             deployment = replace(deployment, max_num_seqs=most)
     title = engine_of(deployment.engine).title
+    if usual.beyond_prompt and row.concurrency and row.max_num_batched_tokens is None:
+        most = usual.beyond_prompt + round(row.isl or 0) - (-row.concurrency // deployment.pool.dp_attention)
+        assumed.append(f"{most:,} tokens a step, as {title}'s makers set it for such prompts and so many clients")
+        deployment = replace(deployment, max_num_batched_tokens=most)
     if row.scheduler_recv_interval is None and usual.receive_every > 1:
         assumed.append(f"new requests seen each {usual.receive_every}th step, as {title}'s makers set it on {kind}")
         deployment = replace(deployment, receive_every=usual.receive_every)

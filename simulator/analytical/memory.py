@@ -25,6 +25,8 @@ from simulator.analytical.rank_memory import Flight, RankMemory
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
+from simulator.kernels.operators import tensor_bytes
+from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import turns_at_once
 from simulator.runtimes.model_operators import ModelOperators
@@ -173,9 +175,10 @@ def shared_parts(ranks: RankMemory) -> SharedParts:
     in_compute = np.where(full, 0.0, gradients)
     reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)
     of_head, of_layer, of_first_layer = _windows(ranks)
+    first = ranks.flight(ranks.in_flight, ranks.heads)
     return SharedParts(
         standing=standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture),
-        first=ranks.flight(ranks.in_flight, ranks.heads),
+        first=first._replace(between=first.between + _outputs(ranks)),
         later=ranks.flight(held, ranks.heads_beside_gradients),
         added=added,
         added_computing=np.where(shards, 0.0, added),
@@ -221,6 +224,27 @@ def _peaks(ranks: RankMemory, shared: SharedParts) -> tuple[Floats, Floats]:
     peak = shared.standing + np.maximum(allocated, shared.end)
     reserved = shared.standing + np.maximum(computing, shared.end_computing) + ranks.gathers + shared.reducing
     return peak, np.maximum(reserved, peak)
+
+
+def _outputs(ranks: RankMemory) -> Floats:
+    """Return the bytes of the outputs that stages keep until their backward pass has run, when the first micro batch
+    begins its own.
+
+    They are of the passes in flight that have begun no half of a backward pass, but for those of the head, whose logits
+    are counted by themselves.
+    """
+    table, layout = ranks.table, ranks.layout
+    if not ranks.spec.pipeline.caches_outputs:
+        return np.zeros_like(ranks.shared)
+    in_v, lags, all_first = (
+        where(table.schedule, fact)[:, None]
+        for fact in (lambda kind: kind.v_shaped, lambda kind: kind.lags, lambda kind: kind.forwards_first)
+    )
+    halved = np.where(lags, layout.rank, 0.0)
+    heads = np.where(layout.last, np.where(all_first, table.micro_batches[:, None], 1.0), 0.0)
+    kept = np.maximum(ranks.in_flight * ranks.stages - halved - heads, 0.0)
+    message = tensor_bytes("u h", ranks.context.sizes, ranks.context.dtype_bytes)[:, None]
+    return np.where(ranks.piped & ~in_v, kept * message, 0.0)
 
 
 def _turns(ranks: RankMemory, shared: SharedParts) -> list[tuple[Floats, Floats]]:

@@ -117,7 +117,8 @@ class RankTimeline:
         self.host = self.host + times * on
         self._held_up = self._held_up + times * waited
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
-        self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
+        # A stream on which nothing has run yet has no clock.
+        self._events = {name: (stream, at + ahead.get(stream, 0.0)) for name, (stream, at) in self._events.items()}
         self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
         self._earlier = {
             name: (since + ahead[name], to + ahead[name], cost) for name, (since, to, cost) in self._earlier.items()

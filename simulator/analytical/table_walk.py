@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.course import LONG_AGO, SECONDS, Course, PassClocks
+from simulator.analytical.wave_walk import Messages, WaveWalk, any_of
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.waves import Ends, Ints
-from topology.time_limit import check_time
 
-# Iterations that find how long kernels take during messages, to a hundredth of the time they lose.
-ROUNDS = 4
 MOST_PASSES = 1 << 18  # passes walked at once: limits memory
 
 
@@ -131,25 +128,6 @@ def _some_plans(course: Course, some: slice) -> Course:
     return replace(course, passes=passes, hops=course.hops.take(some), begins_s=course.begins_s[some])
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """The first (or second) message that each pass receives, or sends, in the order of the passes.
-
-    `waves` says which waves have any. Where a pass has none, `message` is one that nobody waits for, and `hop` is -1.
-    `seconds` are those of the message, `host_s` the host's to post it, and `posts_s` the same, or LONG_AGO for none.
-    `waited` is how long compute has waited for it.
-    """
-
-    waves: list[bool]
-    message: Ints
-    slot: Ints
-    hop: Ints
-    seconds: Floats
-    host_s: Floats
-    posts_s: Floats
-    waited: Floats
-
-
 class TableWalk:
     """The clocks of some courses. Passes are in the order of their waves; within a wave, those of one table are
     together.
@@ -184,7 +162,7 @@ class TableWalk:
         kinds = self._each(values_of, np.concatenate(which))
         self.seconds = np.concatenate([block.reshape(len(SECONDS), -1) for block in values], axis=1)[:, kinds]
         # Of the streams of shards and of replicas.
-        self._sent, self._drain = (
+        self.sent, self.drain = (
             self.seconds[[SECONDS.index(name) for name in names]]
             for names in (("sent_s", "summed_s"), ("drain_s", "summed_drain_s"))
         )
@@ -228,7 +206,7 @@ class TableWalk:
 
     def _messages(
         self, ends: Sequence[Ends], number: int, messages_of: Ints, none: int, hop_s: Floats, host_s: Floats
-    ) -> _Messages:
+    ) -> Messages:
         """Return the messages that are the first (`number` 0) or second of their passes."""
         message, hop, slot = (
             np.concatenate(
@@ -243,8 +221,8 @@ class TableWalk:
         )
         there = (message >= 0)[self._turn]
         hops = np.where(there, self._each(self.hops_of, hop), -1)
-        return _Messages(
-            waves=_any(there, self.starts),
+        return Messages(
+            waves=any_of(there, self.starts),
             message=np.where(there, self._each(messages_of, message), none),
             slot=np.where(there, slot[self._turn], self._slots),
             hop=hops,
@@ -263,99 +241,14 @@ class TableWalk:
         self._walk(lags, noted=True)
 
     def _walk(self, lags: Floats | None, *, noted: bool) -> Floats:
-        self.drained = np.zeros((2, len(self.state)), dtype=np.bool_)
-        compute_s, host_s = self.begins_s.copy(), self.begins_s.copy()
-        wires_s = np.zeros((2, self.states))  # of the stream of shards and that of replicas
-        ready, took = np.full((2, self.messages + 2), LONG_AGO)
-        until = np.full(self.held.shape, LONG_AGO)
-        latest = np.full(self.states, LONG_AGO)  # of `until`
-        device_s, kernels_s, hosted_s, waiting_s, slack_s, lead_s = self.seconds[:6]
-        leads = _any(lead_s > 0.5 * LONG_AGO, self.starts)
-        moving = np.any(self._sent > 0.0, axis=0) | np.any(self._drain > 0.5 * LONG_AGO, axis=0)
-        moves = _any(np.asarray(moving), self.starts)
-        hosts = _any((hosted_s > 0.0) | (slack_s > 0.0) | (waiting_s > 0.5 * LONG_AGO), [0, len(hosted_s)])[0]
-        hosts = hosts or any(each.host_s.any() for each in (*self.needs, *self.sends)) or bool(self.begins_s.any())
-        waits, synchronizes = _any(self.waits, self.starts), _any(self.synchronizes, self.starts)
-        contention, dp_waits = np.zeros(len(self.state)), np.zeros(len(self.state))
-        dp_room = np.full(len(self.state), np.inf)
-        # When compute has got to each pass, and when its host has.
-        computed_s, launched_s = np.empty(len(self.state)), np.zeros(len(self.state))
-        for wave, (first, end) in enumerate(pairwise(self.starts)):
-            check_time()
-            here = slice(first, end)
-            state = self.state[here]
-            compute, host = compute_s[state], host_s[state]
-            for needs in self.needs:
-                if not needs.waves[wave]:
-                    continue
-                message = needs.message[here]
-                sent_at = ready[message]
-                begins = np.maximum(sent_at, compute)
-                if hosts:
-                    begins = np.maximum(begins, host + needs.posts_s[here])
-                    host = host + needs.host_s[here]
-                if noted:
-                    np.subtract(begins, compute, out=needs.waited[here])
-                compute = begins + needs.seconds[here]
-                if lags is None:
-                    took[message] = compute - sent_at
-            if leads[wave]:
-                wire, lead = wires_s[0, state], lead_s[here]
-                begins = np.maximum(np.maximum(wire, host) + lead, compute)
-                if noted:
-                    dp_room[here] = np.maximum(compute - (wire + lead), 0.0)
-                    dp_waits[here] = begins - compute
-                compute = begins
-            computed_s[here] = compute
-            if hosts:
-                launched = np.add(host, slack_s[here], out=launched_s[here])
-                compute = np.maximum(compute, launched)
-            self.began[here] = begins = compute
-            compute = begins + device_s[here]
-            if lags is not None:
-                late = latest[state]
-                rows = np.nonzero(late > begins)[0]
-                if len(rows):
-                    left_s = until.take(state[rows], axis=1) - begins[rows]
-                    longer = _beside_messages(left_s, self.held.take(state[rows], axis=1), kernels_s[here][rows])
-                    contention[first + rows] = longer
-                    compute[rows] += longer
-            if hosts:
-                host = np.maximum(host + hosted_s[here], begins + waiting_s[here])
-            if moves[wave]:
-                busy, drained = wires_s.take(state, axis=1) + self._sent[:, here], compute + self._drain[:, here]
-                wires_s[0, state], wires_s[1, state] = np.maximum(busy, drained)
-                if noted:
-                    np.greater(drained, busy, out=self.drained[:, here])
-            if waits[wave]:
-                begins = np.maximum(wires_s[:, state].max(axis=0), compute)
-                begins = np.where(self.waits[here], begins, compute)
-                dp_waits[here] += begins - compute
-                compute = begins
-            if synchronizes[wave]:
-                host = np.where(self.synchronizes[here], np.maximum(host, compute), host)
-            for sends in self.sends:
-                if not sends.waves[wave]:
-                    continue
-                message, there = sends.message[here], compute
-                if hosts:
-                    host = host + sends.host_s[here]
-                    there = np.maximum(compute, host)
-                ready[message] = there
-                if lags is not None:
-                    gone = there + lags[message]
-                    until[sends.slot[here], state] = gone
-                    late = np.maximum(late, gone)
-            if lags is not None:
-                latest[state] = late
-            compute_s[state] = compute
-            if hosts:
-                host_s[state] = host
-        self.compute, self.host, (self.wire, self.summed) = compute_s, host_s, wires_s
-        self.waited = {"host": self.began - computed_s, "dp": dp_waits, "contention": contention}
-        self.room = {"host": np.maximum(computed_s - launched_s, 0.0), "dp": dp_room}
-        took[self.messages :] = LONG_AGO
-        return took
+        walk = WaveWalk(self, lags, noted=noted)
+        walk.run()
+        self.compute, self.host, (self.wire, self.summed) = walk.compute, walk.host, walk.wires
+        self.began, self.drained = walk.began, walk.drained
+        self.waited = {"host": walk.began - walk.computed, "dp": walk.dp_waits, "contention": walk.contention}
+        self.room = {"host": np.maximum(walk.computed - walk.launched, 0.0), "dp": walk.dp_room}
+        walk.took[self.messages :] = LONG_AGO
+        return walk.took
 
     def last_pass(self, state: int) -> int:
         """Return the last pass of a state."""
@@ -419,25 +312,3 @@ def _pass_values(course: Course) -> tuple[Floats, Ints, NDArray[np.bool_]]:
 def _most(ends: Ends) -> int:
     """Return the most messages of a pass."""
     return len(ends.message)
-
-
-def _any(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
-    """Return for each wave whether any of its passes has a flag."""
-    flagged: list[bool] = np.logical_or.reduceat(flags, starts[:-1]).tolist()
-    return flagged
-
-
-def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
-    """Return how much longer kernels take while messages hold SMs; rows are messages, on their way for so long."""
-    # Of the time that they take, each message takes its share for as long as it is on its way.
-    kernel, message = np.nonzero(left_s.T > 0.0)
-    left_s, held = left_s[message, kernel], held[message, kernel]
-    lost: Floats = np.zeros(len(kernels_s))
-    one_each = np.array_equal(kernel, np.arange(len(kernels_s)))
-    for _ in range(ROUNDS):
-        takes = kernels_s + lost
-        if one_each:
-            lost = held * np.minimum(takes, left_s)
-        else:
-            lost = np.asarray(np.bincount(kernel, held * np.minimum(takes[kernel], left_s), len(kernels_s)), np.float64)
-    return lost

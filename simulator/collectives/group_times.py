@@ -17,6 +17,7 @@ from topology.rates.node_rates import node_rates
 from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
 
 REMEMBERED = 256  # most sizes of one group in a call whose times are cached
+FEW = 32  # plans for which to look up each size takes less time than to find those that are equal
 
 
 @dataclass(slots=True)
@@ -45,10 +46,13 @@ class GroupTimes:
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
         for model, shape, rows in self.shapes(axis):
-            sizes, which = np.unique(size[rows], return_inverse=True)
-            factor = self.factor[rows] if isinstance(self.factor, np.ndarray) else self.factor
+            sizes, which = size[rows], None
+            if len(sizes) > FEW:
+                sizes, which = np.unique(sizes, return_inverse=True)
             times_s = model.time_s if len(sizes) > REMEMBERED else model.times_s
-            out[rows] = factor * times_s(op, sizes, shape, algorithm=algorithm)[which]
+            seconds = times_s(op, sizes, shape, algorithm=algorithm)
+            factor = self.factor[rows] if isinstance(self.factor, np.ndarray) else self.factor
+            out[rows] = factor * (seconds if which is None else seconds[which])
         return out
 
     def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:

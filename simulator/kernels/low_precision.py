@@ -76,11 +76,17 @@ def low_peak_flops(gpu: GpuKind, dtype: str) -> float:
     return gpu.peak_flops.get("float4", FLOAT4_OVER_FLOAT8 * float8 if blackwell else 0.0)
 
 
+def has_no_bfloat16(gpu: GpuKind) -> bool:
+    """Return whether tensor cores of a GPU have float16 alone, as before Ampere."""
+    return "float16" in gpu.peak_flops and "bfloat16" not in gpu.peak_flops
+
+
 def why_not(runtime: Runtime, gpu: GpuKind) -> str:
     """Return why a GPU cannot compute products as a runtime states; empty if it can."""
     recipe = recipe_of(runtime)
     if recipe is None:
-        return ""
+        lacks = runtime.compute_dtype == "bfloat16" and has_no_bfloat16(gpu)
+        return f"{gpu.name} has no tensor cores for bfloat16" if lacks else ""
     if not low_peak_flops(gpu, recipe.dtype):
         return f"{gpu.name} has no tensor cores for {recipe.dtype}"
     if recipe.only_on and gpu.architecture.lower() not in recipe.only_on:

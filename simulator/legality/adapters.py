@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.adapter import Adapter
+from simulator.config.adapter import ALL_LINEAR, Adapter, projections_named
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.legality.rule import Mask, Rule, RuleFacts, rule
 
@@ -42,6 +42,22 @@ def _plain(q: RuleFacts) -> bool:
     return q.model.moe is None and q.model.latent is None
 
 
+def _of_latent(q: RuleFacts) -> tuple[str, ...]:
+    """Return the names of the matrices of latent attention."""
+    assert q.model.latent is not None  # noqa: S101 - of models that have it
+    queries = ("q_a_proj", "q_b_proj") if q.model.latent.q_lora_rank else ("q_proj",)
+    return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def _lacks_targets(q: RuleFacts) -> bool:
+    """Return whether a model with latent attention has none of the matrices that adapters are for."""
+    if not _has(q) or q.model.latent is None or not _adapter(q).freezes_all:
+        return False
+    wanted = projections_named(_adapter(q).target_modules, fused=False)
+    has = {*projections_named(_of_latent(q), fused=False), "gate", "up", "down", "gate_up", "router", ALL_LINEAR}
+    return has.isdisjoint(wanted)
+
+
 def _all(c: PlanColumns) -> Mask:
     return np.ones(len(c), dtype=np.bool_)
 
@@ -59,6 +75,15 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         lambda c, q: _all(c),
         lambda p, q: f"adapter {_adapter(q).kind}: {_without(q)}",
         applies=lambda q: _has(q) and _adapter(q).kind not in q.framework.adapters,
+    ),
+    rule(  # peft/tuners/tuners_utils.py: "Target modules ... not found in the base model"
+        "adapter-targets",
+        lambda c, q: _all(c),
+        lambda p, q: (
+            f"{q.model.name} has none of {', '.join(_adapter(q).target_modules)}: its attention is latent, with"
+            f" {', '.join(_of_latent(q))}; name those, or all-linear"
+        ),
+        applies=_lacks_targets,
     ),
     rule(
         "adapter-dropout",

@@ -18,6 +18,7 @@ from functools import cache
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
+from simulator.config.runtime import LOW_PRECISION, TF32
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.runtimes.called import CALLED, called
@@ -102,9 +103,9 @@ class Framework:
     base_as_stored: bool = False  # frozen weights have the type of stored parameters
     packed_bases: tuple[str, ...] = ()  # types below 16 bits that it supports for frozen weights
     sharded_bases: tuple[str, ...] = ()  # such types that it shards over data-parallel ranks
+    dtypes: tuple[str, ...] = ()  # empty: any
     # The following is known of the executor only; for other frameworks nothing is refused because of it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
-    dtypes: tuple[str, ...] = ()  # empty: any
     cp_dtypes: tuple[str, ...] = ()  # types of attention under context parallelism; empty: any
     optimizers: tuple[str, ...] = ()  # empty: any
     fsdp_by_degree_only: bool = False  # a ZeRO stage does not imply FSDP
@@ -173,10 +174,8 @@ TORCHTITAN = Framework(
         "all_gather",
         "ring",
     ),  # context_parallel_rotate_method allgather and alltoall; the latter passes shards round a ring
-    cp_dtypes=(
-        "bfloat16",
-        "float16",
-    ),  # shards keys of fused 16-bit attention; 0.2.2 fails in its first step with float32
+    dtypes=("float32", TF32, "bfloat16", *LOW_PRECISION),  # training.mixed_precision_param; no scaling of the loss
+    cp_dtypes=("bfloat16",),  # shards keys of fused 16-bit attention; 0.2.2 fails in its first step with float32
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
     # Pipeline_parallel.py: generate_llm_fqn_per_model_part counts embedding and output as a layer each
     empty_stages=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from simulator.memory.growing import AboveLimit, GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.shortcut import ShortReplay
 from simulator.memory.wrapped import Instance, Wrapped
+from simulator.pipeline.schedule_program import last_backwards
+from simulator.pipeline.schedules.table import Schedule
 
 # Blocks that a rank holds in lists of their own.
 LISTS = ("newest", "logits", "reducing", "passing", "summed", "optimizer", "kept", "buckets")
@@ -68,34 +70,41 @@ class Beginnings:
         `done` and more than those of the state that they have.
         """
         found: dict[int, list[int]] = {}
-        first, row = self._rows[rank]
         for other in self._left:
-            its_first, its_row = self._rows[other]
             known = self._found[other].done if other in self._found else 0
-            if first == its_first:
-                alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(row, its_row, strict=False)))
+            if self._firsts[rank] == self._firsts[other]:
+                alike = alike_actions(self._plan.schedule, rank, other)
                 if alike > max(known, done):
                     found.setdefault(alike, []).append(other)
         return found
 
     @cached_property
-    def _rows(self) -> list[tuple[Hashable, list[Hashable]]]:
-        """For each rank what it allocates before its first action follows from, and what its actions follow from."""
-        plan, schedule = self._plan, self._plan.schedule
-        found: list[tuple[Hashable, list[Hashable]]] = []
-        for rank, actions in enumerate(schedule.table):
-            stages = schedule.stages_of(rank)
-            number = {stage: place for place, stage in enumerate(stages)}
-            ends = [(stage == 0, stage == schedule.stages - 1) for stage in stages]
-            row: list[Hashable] = [
-                tuple(
-                    (leaf.kind, number[leaf.stage], leaf.micro_batch, leaf.micro_batch == plan.last_turned[leaf.stage])
-                    for leaf in action.leaves
-                )
-                for action in actions
-            ]
-            found.append(((*(plan.alike[stage] for stage in stages), *ends), row))
-        return found
+    def _firsts(self) -> list[Hashable]:
+        """For each rank what it allocates before its first action follows from."""
+        plan, last = self._plan, self._plan.schedule.stages - 1
+        of_ranks = (plan.schedule.stages_of(rank) for rank in range(plan.schedule.ranks))
+        return [
+            (*(plan.alike[stage] for stage in stages), *((stage == 0, stage == last) for stage in stages))
+            for stages in of_ranks
+        ]
+
+
+@lru_cache(maxsize=1024)
+def alike_actions(schedule: Schedule, rank: int, other: int) -> int:
+    """Return by how many actions two ranks begin that are equal but for the numbers of their stages."""
+    both = zip(_row(schedule, rank), _row(schedule, other), strict=False)
+    return sum(1 for _ in takewhile(lambda actions: actions[0] == actions[1], both))
+
+
+@lru_cache(maxsize=128)
+def _row(schedule: Schedule, rank: int) -> list[Hashable]:
+    """Return what the actions of a rank follow from; stages are numbered on the rank."""
+    number = {stage: place for place, stage in enumerate(schedule.stages_of(rank))}
+    last = last_backwards(schedule)
+    return [
+        tuple((kind, number[stage], turn, turn == last[stage]) for stage, kind, turn, _ in action.leaves)
+        for action in schedule.table[rank]
+    ]
 
 
 def _state(replay: ShortReplay, done: int) -> Beginning:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf, nextafter
+from math import nextafter
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class PlanMemory:
     def rank(self, rank: int) -> ReservedMemory:
         """Return what a pipeline rank reserves with unlimited memory."""
         if rank not in self._held:
-            described = self._ahead.pop((rank, inf), None) or self._replay.rank(rank)
+            described = self._replay.rank(rank)
             if self._shorter is not None:
                 described = _extrapolated(self._shorter.rank(rank), described, self._replay.micro_batches)
             self._held[rank] = self._as_known(rank, described)
@@ -96,16 +96,14 @@ class PlanMemory:
     def _limit(self, rank: int, limit_bytes: float) -> tuple[int, float]:
         return rank, self._known.described_bytes(limit_bytes, self._state[rank])
 
-    def first_ahead(self, sure: float) -> list[Replayed]:
-        """Return the replay of the rank that is asked about first, if still to be done."""
-        return self._to_replay([next(self._order)], self._sure_bytes(sure))
-
-    def _to_replay(self, ranks: Iterable[int], limit_bytes: float) -> list[Replayed]:
-        if self._shorter is not None:  # a rank takes two replays there
-            return []
-        new = [rank for rank in ranks if rank not in self._held and self._beyond.get(rank, 0.0) < limit_bytes]
-        keys = [self._limit(rank, limit_bytes) if limit_bytes < inf else (rank, inf) for rank in new]
-        return [(self, key) for key in keys if key not in self._ahead]
+    def first_ahead(self, sure: float) -> Replayed | None:
+        """Return the replay of the rank that is asked about first; None where it is known, or takes two replays. Others
+        are not made in advance, since they begin with the state of those before them.
+        """
+        rank, limit_bytes = next(self._order), self._sure_bytes(sure)
+        known = self._shorter is not None or rank in self._held or self._beyond.get(rank, 0.0) >= limit_bytes
+        key = self._limit(rank, limit_bytes)
+        return None if known or key in self._ahead else (self, key)
 
     def take(self, replayed: tuple[int, float]) -> ReservedMemory | None:
         """Replay a rank within a limit; None if it exceeds the limit."""
@@ -123,7 +121,6 @@ class PlanMemory:
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
         """The memory of every pipeline rank."""
-        replay_ahead(self._to_replay(range(self.plan.pp), inf))
         return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
     @property
@@ -151,7 +148,6 @@ class PlanMemory:
 
     @cached_property
     def _fits_gpus(self) -> bool:
-        replay_ahead(self._to_replay(self._order, inf))
         # Allocating more than there is means out of memory.
         return all(self.rank(rank).allocated_bytes <= self.left_bytes for rank in self._order) and not any(
             self._limited(rank).out_of_memory for rank in self._order
@@ -201,9 +197,7 @@ class PlanMemory:
         is below `sure`, any value below `sure`.
         """
         likely, limit_bytes = 1.0, self._sure_bytes(sure)
-        for number, rank in enumerate(self._order):
-            if number == 1:  # the first rank rules out most plans that do not fit
-                replay_ahead(self._to_replay(self._order, limit_bytes))
+        for rank in self._order:
             within = self._within(rank, limit_bytes)
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(sure, 0.0))
             if likely < sure:
@@ -341,19 +335,15 @@ class Replays:
         """Replay the first rank of several plans that will be asked whether they fit with probability `sure`, on
         several cores if there are any.
         """
-        replay_ahead([replay for plan in plans for replay in self[plan].first_ahead(sure)])
+        replays = [replay for plan in plans if (replay := self[plan].first_ahead(sure))]
+        seconds = sum(memory.replay_s for memory, _ in replays)
+        if forks(len(replays), seconds):
+            found = on_cores([partial(memory.take, key) for memory, key in replays], seconds=seconds)
+            for (memory, key), held in zip(replays, found, strict=True):
+                memory.note(key, held)
 
 
 Replayed = tuple[PlanMemory, tuple[int, float]]  # a plan, with (rank, limit)
-
-
-def replay_ahead(replays: Sequence[Replayed]) -> None:
-    """Make replays that will be asked for, on several cores if that is faster; results are the same."""
-    seconds = sum(memory.replay_s for memory, _ in replays)
-    if forks(len(replays), seconds):
-        found = on_cores([partial(memory.take, key) for memory, key in replays], seconds=seconds)
-        for (memory, key), held in zip(replays, found, strict=True):
-            memory.note(key, held)
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:

@@ -14,7 +14,7 @@ from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import CacheCapacity, cache_capacity
 from simulator.serving.latency import Latency, latency
 from simulator.serving.server import Served, serve
-from simulator.serving.steady import most_answered, steady_latency
+from simulator.serving.steady import loop_latency, most_answered, steady_latency
 from simulator.serving.traffic import Traffic, with_clients
 from topology.cluster import Cluster, Source
 
@@ -56,13 +56,16 @@ def estimate_serving(
 
     def simulated(clients: int) -> Latency:
         asked = with_clients(sent, clients) if clients != sent.concurrency else sent
-        return latency(serve(model, cluster, part, asked, until_s=until_s), ttft_s=ttft_s, tpot_s=tpot_s)
+        served = serve(model, cluster, part, asked, begun=asked.steady, until_s=until_s)
+        if asked.steady:
+            return loop_latency(served, clients, ttft_s=ttft_s, tpot_s=tpot_s)
+        return latency(served, ttft_s=ttft_s, tpot_s=tpot_s)
 
     def sent_on(count: int) -> Served:
         return serve(model, cluster, deployment, replace(traffic, requests=count), until_s=until_s)
 
     engine = engine_of(deployment.engine)
-    if traffic.steady:
+    if traffic.steady and traffic.request_rate:
         most = most_answered(model, cluster, deployment, traffic)
         seen = steady_latency(traffic, sent_on, most, ttft_s=ttft_s, tpot_s=tpot_s, judged=judged)
     else:

@@ -282,7 +282,10 @@ class ForwardPass:
         if model.latent:  # queries meet the compressed vectors themselves
             rank = model.latent.kv_lora_rank
             flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            return self.kernels.cached_key_s(self._checked * flops, cache_elements(model) * width)
+            rows = self._checked * heads
+            return self.kernels.latent_key_s(
+                rows, self._checked * flops, cache_elements(model) * width, round(8 * width)
+            )
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
         return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 
@@ -384,8 +387,16 @@ class ForwardPass:
         rows = tokens * moe.experts_per_token / pool.ep
         rows = on_fullest_rank(rows, rows * (1 - 1 / pool.ep), pool.ep)
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
+        if not self._sends_rows:  # all tokens come to all ranks
+            routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
         return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
+
+    @property
+    def _sends_rows(self) -> bool:
+        """Whether tokens are sent to the ranks of their experts alone, instead of all to all ranks."""
+        moe = self.model.moe
+        return self.pool.dp_attention > 1 and moe is not None and self.pool.ep > moe.experts_per_token
 
     def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return the seconds of a layer's collectives: an all-reduce after each half, or exchanges of tokens with
@@ -395,7 +406,7 @@ class ForwardPass:
         reduced = self._collectives.all_reduce(2.0 * local * h, pool.tp)
         if pool.dp_attention == 1 or not sparse:
             return {"all_reduce": 2 * reduced}
-        if moe is not None and pool.ep > moe.experts_per_token:
+        if moe is not None and self._sends_rows:
             sent = exchange_s(
                 partial(self._collectives.run, "all_to_all"),
                 local,

@@ -37,6 +37,17 @@ FLOAT8_FROM = 89
 # takes 10 to 12 by itself, but its whole block as long as the two starts counted for it add up to
 # (mla_generation_module_perf.parquet of TensorRT-LLM and vLLM, B200: 46 to 52 us in 8 bits with 16 heads).
 ANSWERED_S = {"hopper": 1.0e-5, "blackwell": 9.6e-6}
+# Share of the datasheet's memory rate at which latent attention of answers reads the cache, by bits of the cache and by
+# query heads on a GPU: medians of kernels by themselves with more than 0.3 GB of cache (TensorRT-LLM's of SGLang 0.5.10
+# and 0.5.14 and TensorRT-LLM 1.3.0rc20 on B200 and B300; FlashAttention's of SGLang and TensorRT-LLM's of 1.2 and 1.3
+# on H200, 8 bits of the latter alone; ai-dynamo/aiconfigurator @095f58a5 systems/data/*/mla,
+# generation_mla_perf.parquet).
+LATENT_READ = {
+    ("blackwell", 8): {16: 0.79, 32: 0.52, 64: 0.61, 128: 0.56},
+    ("blackwell", 16): {16: 0.70, 32: 0.49, 64: 0.65, 128: 0.60},
+    ("hopper", 8): {16: 0.60, 32: 0.60, 64: 0.58, 128: 0.31},
+    ("hopper", 16): {16: 0.88, 32: 0.86, 64: 0.82, 128: 0.52},
+}
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
 # measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
@@ -58,6 +69,12 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
+# Bytes of each element of a token that kernels of experts pass on a rank whether or not its experts are chosen, if all
+# tokens come to all ranks: between 1,024 and 8,192 or 16,384 tokens a rank of an expert-parallel group does not get
+# quicker by as much as its rows get fewer. Medians of evenly loaded kernels in nvfp4, all models and degrees: 22 with
+# SGLang 0.5.14 on B200 and on B300, 21 with TensorRT-LLM 1.2.0rc5's Cutlass, 42 with its own; DeepGEMM in 8 bits 20,
+# SGLang's in 8 bits 40 (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet).
+OTHERS_PASSED = {"blackwell": 21.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +197,11 @@ class Kernels:
         time = time + 2 * rows * elements / (known.rate * peak)
         return np.asarray(np.where(rows > 0, time, 0.0))
 
+    def passed_by_s(self, tokens: Floats, hidden: float) -> Floats:
+        """Return the seconds for which kernels of experts pass tokens that chose none of the experts here."""
+        listed = OTHERS_PASSED.get(self.generation, 0.0) if self.listed_experts else 0.0
+        return np.asarray(listed * tokens * hidden / self.gpu.memory_bytes_per_s)
+
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return the seconds of `rows` rows in total through products of `experts` different matrices that have rows.
 
@@ -221,6 +243,17 @@ class Kernels:
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
         return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
+
+    def latent_key_s(self, heads: float, flops: float, nbytes: float, bits: int) -> float:
+        """Return the seconds of latent attention of `heads` query heads over one cached key, given all their operations
+        and the key's bytes, in a cache of so many bits.
+        """
+        listed = LATENT_READ.get((self.generation, bits))
+        if listed is None:
+            return self.cached_key_s(flops, nbytes)
+        most = max(listed)
+        share = listed[min((count for count in listed if count >= heads), default=most)] / max(1.0, heads / most)
+        return nbytes / (share * self.gpu.memory_bytes_per_s)
 
 
 def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:

@@ -25,7 +25,7 @@ from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.request_bytes import cache_bytes_per_token
-from simulator.serving.traffic import Traffic
+from simulator.serving.traffic import Request, Traffic
 from topology.cluster import Cluster
 from topology.errors import Infeasible
 from topology.rates.groups import GroupShape
@@ -167,9 +167,16 @@ class OutOfTime(Infeasible):
 
 
 def serve(
-    model: Model, cluster: Cluster, deployment: Deployment, traffic: Traffic, *, until_s: float = math.inf
+    model: Model,
+    cluster: Cluster,
+    deployment: Deployment,
+    traffic: Traffic,
+    *,
+    begun: bool = False,
+    until_s: float = math.inf,
 ) -> Served:
-    """Run all requests of `traffic`.
+    """Run all requests of `traffic`. With `begun`, as many clients of a closed loop as there is room for are somewhere
+    in their answers at the start, each at another place, as after a long time; otherwise all ask at once.
 
     Raises Infeasible where a request does not fit an empty cache, OutOfTime at `until_s` of `time.monotonic`.
     """
@@ -203,8 +210,12 @@ def serve(
     _refuse_what_never_fits(requests, every)
     if traffic.concurrency and not traffic.trace:
         wait_s = engine.first_wait_s(latent=model.latent is not None) if traffic.first else 0.0
-        for request in requests[: traffic.concurrency]:
-            begin(request.prompt, request.output, wait_s)
+        running = _room(last, traffic) if begun else 0
+        for number, request in enumerate(requests[: traffic.concurrency]):
+            if number < running:
+                last.add(_midway(request, (number + 0.5) / min(running, traffic.concurrency)))
+            else:
+                begin(request.prompt, request.output, wait_s)
     else:
         env.process(_arrive(env, requests, begin))
     while len(done) < len(requests):
@@ -221,6 +232,19 @@ def serve(
         busy=sum(scheduler.busy_s for scheduler in every) / (sum(map(_batches, pools)) * env.now),
         preempted=sum(scheduler.batch.preempted for scheduler in every),
     )
+
+
+def _room(pool: EnginePool, traffic: Traffic) -> int:
+    """Return how many usual requests the engines of a pool answer at a time."""
+    batches = [scheduler.batch for scheduler in pool.schedulers]
+    return sum(min(batch.max_sequences, batch.capacity // traffic.usual) for batch in batches)
+
+
+def _midway(request: Request, left: float) -> Answer:
+    """Return a request with this share of its answer left to write, and all that comes before in the cache."""
+    output = max(1, math.ceil(request.output * left))
+    context = request.prompt + request.output - output
+    return Answer(arrival_s=0.0, prompt=1, output=output, cached=context - 1)
 
 
 def _engines(

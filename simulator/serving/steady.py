@@ -1,5 +1,6 @@
-"""Figures of requests that keep coming at a rate: the first, which find an idle server, and the last, after which no
-more come, are left out, and so many are simulated that as many are in progress at the end as at the beginning.
+"""Figures of requests that keep coming. At a rate, the first, which find an idle server, and the last, after which no
+more come, are left out, and so many are simulated that as many are in progress at the end as at the beginning. Clients
+of a closed loop are somewhere in their answers at the beginning.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -79,6 +81,17 @@ def steady_latency(
             keeps_up=False,
         )
     return replace(found, output_tokens_per_s=rate * traffic.output.usual, requests_per_s=rate)
+
+
+def loop_latency(served: Served, clients: int, *, ttft_s: float = 0.0, tpot_s: float = 0.0) -> Latency:
+    """Return the figures of a closed loop that had begun before: of its requests but the first and the last of each
+    client. The rate is that of Little's law.
+    """
+    came = sorted(served.answers, key=lambda answer: answer.arrival_s)
+    found = latency(replace(served, answers=tuple(came[clients:-clients])), ttft_s=ttft_s, tpot_s=tpot_s)
+    rate = clients / found.e2e_s.mean
+    tokens = fmean(answer.tokens for answer in came[clients:-clients])
+    return replace(found, requests_per_s=rate, output_tokens_per_s=rate * tokens)
 
 
 def _window(answers: Sequence[Answer], rate: float, least: int) -> Window:

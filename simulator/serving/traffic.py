@@ -10,6 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 LEAST_SHAPE = 1e-3  # lower variation counts as constant arrivals
+COUNTED = 200  # requests that steady figures of a closed loop are of, at least
 MOST_DRAWN = 1 << 18  # requests whose lengths are drawn to estimate the longest
 
 
@@ -22,8 +23,10 @@ class Request(NamedTuple):
 
 
 def steady_requests(concurrency: int) -> int:
-    """Return how many requests to simulate for steady figures with this number of clients: several rounds of all."""
-    return max(200, 4 * concurrency)
+    """Return how many requests to simulate for steady figures with this number of clients: one of each that is
+    under way at the beginning, one of each at the end, and at least COUNTED or two rounds between.
+    """
+    return 2 * concurrency + max(COUNTED, 2 * concurrency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +63,8 @@ class Traffic:
     `shape` is the coefficient of variation of the time between arrivals of an open loop: 1 Poisson, 0 constant, above
     1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
     prompt that is in the prefix cache. With `first`, the server has answered no requests of this kind before those of a
-    closed loop. `steady` asks for the figures of an open loop that goes on for ever, rather than of `requests` that
-    find an idle server.
+    closed loop. `steady` asks for the figures of a loop that goes on for ever, rather than of `requests` that find an
+    idle server.
     """
 
     prompt: Lengths
@@ -120,7 +123,7 @@ class Traffic:
 
 def with_clients(traffic: Traffic, clients: int) -> Traffic:
     """Return the same requests from a closed loop with another number of clients, enough for steady figures."""
-    return replace(traffic, concurrency=clients, request_rate=0.0, steady=False, requests=steady_requests(clients))
+    return replace(traffic, concurrency=clients, request_rate=0.0, requests=steady_requests(clients))
 
 
 @lru_cache(maxsize=1)  # cached: every deployment of a search uses the same requests, perhaps hundreds of thousands

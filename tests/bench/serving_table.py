@@ -52,6 +52,9 @@ stated), medians and means of absolute errors:
 | the tokenizer of a prompt (`host_token_s`) | first tokens 22.3 (30.3) to 20.3 (30.6) % | gpt-oss-120b with vLLM 25 to 16 %, with TensorRT-LLM 18 to 13, Kimi K2.5 on H200 8 to 6; Llama 3.1 70B 3 to 7, Llama 3.1 8B with TensorRT-LLM 1.0, whose requests' wait was fitted without, 40 to 46 |
 | ranks wait for the one with the most experts to read and the most rows (below) | 8.2 (15.0) %, joint engines 8.0 (14.9) | DeepSeek-R1 with TensorRT-LLM on H200 8 to 4 %, with SGLang on B200 14 to 10, separated with TensorRT-LLM on H200 13 to 7; throughput of all points 15 to 13 %; the first choice is 1.5 % behind the best instead of 2.9, of Qwen3.5 on B200 1.3 instead of 25; worse: Qwen3 235B with TensorRT-LLM 1.0 on H100 6 to 13, DeepSeek-R1 with SGLang on B300 7 to 11, separated on H100 7 to 12, Kimi K2.5 on B300 5 to 8, DeepSeek-R1 with TensorRT-LLM on B200 32 to 35 |
 | places and turns of separated engines (below) | first tokens of separated engines 67 (72) to 44 (57) % | DeepSeek-R1 with TensorRT-LLM on H200 75 to 39 %, B300 64 to 45, H100 89 to 57; throughput of separated engines 17 to 7 %; their tokens 11 to 11 |
+| steps of TensorRT-LLM 1.0 and 1.1 as its makers limit them (below) | 7.9 (14.8), joint engines; first tokens 19.7 (29.2) to 19.1 (28.3) % | first tokens of Llama 3.1 8B 46 to 39 %, Qwen3 235B 21 to 19; tokens of Qwen3 235B 13 (13) to 14 (13) |
+| kernels of experts pass tokens of other ranks (below) | 8.0 (14.8), joint engines; first tokens 19.0 (28.3) % | tokens of DeepSeek-R1 with SGLang on B300 11.4 to 10.6 %; worse: its first tokens 29 (41) to 31 (41), separated ones on B300 45 (76) to 45 (79) |
+| latent attention of answers by its heads and the cache's bits (`LATENT_READ`) | 7.9 (14.8), joint engines; separated ones 11.3 (19.0) to 11.0 (17.6) % | DeepSeek-R1 with SGLang on B200 10 to 8 %, with TensorRT-LLM on H200 4 (4) to 3 (5), separated on B300 15 to 12 and its first tokens 45 to 39, separated on H200 10 to 8; worse: DeepSeek-R1 with SGLang on B300 10.6 to 11.1 %, throughput of separated engines 7 (16) to 11 (17) |
 
 The largest term of what is off, by group:
 
@@ -60,10 +63,24 @@ The largest term of what is off, by group:
   tokens 27.8 and 30.3, and 76 rows where the mean is 64. Both are counted by the mean and variance of a choice by chance
   (`on_fullest_rank` of `simulator/serving/kernels.py`, which agrees with draws within 4 %). Tables of kernels are loaded evenly, so
   they have none of it. DeepSeek's limit to four of eight groups of experts is not counted, which makes ranks less even still.
-  Of SGLang 0.5.9's points in nvfp4 on B200 those with experts over eight ranks were 13 % early. Of TensorRT-LLM 1.0, Qwen3 235B is
-  11 to 13 % late now: its host was fitted next to shorter products, and with that of 1.2 it would be 8 % off, but Llama 3.1 8B 15 instead
-  of 7; no source states the host's time of a step of these releases, so they keep the fitted one, and their ranges are the
-  widest that their points have with a group left out (a token's 21 %, the first token's 104 %).
+  Of SGLang 0.5.9's points in nvfp4 on B200 those with experts over eight ranks were 13 % early. Kernels of a rank besides pass the tokens
+  that chose none of its experts (`OTHERS_PASSED`): of 8,192 tokens of DeepSeek-R1 a rank of eight takes 0.32 ms, not an eighth of 0.80.
+- **TensorRT-LLM 1.0**: Qwen3 235B is 11 to 13 % late. What a token takes longer with short answers, by prompts and clients, shows what was
+  run: prompts that come together and are read two a step of 1,024 tokens, three of 512, whatever the number of GPUs. So NVIDIA's generator
+  of configurations limits a step (ai-dynamo/aiconfigurator @efcae124 and since: the prompt, the clients and 1,500 tokens), which is assumed
+  now where a row of these releases states no limit (InferenceX had the prompt, the clients and 64 then, @ec90f3fe); and so its benchmark
+  sends lengths that do not vary. With lengths that do not vary, which no row states, tokens would be 8 % off instead of 14,
+  and with the host of 1.2 as well, of which nothing was fitted, 4 %, first tokens 15 %; Llama 3.1 8B then 14 and 39 %, since what an answer of its
+  short steps takes in the server's process (below) is not described. Points of 1.1 on H200 state lengths that vary
+  by a fifth, so the release does not tell, and the fitted host stays. Its ranges are the
+  widest that its points have with a group left out (a token's 21 %, the first token's 92 %).
+- **Shared experts** are computed next to the routed ones, on a stream of their own, with few tokens: vLLM up to 256 (pull requests 26440, which
+  measured 6 % of a token of DeepSeek-R1 on B200, and 28406), SGLang up to 1,024 where it does not take them as one more routed expert
+  (`forward_normal_dual_stream`). They are priced one after the other. Priced next to each other but for what they read, Kimi K2.5 on B300 goes
+  from 8 to 6 %, DeepSeek-R1 with SGLang on B300 from 11 to 8, separated on H100 from 13 to 7 and on B300 from 15 to 11, but on H200 from
+  3 to 5 and separated from 10 to 14, Kimi K2.5 on H200 from 2 to 6, SGLang on B200 from 10 to 13, Qwen3.5 on B300 from 15 to 21: tokens of joint
+  engines from 8 to 9 %. So something else of every layer is missing by as much, and neither was changed. Kimi K2.5 and DeepSeek-R1 on
+  B300, separated ones on H100 and DeepSeek-R1 with TensorRT-LLM on B200, which came late with the fullest rank, would be where they were before.
 
 - **The first burst**, which is a tenth of the requests where a client sends ten: DeepSeek-R1 with SGLang 0.5.9 on H200, four
   clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median, the first burst's
@@ -82,7 +99,7 @@ The largest term of what is off, by group:
   (Qwen3.5, B300) and 47 to 23 % (DeepSeek-R1, TensorRT-LLM, B200); then clients were given ten requests each. TensorRT-LLM shows
   it with latent attention alone: gpt-oss-120b, Qwen3 235B and Llama 3.1 8B do not wait so. The 99th percentiles,
   which no part of it was read from, agree on H200 (20 % with SGLang, 37 % with TensorRT-LLM, below). Estimates of a person's own
-  question leave it out. Points that state medians alone are compared with predicted medians.
+  question leave it out, and all that is of clients who ask together at the beginning. Points that state medians alone are compared with predicted medians.
 - **Operators that Python calls** in vLLM, where `torch.compile` does not look into attention, experts and sums over ranks: ten of
   latent attention and seven of Marlin's experts a layer, at 67 us each as eager vLLM was measured (`simulator/serving/launches.py`,
   counted in its source). A prompt of 1,024 tokens of Kimi K2.5 then takes 80 to 100 ms of the host on however many GPUs.
@@ -111,7 +128,9 @@ The largest term of what is off, by group:
   alone (three a step, one next to attention data-parallel), 1.2.0rc6.post2 without, 1.1.0rc2.post2 both; SGLang's 0.5.9 in 8 bits
   both (SemiAnalysisAI/InferenceX @843c6254, perf-changelog.yaml; its scripts of 2026-02). Tokens of 1.2.0rc6.post3 are predicted 56 % late (88
   points), of 1.1.0rc2.post2 36 % (40), of the others 5 % off in the median and 8 in the mean (68); all joint points but those of
-  1.2.0rc6.post3 7.4 and 12.6 %. How many drafted tokens were right no source says. Qwen3.5 in 8 bits on four
+  1.2.0rc6.post3 7.4 and 12.6 %. Of 26 configurations that both were measured with, 1.2.0rc6.post3 takes 1/1.2 to 1/2.3 of a token's time of
+  1.2.0rc6.post2, most with few clients and short prompts (4 clients, answers of 8,192 tokens: 4.4 and 10.1 ms) and least with many or long
+  ones, as drafted tokens do; of the same 26, 1.2.0rc6.post2 is predicted 6 % off in the median. How many drafted tokens were right no source says. Qwen3.5 in 8 bits on four
   GPUs has sooner tokens than on eight. A step then brings two or three tokens, and what waits for steps waits so much longer:
   first tokens of Qwen3.5 come 45 times a token late where 15 steps are waited for, and with attention data-parallel 70 to 100
   times where it is 30. Where it is stated (InferenceX) points are skipped.
@@ -239,10 +258,10 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 3e58ee29.
+made with. Ours are of commit 83841724.
 
 aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
-and nvfp4 points are predicted early by more the more clients there are, by three of DeepSeek-R1 with SGLang on B300, four points that both answer
+and nvfp4 points are predicted early by more the more clients there are, by four of DeepSeek-R1 with SGLang on B300, four points that both answer
 of ten drawn, of which two are of a release whose kernels were compiled while requests waited, and by two of Qwen3 235B with
 TensorRT-LLM 1.0, whose host is above.
 """

@@ -11,6 +11,7 @@ from planner.configs.answer import check_text
 from planner.configs.asked import Asked, ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.kinds import YAML_FORMATS
+from simulator.runtimes.library import is_described
 from tests.planner.test_check_diffs import patched
 
 AXOLOTL = """base_model: NousResearch/Meta-Llama-3.1-8B
@@ -215,6 +216,11 @@ def test_a_file_is_read_as_its_tool_reads_it(framework, parameters, axes, batch)
     assert {axis: getattr(plan, axis) for axis in axes} == axes
     assert (plan.micro_batch_size, question.workload.global_batch_size, question.workload.seq_len) == batch
     assert question.problems(plan) == () or all(one.grade != "illegal" for one in question.problems(plan))
+
+
+def test_a_tool_with_a_description_is_predicted_by_it() -> None:
+    for one in YAML_FORMATS:
+        assert one.runtime == one.framework or not is_described(one.framework)
 
 
 def test_every_tool_has_a_text_here() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from planner.configs.answer import check_text
 from planner.configs.asked import ask
 from planner.configs.formats.command_line import CommandLine
 from planner.configs.formats.configuration import CheckFlags
+from topology.errors import BadInput, UserError
 
 START = """torchrun --nproc_per_node ${G:-8} --nnodes ${NNODES:-1} pretrain_gpt.py --num-layers 32 --hidden-size 4096 \\
   --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --bf16 \\
@@ -130,6 +132,68 @@ def test_the_usual_deepspeed_file_of_transformers_is_judged() -> None:
     assert case.question.runtime.compute_dtype == "float16"
 
 
+def test_options_of_sbatch_count_several_to_a_line_and_by_their_letters() -> None:
+    """The script of NVIDIA's paper (Megatron-LM, examples/gpt3/gpt3_175b): 128 nodes of 8 in one line."""
+    start = f"srun python pretrain_gpt.py {START.partition('.py')[2]}  --tensor-model-parallel-size 8\n"
+    for line in (
+        "--nodes=128 --exclusive --ntasks-per-node=8 --job-name=gpt3",
+        "-N 128 --gpus-per-node 8",
+        "-N128 --gres=gpu:8",
+    ):
+        case = ask(f"#!/bin/bash\n#SBATCH {line}\n{start}", "a.sh", CheckFlags()).case
+        assert case.plan.gpus == 1024, line
+
+
+def test_a_command_with_training_arguments_says_what_their_file_says(tmp_path: Path) -> None:
+    """Of Stanford Alpaca: torchrun with FSDP. What is in another file is asked for with a command that answers."""
+    arguments = {
+        "model_name_or_path": "meta-llama/Llama-2-7b-hf", "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8, "model_max_length": 512, "bf16": True, "gradient_checkpointing": False,
+        "fsdp": "full_shard auto_wrap",
+    }  # fmt: skip
+    options = " \\\n  ".join(f"--{name} {value!r}" for name, value in arguments.items())
+    script = f"torchrun --nproc_per_node=8 --nnodes=2 train.py \\\n  {options}\n"
+    command = ask(script, "a.sh", CheckFlags())
+    file = ask(json.dumps(arguments), "a.json", CheckFlags(gpus=16))
+    again = command.writer("a.sh", CheckFlags()).diff(command.case.plan.with_(recompute="full", micro_batch_size=8))
+
+    assert command.case.plan == file.case.plan
+    assert command.case.question == file.case.question
+    assert "+  --per_device_train_batch_size 8" in again
+    assert "+  --gradient_checkpointing True" in again
+    launched = script.replace(
+        "torchrun --nproc_per_node=8", "accelerate launch --num_processes 16 --mixed_precision fp16"
+    )
+    mixed = ask(launched.replace("--bf16 True", ""), "a.sh", CheckFlags()).case
+    assert (mixed.question.runtime.compute_dtype, mixed.plan.gpus) == ("float16", 16)
+    alone = ask(
+        script.replace("torchrun --nproc_per_node=8 --nnodes=2", "CUDA_VISIBLE_DEVICES=0,3 python"),
+        "a.sh",
+        CheckFlags(),
+    )
+    assert alone.case.plan.gpus == 2
+    with pytest.raises(BadInput, match="use_fsdp"):
+        ask(launched.replace("launch", "launch --use_fsdp"), "a.sh", CheckFlags())
+    sharded = tmp_path / "zero.json"
+    sharded.write_text(json.dumps(AUTO))
+    launched = script.replace("--fsdp 'full_shard auto_wrap'", "--deepspeed zero.json")
+    with pytest.raises(BadInput) as named:
+        ask(launched, str(tmp_path / "a.sh"), CheckFlags())
+    assert named.value.remedy == f'planner check {sharded} --launch "$(cat {tmp_path / "a.sh"})"'
+    case = ask(json.dumps(AUTO), str(sharded), CheckFlags(launch=launched)).case
+    assert (case.plan.gpus, case.plan.micro_batch_size, case.question.model.name) == (
+        16,
+        4,
+        file.case.question.model.name,
+    )
+    with pytest.raises(BadInput) as inline:
+        ask(json.dumps({**arguments, "deepspeed": str(sharded)}), "a.json", CheckFlags())
+    line = shlex.split(str(inline.value.remedy))[-1]
+    assert ask(json.dumps(AUTO), str(sharded), CheckFlags(gpus=16, launch=line)).case.plan == case.plan
+    with pytest.raises(UserError, match="names a file"):
+        ask(json.dumps(AUTO), str(sharded), CheckFlags(launch=str(sharded)))
+
+
 def test_machines_that_a_file_counts_are_the_cluster_s() -> None:
     text = "distributed_type: FSDP\nnum_machines: {}\nnum_processes: 8\nmixed_precision: bf16\n"
     one, two = (ask(text.format(n), "a.yaml", CheckFlags(model="llama3-8b")).case.question.cluster for n in (1, 2))
@@ -137,6 +201,8 @@ def test_machines_that_a_file_counts_are_the_cluster_s() -> None:
     assert (one.node_count, one.gpus_per_node) == (1, 8)
     assert (two.node_count, two.gpus_per_node, two.gpu_count) == (2, 4, 8)
     assert two.fabric is not None
+    other = CheckFlags(model="llama3-8b", launch="accelerate launch --num_machines 2 --num_processes 16 t.py")
+    assert ask(text.format(3), "a.yaml", other).case.question.cluster.node_count == 2
 
 
 def test_gpus_that_nobody_counts_are_as_many_as_the_degrees_need() -> None:

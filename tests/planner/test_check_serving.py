@@ -208,7 +208,9 @@ def test_the_command_line_of_check(tmp_path: Path, capsys: pytest.CaptureFixture
     trainer.write_text("[parallelism]\n")
     capsys.readouterr()
     assert main(["check", str(trainer), "--concurrency", "4"]) == 2
-    assert "an option of serving" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "an option of serving" in said
+    assert "--task" not in said, "check has no such flag"
 
 
 def test_python_asks_the_same(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from planner.configs.asked import Asked, ask
+from planner.configs.formats.bridge import precision_flags
 from planner.configs.formats.configuration import CheckFlags, did_you_mean
+from planner.export.job import ExportJob
 from planner.export.mapping import NotStated
+from planner.export.targets.registry import export, find_target
 from tests.planner.test_check_diffs import patched
 from topology.errors import UserError
 
@@ -265,3 +268,29 @@ def test_cuda_graphs_of_megatron_are_read_in_all_their_spellings(flags: str, gra
 
     assert runtime is not None
     assert (runtime.cuda_graph, runtime.graph_scopes) == graphs
+
+
+@pytest.mark.parametrize(
+    ("flags", "word", "recipe"),
+    [  # the name of the precision in megatron/bridge/training/mixed_precision.py
+        ("", "bf16_mixed", ("bfloat16", "")),
+        ("--fp8-format hybrid", "bf16_with_fp8_delayed_scaling_mixed", ("float8", "delayed")),
+        ("--fp8-format e4m3 --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed", ("float8", "tensorwise")),
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "bf16_with_fp8_subchannel_scaling_mixed", ("float8", "blockwise")),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed", ("float8", "mxfp8")),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "bf16_with_nvfp4_mixed", ("float4", "nvfp4")),
+    ],
+)
+def test_recipes_of_low_precision_are_read_and_written(flags: str, word: str, recipe: tuple[str, str]) -> None:
+    start = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 32000"
+    start += " --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 64"
+    named = " ".join(name if value is True else f"{name} {value}" for name, value in precision_flags(word).items())
+    case, of_bridge = (
+        asked(f"{start} {said}\n", "run.sh", gpus=8, cluster="8xB200").case for said in (f"--bf16 {flags}", named)
+    )
+    job = ExportJob(name="a run", plan=case.plan, question=case.question)
+    again = asked(export(job, find_target("megatron")).text, "again.sh", cluster="8xB200").case
+
+    for one in (case, of_bridge, again):
+        assert (one.question.runtime.compute_dtype, one.question.runtime.low_precision_recipe) == recipe
+        assert one.question.legal(one.plan)

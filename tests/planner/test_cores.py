@@ -33,5 +33,5 @@ def test_a_search_on_several_cores_finds_what_one_core_does(monkeypatch) -> None
     with cores.several_cores():
         several = suggest(question, options)
 
-    assert len(started) > 2
+    assert len(started) >= 2
     assert replace(several, search=replace(several.search, seconds=one.search.seconds)) == one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -10,6 +11,7 @@ import pytest
 
 from planner.question.case_runtime import resolve_runtime
 from planner.question.flags import Flags
+from planner.question.goal import Goal
 from planner.question.question import question_of
 from planner.search import infeasible
 from planner.search.answer import answer
@@ -18,13 +20,14 @@ from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
 from planner.search.infeasible import (
     ConstrainedQuestion,
     conflicting_constraints,
-    min_gpus_for_state,
     minimal_gpus,
     relaxations,
 )
 from planner.search.plan_space import judged
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
+from planner.search.sizes import min_gpus_for_state
+from planner.search.whole_run import RunAnswer, answer_run
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import SURE, chance
@@ -142,6 +145,32 @@ def test_the_fewest_surely_fit_and_fewer_are_said_with_their_chance():
             assert rows[fewer].fit_probability == alone.fit_probability
             said = f"{fewer} GPUs may do, {chance(alone.fit_probability)} likely"
             assert any(said in line for line in found.assumed)
+
+
+def test_a_cluster_that_states_its_nodes_has_no_more_of_them():
+    """Its fewest are among its own GPUs, what is missing on all of them is said, and a larger one that fits."""
+    options = SearchOptions(top=1, simulate=False, flips=False)
+    flags = Flags(model="llama3-8b", cluster="2xA100-40GB", gpus=(), seq_len=4096, global_batch=16)
+    with pytest.raises(Infeasible) as of_fewest:
+        answer(flags, "torchtitan", options)
+    with pytest.raises(Infeasible) as of_all:
+        answer(replace(flags, gpus=(2,)), "torchtitan", options)
+    larger = re.search(r"--cluster (\S+),", str(of_fewest.value.remedy))
+
+    assert (of_fewest.value.what, of_fewest.value.why) == (of_all.value.what, of_all.value.why)
+    assert larger is not None
+    assert answer(replace(flags, cluster=larger[1], gpus=None), "torchtitan", options).plans[0].fit_probability > 0
+    with pytest.raises(Infeasible, match="takes 64 GPUs"):
+        seek("8xA100-40GB", deadline_s=30 * 86400.0)
+    assert max(run.gpus for run in seek("3x2xA100", budget=1e9, gpu_price_per_hour=2.0).curve) == 6
+
+
+def seek(cluster: str, **goal: float) -> RunAnswer:
+    """Return the number of GPUs for 1T tokens."""
+    bounds = Bounds(max_virtual_stages=1, max_micro_batch=1).fixing(pp=((1, 1),), cp=((1, 1),))
+    flags = Flags(model="llama3-8b", cluster=cluster)
+    wanted = Goal(tokens=1e12, **goal)
+    return answer_run(flags, "torchtitan", SearchOptions(top=1, bounds=bounds, simulate=False, reasons=False), wanted)
 
 
 def test_state_alone_needs_as_many_gpus_as_its_bytes_say():

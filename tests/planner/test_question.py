@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.export.schema import schema
 from planner.question.cases import case_from_flags, case_of_plan_file, load_case
 from planner.question.flags import Flags
 from planner.question.plan_file import plan_file, save_plan
@@ -18,6 +19,8 @@ from simulator.legality.rules import is_legal, problems
 from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import ROOT
 from topology.catalog.cluster_file import load_cluster
+from topology.catalog.gpus import gpu_kinds
+from topology.errors import UserError
 from topology.profile.profile import Profile, read_profile
 
 PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
@@ -113,6 +116,53 @@ def test_what_a_profile_says_of_a_machine_does_not_depend_on_who_asked_first(mea
     assert late.on(one) is late.on(load_cluster("h200x4"))
     assert late.on(load_cluster("dgx-h100")) is None, "a profile of other GPUs says nothing"
     assert Calibrations(None).on(one) is None
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "pytorch"])
+def test_products_are_in_types_that_the_tensor_cores_and_the_framework_have(framework) -> None:
+    """By default, on every GPU of the catalogue: torchtitan has no float16 to choose, V100 and P100 no bfloat16."""
+    for gpu in gpu_kinds():
+        flags = Flags(model="llama3.2-1b", cluster=f"2x{gpu.name}", seq_len=1024, global_batch=8)
+        question, assumed = search_question(flags, framework)
+        stated, _ = search_question(replace(flags, runtime={"compute_dtype": "bfloat16"}), framework)
+        plan, has_bfloat16 = Plan(dp_replicate=2, zero_stage=0), "bfloat16" in gpu.peak_flops
+
+        assert question.runtime.compute_dtype in gpu.peak_flops
+        assert question.runtime.compute_dtype == question.runtime.activation_dtype
+        assert question.legal(plan) == (has_bfloat16 or framework != "torchtitan")
+        assert stated.legal(plan) == has_bfloat16
+        assert any("no tensor cores" in line for line in assumed) == (not has_bfloat16)
+    choices = schema("torchtitan", "0.3.0")["keys"]["training.mixed_precision_param"]["choices"]
+    for dtype in ("float16", "bfloat16", "float32"):
+        runtime = replace(question_of(question.model, question.cluster, question.workload).runtime, compute_dtype=dtype)
+        asked = question_of(question.model, question.cluster, question.workload, runtime=runtime)
+        assert asked.legal(Plan(dp_replicate=2)) == (dtype in choices)
+
+
+@pytest.mark.parametrize(
+    ("plan", "stated", "with_use"),
+    [
+        ({"schedule": "1F1B"}, {}, {"pp": 2}),
+        ({"cp_method": "ring"}, {}, {"cp": 2}),
+        ({"sequence_parallel": True}, {}, {"tp": 2}),
+        ({}, {"routing": "balanced"}, None),
+        ({}, {"runtime": {"moe_dispatcher": "alltoall"}}, None),
+        ({}, {"runtime": {"expert_products": "loop"}}, None),
+    ],
+)
+def test_a_flag_without_a_use_is_refused_with_what_to_leave_out(plan, stated, with_use) -> None:
+    flags = Flags(model="llama3.2-1b", cluster="8xH100", seq_len=1024, global_batch=16, plan=plan, **stated)
+    name = next(iter({**plan, **stated.get("runtime", {}), **{k: v for k, v in stated.items() if k != "runtime"}}))
+    with pytest.raises(UserError) as refused:
+        case_from_flags(flags)
+
+    assert f"leave --{name.replace('_', '-')} out" in refused.value.remedy
+    if with_use is None:
+        with pytest.raises(UserError, match="has none"):
+            search_question(flags, "torchtitan")
+        flags = replace(flags, model="qwen3-30b-a3b")
+    case = case_from_flags(replace(flags, plan={**plan, **(with_use or {})}))
+    assert case.question.legal(case.plan)
 
 
 def test_collectives_alone_calibrate_nothing_but_collectives() -> None:

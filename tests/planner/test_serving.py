@@ -47,7 +47,7 @@ def test_a_time_limit_ends_the_simulation_of_a_deployment_too(monkeypatch: pytes
     ticks = itertools.count()
     monkeypatch.setattr("time.monotonic", lambda: next(ticks))
 
-    with pytest.raises(OutOfTime, match="of 200 requests were simulated within"):
+    with pytest.raises(OutOfTime, match="of 216 requests were simulated within"):
         search_serving(asked(gpus=2), time_limit_s=20)
     begin = next(ticks)
     search_serving(asked(gpus=2))
@@ -95,7 +95,7 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--tp", "2"), "--tp: an option of training"),
+        (("--tp", "2"), "--tp 2: a search chooses the parts of a deployment"),
         (("--concurrency", "4", "--request-rate", "2"), "exclude each other"),
         (("--weights", "float6"), "use one of: bfloat16"),
         (("--engine", "triton"), "no serving engine"),

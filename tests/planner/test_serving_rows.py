@@ -73,6 +73,20 @@ def test_what_engines_makers_set_is_assumed_where_a_row_leaves_it_open(
     assert named == ((receive, balance, cache) != (1, 0, "bfloat16"))
 
 
+@pytest.mark.parametrize(
+    ("said", "most"),
+    [
+        ({"backend": "trtllm 1.0.0rc3", "isl": 512, "concurrency": 64}, 2076),  # a prompt, the clients and 1,500
+        ({"backend": "trtllm 1.0.0rc3", "isl": 512, "concurrency": 64, "max_num_batched_tokens": 8192}, 8192),
+        ({"backend": "trtllm 1.2.0", "isl": 512, "concurrency": 64}, 0),
+        ({"backend": "vllm 0.12.0", "isl": 512, "concurrency": 64}, 0),
+    ],
+)
+def test_early_releases_of_tensorrt_llm_read_a_prompt_or_two_a_step(said: dict[str, Any], most: int) -> None:
+    """ai-dynamo/aiconfigurator, rule_plugin/benchmark/trtllm.rule: max_num_tokens."""
+    assert read_point(read_row({**ROW, "concurrency": 4, **said})).deployment.max_num_batched_tokens == most
+
+
 def test_gpus_without_a_degree_are_not_taken_for_one_engine_of_one() -> None:
     """Four GPUs are as well four engines as one of four, or two stages of two."""
     row = {**ROW, "n_gpus": 4, "concurrency": 4}

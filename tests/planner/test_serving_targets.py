@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 
 from planner.serving.answer import estimate_of, meets
-from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.candidates import deployments
+from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question
+from planner.serving.question.target_time import target_s
 from planner.serving.search import search_serving
+from planner.serving.stated import problems_of
 from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.most_load import at_load, most_load
-from planner.serving.targets.ways import _other_engines
+from planner.serving.targets.ways import _other_engines, way_out
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible, UserError
@@ -32,6 +35,31 @@ def test_the_most_load_holds_the_targets_and_more_does_not() -> None:
     assert not meets(question, estimate_of(at_load(question, most.load * 1.1), deployment))
 
 
+def test_a_load_that_holds_is_not_more_than_the_most_load() -> None:
+    """Few requests, which decide about other loads, can miss by chance a target that the answer holds."""
+    asked = ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=1, isl=1024, osl=512, request_rate=12.0)
+    found = search_serving(serving_question(replace(asked, ttft=1.0)))
+    tight = serving_question(replace(asked, ttft=1.000001 * found.plans[0].estimate.ttft_s.value))
+
+    way = way_out(search_serving(tight), lambda gpus: machine_of(asked, gpus))
+
+    assert way.most is not None
+    assert way.most.load >= 12.0
+
+
+def test_a_format_that_an_engine_lacks_on_a_gpu_is_refused() -> None:
+    """TensorRT-LLM's support matrix: 4-bit products on Blackwell, 8-bit ones from Ada on."""
+    for cluster, weights, runs in (
+        ("1xH100", "float4", False), ("dgx-b200", "float4", True),
+        ("1xA100", "float8", False), ("1xL40S", "float8", True),
+    ):  # fmt: skip
+        flags = ServingFlags(model="llama3-8b", cluster=cluster, gpus=1, engine="trtllm", weights=weights)
+        question = serving_question(flags)
+        assert bool(deployments(question)[0]) is runs
+        assert (not problems_of(question, question.deployment(Pool()))) is runs
+        assert deployments(replace(question, engine="vllm"))[0]
+
+
 def test_more_requests_than_can_be_answered_are_not_held() -> None:
     question = serving_question(
         ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=1, isl=1024, osl=64, request_rate=5.0, tpot=10.0)
@@ -43,6 +71,36 @@ def test_more_requests_than_can_be_answered_are_not_held() -> None:
 
     assert most is not None
     assert most.load <= 1.1 * answered.latency.requests_per_s
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [("500ms", 0.5), ("0.5s", 0.5), ("2S", 2.0), (".5", 0.5), ("1500 us", 0.0015), ("1e-3", 1e-3), ("0", 0.0)],
+)
+def test_targets_are_read_as_people_write_them(said: str, seconds: float) -> None:
+    assert target_s(said, "--ttft") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said", "remedies"),
+    [("--ttft", "500", ["500ms", "500s"]), ("--tpot", "20", ["20ms", "20s"]), ("--tpot", "fast", ["0.02", "20ms"])],
+)
+def test_a_target_that_may_be_meant_otherwise_is_asked_back(flag: str, said: str, remedies: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        target_s(said, flag)
+
+    for word in remedies:
+        assert f"{flag} {word}" in raised.value.remedy
+        assert target_s(word, flag) is not None
+
+
+def test_formats_are_offered_that_leave_room() -> None:
+    """Llama 3 70B has 66 GiB in 8 bits, which two cards of 24 GB do not hold."""
+    with pytest.raises(Infeasible) as raised:
+        search_serving(serving_question(ServingFlags(model="llama3-70b", cluster="2xRTX4090")))
+
+    assert raised.value.remedy.endswith("--weights int4")
+    assert search_serving(serving_question(ServingFlags(model="llama3-70b", cluster="2xRTX4090", weights="int4"))).plans
 
 
 @pytest.mark.parametrize(
@@ -79,3 +137,6 @@ def test_no_number_of_gpus_is_named_where_none_is_enough_or_no_load_is_given() -
         on_fewest_gpus(asked)
     with pytest.raises(Infeasible, match="no number of GPUs"):
         on_fewest_gpus(replace(asked, concurrency=1, tpot=1e-5))
+    with pytest.raises(Infeasible) as raised:
+        on_fewest_gpus(replace(asked, model="deepseek-v3", concurrency=1, cluster="8xH100"))
+    assert "8: weights leave no room" in raised.value.why, "sizes that the machine does not have are no reasons"

@@ -193,6 +193,7 @@ def test_model_flops_leave_out_weight_gradients_of_frozen_matrices() -> None:
         ("transformers", Plan(dp_shard=4), 1),
         ("transformers@4.48", Plan(dp_shard=4, recompute="full"), 2),
         ("pytorch", Plan(dp_shard=2, pp=2, schedule="1F1B"), 4),
+        ("megatron-lm", Plan(dp_replicate=4, zero_stage=1), 2),
     ],
 )
 def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, micro_batches) -> None:
@@ -301,6 +302,19 @@ def test_what_frameworks_do_not_run_is_refused_by_name(framework, adapter, plan,
 )
 def test_what_they_run_is_not(framework, adapter, plan) -> None:
     assert question(adapter, plan=plan, name=framework).legal(plan)
+
+
+def test_adapters_need_a_matrix_of_the_model() -> None:
+    """PEFT: "Target modules ... not found in the base model". Of DeepSeek-V3 only o_proj has a name of Llama."""
+    plan = Plan(dp_replicate=8, ep=8)
+
+    def legal(model: str, *names: str) -> bool:
+        return question(replace(LORA, target_modules=names), plan=plan, model=model, name="megatron-lm").legal(plan)
+
+    assert not legal("deepseek-v3", "q_proj", "v_proj")
+    assert all(legal("deepseek-v3", "q_proj", one) for one in ("o_proj", "q_b_proj", "up_proj", "all-linear"))
+    assert legal("deepseek-v2-lite", "q_proj", "v_proj")  # whose queries have one matrix
+    assert legal("qwen3-30b-a3b", "q_proj", "v_proj")
 
 
 def test_words_of_sources_are_understood() -> None:

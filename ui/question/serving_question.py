@@ -54,8 +54,8 @@ class ServingInputs:
                 osl=self.osl,
                 concurrency=self.clients,
                 request_rate=self.rate,
-                ttft=None if self.ttft is None else self.ttft / 1e3,
-                tpot=None if self.tpot is None else self.tpot / 1e3,
+                ttft=None if self.ttft is None else f"{self.ttft}ms",
+                tpot=None if self.tpot is None else f"{self.tpot}ms",
             ),
             engine=Engine(
                 engine=self.engine,

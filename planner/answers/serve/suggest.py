@@ -73,6 +73,7 @@ def suggest(
     asked: Suggest, progress: Callable[[str], None] = lambda _: None
 ) -> SuggestedDeployments | ComparedDeployments:
     """Return the answer. Raises UserError for options that only training has, Infeasible where nothing fits."""
+    _refuse_parts(asked)
     refuse(_of_training(asked), Task.SERVE, SPELLED)
     if asked.objective is Objective.PARETO:
         return _compared(asked, progress)
@@ -114,6 +115,16 @@ def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeploy
 def _refuse_drawn(asked: Suggest) -> None:
     if names := ["--" + name for name, path in (("svg", asked.svg), ("csv", asked.drawn.csv)) if path is not None]:
         raise UserError(f"{', '.join(names)}: of --objective pareto alone", remedy="add --objective pareto")
+
+
+def _refuse_parts(asked: Suggest) -> None:
+    """Raise UserError for parts of a deployment, which a search chooses."""
+    stated = [f"--{name} {text}" for name in ("tp", "pp", "ep") if (text := asked.fixed.get(name)) is not None]
+    if stated:
+        raise UserError(
+            f"{' '.join(stated)}: a search chooses the parts of a deployment",
+            remedy="leave it out, or ask about one deployment: planner estimate --task serve, with the same flags",
+        )
 
 
 def _of_training(asked: Suggest) -> list[str]:

@@ -6,8 +6,6 @@ leave.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from planner.configs.formats.adapters import AUTOMODEL
 from planner.configs.formats.yaml_format import Described, YamlFormat, compiled, degree, in_all, length, named, types
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
@@ -15,7 +13,6 @@ from simulator.legality.muon import WHY_NOT
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.errors import BadInput
 
-NEAREST = "NeMo AutoModel is predicted as torchtitan, the nearest runtime that is described"
 _D = "distributed."
 _RECOMPUTE = ("parallelizer.activation_checkpointing", f"{_D}activation_checkpointing")
 _SCHEDULES = ("autopipeline.pp_schedule", f"{_D}pipeline.pp_schedule")
@@ -114,15 +111,14 @@ TABLE: Table = (
 
 
 def _describe(settings: Settings) -> Described:
-    found = named(
+    return named(
         settings, "model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config"
     )
-    return replace(found, assumed=(NEAREST,))
 
 
 FORMAT = YamlFormat(
     framework="nemo-automodel",
-    runtime="torchtitan",
+    runtime="nemo-automodel",
     rules="any",
     marks=(frozenset({"step_scheduler.local_batch_size", "step_scheduler.global_batch_size"}),),
     table=TABLE,

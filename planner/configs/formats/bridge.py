@@ -32,6 +32,7 @@ RENAMED = {
     "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
     "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
 }
 # Fields with the opposite meaning of a flag.
 OPPOSITE = {
@@ -107,10 +108,17 @@ def _nemo(word: str) -> Settings:
     return {"--use-distributed-optimizer": True} if word.startswith("distributed_fused") else {}
 
 
+# Parts of names of precisions, and Megatron-LM's word for the recipe (Megatron-Bridge, training/mixed_precision.py).
+_SCALINGS = {"current_scaling": "tensorwise", "subchannel_scaling": "blockwise", "mxfp8": "mxfp8"}
+
+
 def precision_flags(word: str) -> Settings:
     """Return the flags of a precision such as `bf16_with_fp8_current_scaling_mixed`, as recipes name it."""
     flags: Settings = {"--fp16" if word.startswith("fp16") else "--bf16": True}
-    return flags | ({"--fp8-format": "hybrid"} if "fp8" in word else {})
+    flags |= {"--fp8-format": "hybrid"} if "fp8" in word else {}
+    flags |= {"--fp4-format": "e2m1"} if "fp4" in word else {}
+    recipe = next((recipe for part, recipe in _SCALINGS.items() if part in word), None)
+    return flags | ({"--fp8-recipe": recipe} if recipe else {})
 
 
 def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:

@@ -36,7 +36,9 @@ MOST_OF_A_SUM = 200  # characters
 HELD = re.compile(r"""\b(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
 PROGRAM = re.compile(r"[\w./${}-]*\.py['\"]?$")
 ALONE = frozenset({"--standalone", "--no-python", "--no_python", "-u", "-O", "--module"})  # before a program
-DIRECTIVE = re.compile(r"^#SBATCH\s+--([a-z-]+)[= ](\S+)", re.MULTILINE)
+DIRECTIVES = re.compile(r"^#SBATCH\b(.*)$", re.MULTILINE)  # of any number of options of sbatch
+DIRECTIVE = re.compile(r"(?<=\s)(?:--([a-z-]+)(?:=|\s+)|-([A-Za-z])\s*)([^\s-]\S*)")
+SHORT_DIRECTIVES = {"N": "nodes", "n": "ntasks"}
 CONTINUED = re.compile(r"\\\r?\n")
 MAX_WORDS = 20_000
 DEPTH = 8  # depth of variables within variables
@@ -98,7 +100,8 @@ class CommandLine(Document):
         self.settings = {}
         self._read_flags(takes_value)
         self.launcher = self._launchers()
-        self.directives = dict(DIRECTIVE.findall(text))
+        options = (option for line in DIRECTIVES.findall(text) for option in DIRECTIVE.findall(line))
+        self.directives = {name or SHORT_DIRECTIVES.get(short, short): value for name, short, value in options}
 
     def _scan(self, text: str, offset: int, where: str) -> Iterator[Word]:
         for count, found in enumerate(WORD.finditer(text)):

@@ -23,16 +23,16 @@ from planner.configs.formats import (
     verl,
 )
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
-from planner.configs.formats.documents import YamlDocument
+from planner.configs.formats.documents import Document, YamlDocument
 from planner.configs.formats.launch import launch_facts, started_by
 from planner.configs.formats.savers import TRL_KEYS
+from planner.configs.formats.trainer_command import TrainerCommand, as_options, is_trainer_command, named_file
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.named_models import model_said
 from planner.export.planned import planned_in
-from topology.errors import BadInput
 
 YAML_FORMATS = (
     axolotl.FORMAT,
@@ -97,7 +97,7 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
     if "distributed_type" in settings or "mixed_precision" in settings:
         return _accelerate(document, flags)
     if MICRO in settings:
-        return _transformers(document, settings, flags)
+        return _transformers(document, settings, where, flags)
     for known in YAML_FORMATS:
         if known.knows(settings):
             return known.configuration(document)
@@ -110,15 +110,16 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
 def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
     settings = dict(document.settings)
-    machines = settings.get("num_machines")
     # Flags of `accelerate launch` override its file; TrainingArguments pass their precision to accelerate.
-    settings |= {"num_processes": launch["gpus"]} if "gpus" in launch else {}
+    for key, name in (("num_processes", "gpus"), ("num_machines", "nodes")):
+        settings |= {key: launch[name]} if name in launch else {}
     for name in ("bf16", "fp16"):
         settings |= {"mixed_precision": name} if launch.get(name) else {}
     steps = settings.get("deepspeed_config.gradient_accumulation_steps")
     said = {"steps": launch.get("steps", steps if isinstance(steps, int) else None)}
     said |= {"micro_beside": launch.get("micro_batch"), "seq_len": launch.get("seq_len")}
     said |= {name: launch.get(name) for name in ("recompute", "adapter")}
+    machines = settings.get("num_machines")
     zero = str(settings.get("distributed_type", "")).upper() == "DEEPSPEED"
     harmless = (
         r"compute_environment|debug|downcast_bf16|main_.*|machine_rank|num_machines|rdzv_backend|same_network|tpu_.*|use_cpu"
@@ -155,7 +156,7 @@ def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where, is_json=True)
     settings = document.settings
     if MICRO in settings or "output_dir" in settings:
-        return _transformers(document, settings, flags)
+        return _transformers(document, settings, where, flags)
     if any(key.startswith(("zero_optimization", "train_")) for key in settings):
         return _deepspeed(document, settings, flags)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
@@ -240,16 +241,11 @@ def _open(settings: Settings, key: str) -> bool:
     return bool(settings.get(key, "auto") == "auto")
 
 
-def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags) -> Configuration:
+def _transformers(document: Document, settings: Settings, where: str, flags: CheckFlags) -> Configuration:
     launch = launch_facts(flags.launch)
-    zero = settings.get("deepspeed")
+    if error := named_file(settings, where, as_options(settings)):
+        raise error
     inner = {key.removeprefix("deepspeed."): value for key, value in settings.items() if key.startswith("deepspeed.")}
-    if isinstance(zero, str) and zero:
-        raise BadInput(
-            f"the arguments name a DeepSpeed file, {zero[:80]!r}",
-            why="the stage and the types are in it",
-            remedy="check that file, with these arguments as --launch",
-        )
     understood = keys_of(TRANSFORMERS)
     # TrainingArguments have some 130 fields, most without cost; these are the ones that change a step or its memory.
     costly = re.compile(
@@ -299,11 +295,17 @@ def _transformers(document: YamlDocument, settings: Settings, flags: CheckFlags)
 def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
     if any(program in text for program in verl.PROGRAMS):
         return verl.read_command(text, where, flags)
-    if maxtext.PROGRAM in text:
+    if any(program in text for program in maxtext.PROGRAMS):
         return maxtext.read_command(text, where, flags)
     document = megatron.command_line(text, where, dict(flags.variables))
     if "--module" in document.settings or "torchtitan.train" in text:
         return torchtitan.read_command(text, where, flags)
     if document.settings.keys() & {"--tensor-model-parallel-size", "--num-layers"}:
         return megatron.read_script(document, where)
-    raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
+    if is_trainer_command(document.settings):
+        command = TrainerCommand(document, where)
+        if error := named_file(command.settings, where, f'"$(cat {where})"'):
+            raise error
+        found = _transformers(command, command.settings, where, replace(flags, launch=text))
+        return replace(found, machines=launch_facts(text).get("nodes"))
+    raise unknown_kind(where, "it has no flags of Megatron-LM, torchtitan or TrainingArguments")

@@ -10,6 +10,7 @@ from planner.configs.formats.command_line import CommandLine, typed
 from planner.configs.formats.configuration import CheckFlags, Configuration
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, STEPS
 from planner.export.named_models import model_said
+from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError
 
@@ -35,6 +36,11 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
 
     Raises UserError where the line and a flag differ, BadInput where the line and the file do.
     """
+    if codec.is_file(flags.launch):
+        raise UserError(
+            f"--launch {flags.launch[:80]} names a file, and takes the line itself",
+            remedy=f'--launch "$(cat {flags.launch[:80]})"',
+        )
     said = CommandLine(flags.launch, "--launch", lambda _: None)
     launch = launch_of(said)
     gpus = launch.get("gpus")
@@ -78,6 +84,8 @@ def launch_of(said: CommandLine) -> JsonObject:
     each = each or _directive(said, "gpus-per-node", "ntasks-per-node", "gres")
     nodes = count("--nnodes", "--num_nodes", "--nodes", "--num_machines") or said.variable("NNODES", "NUM_NODES")
     nodes = nodes or _directive(said, "nodes")
+    visible = re.fullmatch(r"\d{1,3}(,\d{1,3})*", said.expanded("$CUDA_VISIBLE_DEVICES"))
+    each = each or (len(visible[0].split(",")) if visible else None)
     total = count("--num_processes") or said.variable("WORLD_SIZE")
     if total or each:
         found["gpus"] = total or (each or 1) * (nodes or 1)
@@ -94,7 +102,7 @@ def launch_of(said: CommandLine) -> JsonObject:
     if values.get("--gradient_checkpointing") is True:
         found["recompute"] = "full"
     for name in ("bf16", "fp16"):
-        if values.get(f"--{name}") is True:
+        if values.get(f"--{name}") is True or values.get("--mixed_precision") == name:
             found[name] = True
     program = {name.removeprefix("--"): value for name, value in values.items() if name.startswith("--")}
     if (trained := TRAINER.read(program, {})["adapter"]) is not None:

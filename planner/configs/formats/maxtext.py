@@ -18,7 +18,7 @@ from planner.export.mapping import Entry, Facts, NotModelled, NotStated, Setting
 from planner.export.named_models import model_said, model_spelt
 from topology.errors import BadInput
 
-PROGRAM = "maxtext.trainers.pre_train"
+PROGRAMS = ("maxtext.trainers.pre_train", "MaxText.train", "MaxText/train.py")  # the last two before 2026
 NEAREST = "MaxText is predicted as torchtitan compiled, the nearest runtime that is described: XLA's kernels are not"
 # Axes of its mesh, within a slice (ici) and between slices (dcn), that correspond to a plan's degree.
 AXES = {

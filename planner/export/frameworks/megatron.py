@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
-from planner.export.frameworks.megatron_fields import SHARDING, TABLE
+from planner.export.frameworks.megatron_fields import FP8_RECIPES, SHARDING, TABLE
 from planner.export.frameworks.megatron_model import model_flags
 from planner.export.frameworks.megatron_numbers import number_flags
 from planner.export.job import ExportJob, require_legal
@@ -13,6 +13,7 @@ from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, tp_overlap_label
+from simulator.kernels.low_precision import SYNONYMS
 from simulator.runtimes.environment import Variable
 from simulator.runtimes.library import are_modules, runtime_spec, spec_for
 
@@ -96,10 +97,9 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         )
     if runtime.param_dtype == "bfloat16" and not spec_for(runtime).state.master_weights:  # Megatron-LM has them
         not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
-    if runtime.compute_dtype == "float4":
-        not_expressed.append("products in float4: written as bfloat16; add --fp4-format and --fp4-recipe")
-    elif runtime.low and runtime.low_precision_recipe not in {"", "delayed"}:
-        not_expressed.append(f"recipe {runtime.low_precision_recipe}: add --fp8-recipe, whose default is delayed")
+    recipe = runtime.low_precision_recipe
+    if runtime.compute_dtype == "float8" and SYNONYMS.get(recipe, recipe) not in {"", *FP8_RECIPES}:
+        not_expressed.append(f"recipe {recipe}: written as delayed, the default")
     if runtime.compile:
         not_expressed.append("torch.compile of the model: Megatron-LM compiles single functions only")
     not_expressed += _model_not_expressed(model)

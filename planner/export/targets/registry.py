@@ -19,6 +19,7 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
 from simulator.config.runtime import TF32
+from simulator.legality.frameworks import MESHWRIGHT
 from simulator.runtimes.called import called
 from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
@@ -88,7 +89,7 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
-    if job.question.runtime.compute_dtype == TF32 and TF32 not in job.question.framework.dtypes:
+    if job.question.runtime.compute_dtype == TF32 and job.question.framework is not MESHWRIGHT:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))

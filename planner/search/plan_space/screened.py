@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +16,7 @@ from simulator.analytical.account import walked_together
 from simulator.bounds.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct, words
 from simulator.columns.plan_table import Floats
+from simulator.config.estimate import SURE
 from simulator.memory.plan_memory import PlanMemory
 
 NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
@@ -118,8 +120,11 @@ class StepBounds:
         return (least_bytes(screening, self.held) <= screening.limit_bytes) & (self.fit_probability >= screening.sure)
 
     def doubted(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which of some variants were found to be less sure to fit than was asked, and not judged since."""
-        return np.asarray((self.fit_probability[rows] < 1.0) & ~self.judged[rows])
+        """Return which of some variants do not surely fit, by their bounds or by a replay cut short, and have not been
+        judged since.
+        """
+        unsure = (self.fit_probability < 1.0) | (self.held[:, 1] > replace(self.screening, sure=SURE).limit_bytes)
+        return np.asarray((unsure & ~self.judged)[rows])
 
     def judge(self, row: int, memory: PlanMemory, sure: float) -> None:
         """Take note of what a variant's replay shows; where that is less than `sure` to fit, of nothing else."""

@@ -10,8 +10,9 @@ list.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from planner.search.plan_space.branch_and_bound import Explored
 from planner.search.plan_space.candidates import PIPELINE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
-from planner.search.stages.options import cost_blocks
+from planner.search.stages.options import CostedPlans, cost_blocks
 from planner.search.stages.solver import StageSolution, solve_stages
 from simulator.analytical.estimates import memory_of_plans
 from simulator.bounds.screening import Screening
@@ -31,8 +32,8 @@ from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
 from topology.errors import Unproved
 
-MAX_SOLVED = 8  # pipelines whose stages are assigned
-MAX_TRIED = 24  # pipelines examined; pipelines without an assignment that fits do not count as assigned
+MAX_SOLVED = 8  # pipelines whose stages are assigned; those without an assignment that fits do not count
+AT_ONCE = 24  # pipelines that are prepared together, and whose bounds are made close before they are put in order
 MAX_ROOM_TRIES = 4  # assignments of a pipeline that are replayed until one of them fits
 LESS_ROOM = 0.98  # share of the memory of one assignment that the next one may need at most
 MAX_SETTINGS = 4  # overlap modes and placements of a pipeline that are tried with its stages
@@ -68,7 +69,8 @@ def assign_stages(
 ) -> AssignedPipelines:
     """Return the pipelines that are faster with layers or recompute modes assigned to each stage.
 
-    A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. Only the first
+    They are examined in the order of their bounds until MAX_SOLVED of them had room, or none is left near the list. A
+    pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. Only the first
     may start after `deadline`, a reading of `time.monotonic`; pipelines that do not end in time are left out.
     """
     if not (framework.lists_layers or framework.lists_recompute):
@@ -77,13 +79,11 @@ def assign_stages(
     if not len(columns):
         return AssignedPipelines()
 
-    setting_columns, starts = _best_settings(screening, nodes, columns, recomputes)
-    plans = [plan_of_row(setting_columns, row, screening.scenario.cluster) for row in range(len(setting_columns))]
-    costs = cost_blocks(screening, plans, setting_columns, recomputes)
     grid = grids_of(concatenate([explored.columns, columns]))
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
     better, gap, solved, left_s = [], 0.0, 0, np.inf
+    prepared = _prepared(screening, nodes, columns, recomputes)
     for row, own_grid in enumerate(grid[len(explored) :]):
         if solved == MAX_SOLVED:
             break
@@ -94,14 +94,8 @@ def assign_stages(
             progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
-        numbers = range(*starts[row : row + 2])
-
-        def solve(limit_bytes: float, numbers: range = numbers, cutoff_s: float = limit) -> StageSolution:
-            return solve_stages(
-                screening, framework, costs, numbers, recomputes, cutoff_s=cutoff_s, limit_bytes=limit_bytes
-            )
-
         try:
+            solve = partial(solve_stages, screening, framework, *next(prepared), recomputes, cutoff_s=limit)
             found, step_s = _fitting(screening, solve, replays)
         except Unproved:
             left_s = explored.least_near_s
@@ -114,8 +108,20 @@ def assign_stages(
     return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap, left_s=left_s)
 
 
+def _prepared(
+    screening: Screening, nodes: Nodes, columns: PlanColumns, recomputes: Sequence[str]
+) -> Iterator[tuple[CostedPlans, range]]:
+    """Yield the costs of each pipeline's blocks and which plans of them are its settings, for AT_ONCE at a time."""
+    for first in range(0, len(columns), AT_ONCE):
+        some = columns.take(slice(first, first + AT_ONCE))
+        settings, starts = _best_settings(screening, nodes, some, recomputes)
+        plans = [plan_of_row(settings, row, screening.scenario.cluster) for row in range(len(settings))]
+        costs = cost_blocks(screening, plans, settings, recomputes)
+        yield from ((costs, range(start, stop)) for start, stop in pairwise(starts))
+
+
 def _fitting(
-    screening: Screening, solve: Callable[[float], StageSolution], replays: Replays
+    screening: Screening, solve: Callable[..., StageSolution], replays: Replays
 ) -> tuple[StageSolution, float]:
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
@@ -124,7 +130,7 @@ def _fitting(
     """
     limit_bytes = screening.limit_bytes
     for _ in range(MAX_ROOM_TRIES):
-        found = solve(limit_bytes)
+        found = solve(limit_bytes=limit_bytes)
         if found.plan is None:
             break
         held = replays[found.plan]
@@ -148,7 +154,7 @@ def _fastest_pipelines(
     if framework.lists_recompute and len(columns):
         columns, steps = _fastest_of_each(columns, steps, PIPELINE_FIELDS)
         steps = np.minimum(steps, _least_steps_s(screening, columns, recomputes))
-    return columns.take(np.argsort(steps, kind="stable")[:MAX_TRIED])
+    return columns.take(np.argsort(steps, kind="stable"))
 
 
 def _fastest_of_each(

@@ -10,6 +10,7 @@ from planner.requests.flag import values_of
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
+from planner.serving.question.target_time import target_s
 from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
@@ -38,8 +39,8 @@ ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 class ServingFlags:
     """What a command states of a serving question and of one deployment; None means not stated.
 
-    Lengths are in tokens, targets in seconds, `request_rate` in requests a second. `replicas` to `prefill` are parts of
-    a deployment; commands that choose one take none of them.
+    Lengths are in tokens, targets in seconds or as people write them (`target_s`), `request_rate` in requests a second.
+    `replicas` to `prefill` are parts of a deployment; commands that choose one take none of them.
     """
 
     model: str | None = None
@@ -56,8 +57,8 @@ class ServingFlags:
     arrivals: str | None = None
     requests: str | None = None
     cached_prompt: float | None = None
-    ttft: float | None = None
-    tpot: float | None = None
+    ttft: float | str | None = None
+    tpot: float | str | None = None
     weights: str | None = None
     kv_cache: str | None = None
     max_num_seqs: int | None = None
@@ -144,8 +145,8 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         receive_every=flags.receive_every or 1,
         speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, model),
         objective=_objective(flags, assumed),
-        ttft_s=flags.ttft or 0.0,
-        tpot_s=flags.tpot or 0.0,
+        ttft_s=target_s(flags.ttft, "--ttft") or 0.0,
+        tpot_s=target_s(flags.tpot, "--tpot") or 0.0,
         gpu_price_per_hour=flags.gpu_price or 0.0,
         separate=flags.separate,
         measured=measured,
@@ -276,7 +277,7 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
         shape=arrival_shape(flags.arrivals),
         requests=steady_requests(concurrency or 0),
         cached_prompt=cached,
-        steady=bool(flags.request_rate),
+        steady=True,
     )
 
 
@@ -341,7 +342,9 @@ def _objective(flags: ServingFlags, assumed: list[str]) -> str:
         assumed.append("objective: output tokens per second and GPU")
         return "throughput"
     if given not in OBJECTIVES:
-        raise UserError(f"--objective {given} is not one of serving's", remedy=f"use one of: {', '.join(OBJECTIVES)}")
+        raise UserError(
+            f"--objective {given} is not one of serving's", remedy=f"use one of: {', '.join(OBJECTIVES)}, pareto"
+        )
     if given == "cost" and not flags.gpu_price:
         raise UserError("--objective cost needs a price", remedy="give --gpu-price, for a GPU and hour")
     return given

@@ -39,8 +39,9 @@ def on_fewest_gpus(
         progress(f"{gpus} GPUs")
         try:
             question = serving_question(one)
-        except UserError as problem:  # the machine does not exist in this size
-            reasons.append(f"{gpus}: {str(problem).splitlines()[0]}")
+        except UserError:  # the machine does not exist in this size
+            if not tried:
+                raise
             continue
         tried.append(gpus)
         reason = _lacks(question, until_s)
@@ -74,7 +75,7 @@ def _lacks(question: ServingQuestion, until_s: float) -> str:
     except OutOfTime:
         raise
     except Infeasible as problem:
-        return str(problem).splitlines()[0]
+        return problem.why.partition("; ")[0] or str(problem).splitlines()[0]
     if not best.estimate.latency.keeps_up:
         return "requests come faster than they are answered"
     return "" if best.meets else "the targets do not hold"

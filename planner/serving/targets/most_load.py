@@ -55,16 +55,23 @@ def at_load(question: ServingQuestion, load: float) -> ServingQuestion:
 
 
 def most_load(
-    question: ServingQuestion, deployments: Iterable[Deployment], *, until_s: float = math.inf
+    question: ServingQuestion,
+    deployments: Iterable[Deployment],
+    *,
+    holds: ServingPlan | None = None,
+    until_s: float = math.inf,
 ) -> MostLoad | None:
-    """Return the most load under which one of the deployments holds the targets, and that deployment.
+    """Return the most load under which one of the deployments holds the targets, and that deployment. `holds` is a plan
+    that is known to hold them under the question's own load.
 
     None for a file of requests, a question without targets, and if even one client, or a 64th of the rate, is too much.
     Returns what is known at `until_s` of `time.monotonic`.
     """
     if question.traffic.trace or not (question.ttft_s or question.tpot_s):
         return None
-    best: MostLoad | None = None
+    best = None
+    if holds is not None:
+        best = MostLoad(question=question, plan=holds, load=asked_load(question), more=False)
     for deployment in deployments:
         try:
             best = _more(question, deployment, best, until_s) or best

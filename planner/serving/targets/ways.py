@@ -57,8 +57,10 @@ def way_out(result: ServingResult, machine: Machine, *, until_s: float = math.in
     question = result.question
     if not (question.ttft_s or question.tpot_s):
         return NOTHING
-    most = most_load(question, [plan.deployment for plan in result.plans], until_s=until_s)
-    if result.plans[0].meets:
+    first = result.plans[0]
+    holds = first if first.meets else None
+    most = most_load(question, [plan.deployment for plan in result.plans], holds=holds, until_s=until_s)
+    if first.meets:
         return WayOut(most=most, whole=time.monotonic() < until_s)
     found = [] if most is None else [Way(flags=most.flag, question=most.question, plan=most.plan)]
     for changes in _changes(question, machine):

@@ -16,6 +16,7 @@ from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from simulator.serving.step_collectives import StepCollectives
 from topology.catalog.clusters import cluster, cluster_from_case
+from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster
 
 LLAMA8, LLAMA70, DEEPSEEK = (load_model(name) for name in ("llama3-8b", "llama2-70b", "deepseek-v3"))
@@ -220,6 +221,37 @@ def test_listed_kernels_of_experts(
     rows = chosen * np.array([float(count) for count in measured_ms])
     found = kernels.experts_s(rows, np.minimum(rows, experts), experts, hidden, width, 2)
     assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.35)
+
+
+@pytest.mark.parametrize(("ranks", "measured_ms"), [(4, {1024: 0.116, 8192: 0.409}), (8, {1024: 0.085, 8192: 0.321})])
+def test_experts_of_a_rank_pass_the_tokens_of_others(ranks: int, measured_ms: dict[int, float]) -> None:
+    """DeepSeek-R1's experts in nvfp4, each cut over four GPUs, SGLang 0.5.14 on B300 (ai-dynamo/aiconfigurator
+    @095f58a5, moe_perf.parquet, power_law_1.01): a rank with an eighth of the experts is not eight times as quick.
+    """
+    kernels = Kernels(gpu=gpu_kind("B300 SXM"), weights="float4", program="sglang")
+    tokens = np.array([float(count) for count in measured_ms])
+    here = 256 / ranks
+    own = kernels.experts_s(8 * tokens / ranks, np.full(2, here), here, 7168, 2048 // 4, 2)
+    found = own + kernels.passed_by_s(tokens * (1 - 1 / ranks), 7168)
+
+    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bits", "measured_us"),
+    [
+        ("B200 SXM", 8, {8: 105, 16: 105, 32: 159, 64: 138, 128: 164}),
+        ("B200 SXM", 16, {8: 224, 16: 228, 32: 326, 64: 240, 128: 288}),
+    ],
+)
+def test_latent_attention_by_heads(gpu: str, bits: int, measured_us: dict[int, float]) -> None:
+    """128 answers with 8,192 keys each, SGLang 0.5.14 (ai-dynamo/aiconfigurator @095f58a5,
+    generation_mla_perf.parquet): 32 heads take longer than 64. Of each 9 us are the kernel with hardly any keys.
+    """
+    kernels = Kernels(gpu=gpu_kind(gpu), weights="float8", program="sglang")
+    for heads, measured in measured_us.items():
+        found = 128 * 8192 * kernels.latent_key_s(heads, 2.0 * heads * 1088, 576 * bits / 8, bits)
+        assert 1e6 * found + 9 == pytest.approx(measured, rel=0.12)
 
 
 def test_parts_add_up_to_the_step() -> None:

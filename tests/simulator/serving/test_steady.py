@@ -1,4 +1,4 @@
-"""Requests that keep coming at a rate, against what long runs and closed loops of the same server show."""
+"""Requests that keep coming, at a rate or from a closed loop, against what long runs of the same server show."""
 
 from __future__ import annotations
 
@@ -84,3 +84,26 @@ def test_the_most_that_is_answered_is_what_full_batches_answer(deployment: Deplo
     most = most_answered(MODEL, cluster, deployment, LOAD)
 
     assert most == pytest.approx(len(run.answers) / run.seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("clients", "deployment"),
+    [
+        (64, Deployment()),
+        (96, Deployment(engine="trtllm", max_num_seqs=32)),
+        (32, Deployment(pool=Pool(tp=2, pp=2))),
+        (16, Deployment(engine="sglang", pool=Pool(engines=2), prefill=Pool())),
+    ],
+    ids=["batches", "more clients than places", "stages", "separated"],
+)
+def test_a_closed_loop_is_that_of_the_middle_of_a_long_run(clients: int, deployment: Deployment) -> None:
+    """When all clients ask an idle server at once, prompts wait for each other as they never do again."""
+    cluster = read_cluster("dgx-h100", 4)
+    long = serve(MODEL, cluster, deployment, replace(with_clients(LOAD, clients), requests=40 * clients))
+    middle = sorted(long.answers, key=lambda answer: answer.arrival_s)[10 * clients : -clients]
+
+    seen = estimate_serving(MODEL, cluster, deployment, with_clients(LOAD, clients)).latency
+
+    assert seen.ttft_s.mean == pytest.approx(np.mean([one.first_s - one.arrival_s for one in middle]), rel=0.1)
+    assert seen.e2e_s.mean == pytest.approx(np.mean([one.done_s - one.arrival_s for one in middle]), rel=0.03)
+    assert seen.requests_per_s * seen.e2e_s.mean == pytest.approx(clients)  # Little's law

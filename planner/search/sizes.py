@@ -1,0 +1,62 @@
+"""Numbers of GPUs: which there are, how a cluster with more of them is said, and how many a model takes at least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from simulator.bounds.screening import Screening
+from simulator.config.optimizers import OPTIMIZERS
+from topology.catalog.cluster_file import load_cluster
+from topology.cluster import Cluster
+from topology.errors import UserError
+
+MAX_GPUS = 1 << 16
+# Node counts tried one by one, for `--gpus min` and for advice; larger counts are tried by doubling.
+MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
+
+
+def min_gpus_for_state(screening: Screening) -> int:
+    """Return a GPU count below which parameters and optimizer do not fit, even sharded over all GPUs."""
+    spec, runtime = screening.operators.spec, screening.scenario.runtime
+    param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
+    master = 4.0 if spec.state.master_weights and param < 4 else 0.0
+    optimizer = OPTIMIZERS.get(runtime.optimizer)
+    least = optimizer and (optimizer.matrices or optimizer)  # Muon keeps less of hidden matrices than of the rest
+    moments = least.state_bytes(4.0 if master else param) - least.paged if least is not None else 0.0
+    return max(
+        1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
+    )
+
+
+def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator[int]:
+    """Yield the possible GPU counts: up to one node, then whole nodes, which double after `tried` of them."""
+    size = len(cluster.groups[0].node.gpus)
+    yield from range(max(1, least), size)
+    nodes = first = max(1, -(-least // size))
+    while nodes * size <= limit:
+        yield nodes * size
+        nodes = nodes + 1 if nodes < first + tried else 2 * nodes
+
+
+def most_gpus(cluster: Cluster, grow: Callable[[int], Cluster] | None) -> int:
+    """Return the largest number of GPUs to choose from: MAX_GPUS, or all of a cluster that states its nodes."""
+    try:
+        if grow:
+            grow(cluster.gpu_count + cluster.gpus_per_node)
+    except UserError:
+        return cluster.gpu_count
+    return MAX_GPUS
+
+
+def said_with_nodes(cluster: Cluster, nodes: int) -> str:
+    """Return how a cluster with other `nodes` is said (2x8xh100-sxm); empty if the words do not say this cluster."""
+    size, kind = cluster.gpus_per_node, cluster.slowest_kind.name
+    same = load_cluster(f"{cluster.node_count}x{size}x{kind}")
+    return f"{nodes}x{size}x{kind}" if (same.groups, same.fabric) == (cluster.groups, cluster.fabric) else ""
+
+
+def with_nodes_for(cluster: Cluster, gpus: int) -> Cluster:
+    """Return a cluster said in the same words, with the nodes that some GPUs take."""
+    return load_cluster(said_with_nodes(cluster, -(-gpus // cluster.gpus_per_node)))
