@@ -19,6 +19,7 @@ MODULES = {
     "stamp": "executor.kernels.cycles",
     **dict.fromkeys(("add_norm", "gated", "rotate_and_store"), "executor.kernels.decoder_rows"),
     "gather_matmul": "executor.kernels.gather_matmul",
+    **dict.fromkeys(("Place", "gather_specialised", "tile_descriptor"), "executor.kernels.gather_specialised"),
     "matmul_scatter": "executor.kernels.matmul_scatter",
     **dict.fromkeys(("attend_pages", "merge_shares"), "executor.kernels.paged_attention"),
     "rotate_pairs": "executor.kernels.rotary",

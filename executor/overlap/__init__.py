@@ -6,7 +6,7 @@
 
 Weights are as in `torch.nn.Linear`, (out, in), this rank's shard of them. All functions are differentiable; the
 backward pass uses the same mode. `nccl` is the reference; each mode's module says how it overlaps. On CPU tensors
-`nccl`, `chunked` and `ring` run with gloo, and the other modes run as `nccl`.
+`nccl` and `chunked` run with gloo, and the other modes run as `nccl`.
 
 May import `gpu`, `kernels` (where Triton is installed) and `launch`, `topology` and `simulator`.
 """
@@ -27,10 +27,9 @@ from executor.overlap.copy_engine import CopyEngine
 from executor.overlap.fused import Fused
 from executor.overlap.mode import Mode
 from executor.overlap.nccl import Nccl
-from executor.overlap.ring import Ring
 from topology.errors import BadPlan
 
-MODES: dict[str, Mode] = {mode.name: mode for mode in (Nccl(), Chunked(), Ring(), CopyEngine(), Fused())}
+MODES: dict[str, Mode] = {mode.name: mode for mode in (Nccl(), Chunked(), CopyEngine(), Fused())}
 # Not implemented, since they need NVLink multicast objects; the simulator may model them.
 NEED_MULTICAST = frozenset({"multimem", "multimem_one_shot", "multimem_two_shot", "nvls"})
 

@@ -1,4 +1,4 @@
-"""One persistent Triton kernel for the matmul and its collective.
+"""One persistent Triton kernel for the matmul and its collective; on Hopper the gather's has specialised warps.
 
 Without CUDA, for types other than bfloat16 and float16, for rows that are no multiple of 16 bytes (which TMA needs),
 and for several matmuls at once, this falls back to the mode copy_engine: the same exchange with the library's matmuls,
@@ -8,6 +8,7 @@ in the type of the operands.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from executor.overlap.mode import Pair, shard_rows
 from simulator.overlap.modes import LARGE_BYTES, TILE_COLUMNS, TILE_ROWS, takes_large_tiles
 
 TMA_BYTES = 16
+HOPPER = 9  # CUDA's compute capability
 # SMs that persistent kernels leave free. Copies from other GPUs use copy engines, but within one GPU they are kernels,
 # which a kernel that waits on every SM would block forever. Set by tests whose ranks share a GPU.
 UNUSED_PROCESSORS = 0
@@ -42,6 +44,7 @@ class Tile:
 
 
 GATHER_TILES = (Tile(halves=True, stages=4), Tile(block_n=TILE_COLUMNS[1], stages=4))
+SPECIALISED_TILES = (Tile(halves=True, stages=4), Tile(block_n=TILE_COLUMNS[1], stages=5))  # of gathers on Hopper
 SCATTER_TILES = (Tile(stages=3), Tile(block_n=TILE_COLUMNS[1], stages=4))
 
 
@@ -124,38 +127,63 @@ def _gather_matmul(
 
 
 def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, tile: Tile | None) -> PreparedKernel:
-    x, plan, space = exchange.x, exchange.plan, exchange.space
-    (rows, depth), columns, programs = x.shape, operand.shape[1], programs_on(x.device)
-    tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
-    own, right, transposed = _descriptors(x, operand, tile)
-    width = tile.block_n // 2 if tile.halves else tile.block_n
+    plan, space = exchange.plan, exchange.space
+    words = (plan.flags, space.ticket, space.error)
+    return gather_kernel(exchange.x, plan.gathered, operand, out, words, plan.bounds, (space.rank, space.world), tile)
+
+
+def gather_kernel(
+    x: Tensor,
+    gathered: Tensor,
+    operand: Tensor,
+    out: Tensor,
+    words: tuple[Tensor, Tensor, Tensor],
+    bounds: push.Bounds,
+    place: tuple[int, int],
+    tile: Tile | None = None,
+) -> PreparedKernel:
+    """Return the kernel for `x` (R, K), `gathered` and `out` (W·R, ...), and an operand (K, N); their addresses may
+    change. `words` are flags, ticket and error, `bounds` the pieces of a shard, `place` is (rank, W).
+    """
+    (rows, depth), columns, programs, (rank, world) = x.shape, operand.shape[1], programs_on(x.device), place
+    specialised, transposed = specialises(x.device), not operand.is_contiguous()
+    tile = tile or tile_for(world * rows, columns, programs, SPECIALISED_TILES if specialised else GATHER_TILES)
+    described = kernels.tile_descriptor if specialised else _descriptor
+    width, right = tile.block_n // 2 if tile.halves else tile.block_n, [tile.block_k, tile.block_n]
     args = (
-        own,
-        _descriptor(plan.gathered, [tile.block_m, tile.block_k]),
-        right,
-        _descriptor(out.view(space.world, rows, columns), [1, tile.block_m, width]),
-        plan.flags,
-        space.ticket,
-        space.error,
+        described(x, [tile.block_m, tile.block_k]),
+        described(gathered, [tile.block_m, tile.block_k]),
+        described(operand.t(), right[::-1]) if transposed else described(operand, right),
+        described(out.view(world, rows, columns), [1, tile.block_m, width]),
+        *words,
         rows,
         columns,
         depth,
-        plan.bounds[0][1],
-        len(plan.bounds),
-        space.rank,
-        space.world,
-        transposed,
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.group_m,
-        tile.halves,
-        symmetric.POLLS,
-        True,  # assembly, since this is a GPU
+        bounds[0][1],
+        len(bounds),
     )
+    changing = (0, 2, 3)
+    if specialised:
+        own = kernels.Place(rank=rank, world=world, transposed=transposed, limit=symmetric.POLLS)
+        return PreparedKernel(
+            kernels.gather_specialised, programs, (*args, own, tile), changing=changing, num_warps=tile.warps
+        )
+    sizes = (tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.halves)
+    constants = (rank, world, transposed, *sizes, symmetric.POLLS, True)  # assembly, since this is a GPU
     return PreparedKernel(
-        kernels.gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages
+        kernels.gather_matmul,
+        programs,
+        (*args, *constants),
+        changing=changing,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
+
+
+@cache
+def specialises(device: torch.device) -> bool:
+    """Return whether gathers have the kernel with specialised warps, which is in the instructions of Hopper."""
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def pieces_for(x: Tensor) -> int:

@@ -25,7 +25,7 @@ from functools import lru_cache
 from topology.errors import BadPlan
 
 # What our executor runs; what each does: simulator.overlap.modes.
-MODES = ("none", "chunked", "ring", "copy_engine", "fused")
+MODES = ("none", "chunked", "copy_engine", "fused")
 # What `executor.overlap` calls an NCCL collective followed or preceded by the product.
 EXECUTOR_NAMES = {"none": "nccl"}
 # Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.site_costs`)

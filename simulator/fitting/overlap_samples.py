@@ -3,7 +3,7 @@ shapes with measured times.
 
 A part that was not measured is derived: the product of a shard or slice has the share of the whole product that the
 roofline gives it (waves of tiles, weights read again), or the time of a sample of the same layer with as many rows. The
-collective of a slice is derived in the same way. Copies and hops run at the rates of the cluster's links.
+collective of a slice is derived in the same way. Copies run at the rate of the cluster's links.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _parts(
     slice_s = sample.slice_product_s or shard_s * slice_model / shard_model
     together, both = GroupShape(ranks=ranks, ranks_per_node=ranks), np.array([shard * ranks, shard * ranks / SLICES])
     at_once, slice_of_it = collectives.time_s(COLLECTIVE[sample.operation], both, together)
-    size, large = np.array([shard]), np.array([LARGE_COPY_BYTES])
+    large = np.array([LARGE_COPY_BYTES])
     rate = float(collectives.time_s("send_recv", large, pair, algorithm="copy_engine")[0]) / LARGE_COPY_BYTES
     return Parts(
         ranks=ranks,
@@ -127,7 +127,6 @@ def _parts(
         collective_s=sample.collective_s,
         slice_collective_s=sample.slice_collective_s or sample.collective_s * float(slice_of_it / at_once),
         copy_s=sample.copy_s or shard * rate,
-        hop_s=sample.hop_s or float(collectives.time_s("send_recv", size, pair)[0]),
         stream_s=shard / roofline.memory_bytes_per_s,
         products=len(sample.columns),
         rounds=float(rounds_of(sample.rows, sample.columns[0], roofline.gpu.sm_count)),

@@ -54,19 +54,19 @@ def _overlaps_at(text: str, site: str) -> bool:
         return False  # another rule's business
 
 
-BY_NCCL = ("chunked", "ring")  # modes that do not write to another GPU's memory themselves
+BY_NCCL = "chunked"  # the mode that does not write to another GPU's memory itself
 
 
 def _pushes(text: str) -> bool:
     try:
-        return bool(set(modes_in(text)) - {"async", *BY_NCCL})
+        return bool(set(modes_in(text)) - {"async", BY_NCCL})
     except BadPlan:
         return False  # another rule's business
 
 
 # Modes that divide only the rows of tokens. The others choose a method by the size of the product, so that it must be
 # the same on all ranks.
-ANY_WIDTH = (NONE, "chunked", "ring")
+ANY_WIDTH = (NONE, BY_NCCL)
 
 
 def _needs_equal_widths(text: str) -> bool:
@@ -201,13 +201,6 @@ POLICY_RULES: list[Rule] = [
         applies=lambda q: q.framework.overlap_needs_compile and not q.compile,
     ),
     policy_rule(
-        "overlap-compile",
-        "tp_overlap",
-        lambda c, q: c.tp_overlap != "none",
-        lambda p, q: f"tp_overlap {p.tp_overlap} with compile: the overlapped products are eager",
-        applies=lambda q: q.framework.overlap_needs_eager and q.compile,
-    ),
-    policy_rule(
         "overlap-mode",
         "tp_overlap",
         lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),
@@ -261,7 +254,7 @@ POLICY_RULES: list[Rule] = [
         lambda c, q: (c.tp > 1) & _where_overlap(c, _pushes),
         lambda p, q: (
             f"tp_overlap {p.tp_overlap} without NVLink: copies into memory of other GPUs over PCIe are not modelled,"
-            f" but {' and '.join(BY_NCCL)} are"
+            f" but {BY_NCCL} is"
         ),
         applies=lambda q: not q.nvlink,
     ),

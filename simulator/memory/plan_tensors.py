@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.analytical.block_times import BlockTimes
-from simulator.analytical.estimates import network_blocks
-from simulator.columns.plan_columns import words
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tape import Act, Event
-from simulator.memory.tensors import RING, BlockTensors, Passes, Weight
+from simulator.memory.tensors import BlockTensors, Passes, Weight
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 from simulator.runtimes.library import head_peaks, turns_at_once
@@ -44,13 +41,10 @@ class Held(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Tensors that come and go, and what is then so: the gradient of a weight has been computed, or a tensor that was
-    sent or received is freed; neither at the end.
-    """
+    """Tensors that come and go, and the weight whose gradient has then been computed, none at the end."""
 
     events: tuple[TensorEvent, ...]
     weight: int | None = None
-    sent: int | None = None
 
 
 class PlanTensors:
@@ -84,8 +78,6 @@ class PlanTensors:
         self.on_gpu = layers_on_gpu(plan, context, layers)
         # How many units ahead of a backward pass a layer returns.
         self.returns_ahead = max(self.on_gpu - 1, 0) if plan.offload_layers else min(self.on_gpu, 1)
-        # Ranks send tensors to each other in every layer.
-        self.sends = RING in context.table.overlap_modes and bool(context.table["tp"][0] > 1)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
@@ -133,15 +125,6 @@ class PlanTensors:
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
 
-    @cached_property
-    def times(self) -> BlockTimes:
-        """The seconds of units' passes at the clocks of a GPU that is never idle."""
-        modes, recompute = words(self.context.table.recompute), self.context.spec.recompute
-        again = [mode for mode in modes if recompute[mode].recomputes]
-        moe = any(unit.block == "moe" for units in self.stages for unit in units)
-        blocks = network_blocks(self.operators, self.context, again, moe=moe)
-        return BlockTimes(self.context, blocks, np.ones(1))
-
     def pieces(self, events: tuple[Event, ...]) -> tuple[Piece, ...]:
         """Return the events of one of `passes` in pieces that end where the gradient of a weight has been computed."""
         if id(events) not in self._pieces:
@@ -156,9 +139,8 @@ class PlanTensors:
         """
         key = id(events), from_forward
         if key not in self._halves:
-            frees = {Act.FREE, Act.FREE_LATE}
-            second = [e for e in events if e[0] is Act.GRADIENT or (e[0] in frees and e[1] in from_forward)]
-            first = [e for e in events if e[0] is Act.ALLOCATE or (e[0] in frees and e[1] not in from_forward)]
+            second = [e for e in events if e[0] is Act.GRADIENT or (e[0] is Act.FREE and e[1] in from_forward)]
+            first = [e for e in events if e[0] is Act.ALLOCATE or (e[0] is Act.FREE and e[1] not in from_forward)]
             self._halves[key] = _in_pieces(first), _in_pieces(second)
         return self._halves[key]
 
@@ -292,8 +274,8 @@ def _in_pieces(events: Iterable[Event]) -> tuple[Piece, ...]:
     found: list[Piece] = []
     piece: list[TensorEvent] = []
     for act, slot, nbytes in events:
-        if act is Act.GRADIENT or act is Act.FREE_LATE:
-            found.append(Piece(tuple(piece), *((slot, None) if act is Act.GRADIENT else (None, slot))))
+        if act is Act.GRADIENT:
+            found.append(Piece(tuple(piece), slot))
             piece = []
         else:
             piece.append((slot, whole_blocks(nbytes) if act is Act.ALLOCATE else 0))

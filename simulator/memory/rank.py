@@ -16,12 +16,10 @@ from simulator.memory.allocator import Block, CachingAllocator
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank_units import COMPUTE, REDUCE, RankUnits
-from simulator.memory.sent import SentTensors
 from simulator.memory.wrapped import Instance
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
-from simulator.step.rank import Pass
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
@@ -50,7 +48,6 @@ class RankReplay(RankUnits):
         self.newest: list[Block] = []
         self.logits: list[Block] = []  # logits that a trainer keeps for metrics until there are others
         self.kept: list[Block] = []  # inputs of frozen units and their gradients, kept until a backward pass ends
-        self.sent = SentTensors()
         self.leaving: list[Instance] = []  # layers whose tensors are being copied to host memory
         self.watches = False  # whether to record the most bytes allocated in each pass of a step, unit by unit
         self.highest: list[int] = []
@@ -114,7 +111,6 @@ class RankReplay(RankUnits):
         self._give(self.newest)  # the schedule has returned
         if not self.optimizer:
             self.make_optimizer()
-        self._give(self.sent.wait())
         made = self.plan.made_by_update(self.units, self.zero["update"])
         self._give(self._taken(*made))
 
@@ -165,7 +161,6 @@ class RankReplay(RankUnits):
                 instance.slots[passes.inward] = given
             self._play(unit, instance, self.plan.pieces(passes.forward))
             self._give(own)
-            self._give(self.sent.issue(self.plan.times.of(unit, Pass.FORWARD)) if self.plan.sends else [])
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
             if self.plan.away and unit.block in {"dense", "moe"}:
@@ -209,7 +204,6 @@ class RankReplay(RankUnits):
                 now = self.plan.pieces(passes.backward)
             self._play(unit, instance, now)
             self._give(again)
-            self._give(self.sent.issue(self.plan.times.of(unit, Pass.BACKWARD)) if self.plan.sends else [])
             gradient = instance.slots.pop(passes.gradient, None)
             self.kept += [gradient] if keeps and gradient is not None else []
             if not split:
@@ -251,12 +245,10 @@ class RankReplay(RankUnits):
             self._free_last_buffers()
 
     def _play(self, unit: Unit, instance: Instance, pieces: Iterable[Piece]) -> None:
-        for events, weight, sent in pieces:
+        for events, weight in pieces:
             self.memory.play(events, instance.slots, COMPUTE)
             if weight is not None:
                 self._weight_gradient(unit, weight)
-            if sent in instance.slots:
-                self.sent.add(instance.slots.pop(sent))
 
     def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
         """All gradients of a unit are computed: free its tensors, and reduce the gradients."""

@@ -38,8 +38,7 @@ class ShortReplay(RankReplay):
 
     def __init__(self, plan: PlanTensors, rank: int, memory: GrowingAllocator, *, micro_batches: float) -> None:
         super().__init__(plan, rank, memory, micro_batches=micro_batches)
-        # Layers go to the host one after the other, or tensors stay until the device has sent them.
-        self.moves_away = plan.away or bool(self.spec.away_layers) or plan.sends
+        self.moves_away = plan.away or bool(self.spec.away_layers)  # layers go to the host one after the other
         self._zero = tuple(self.zero.values())
 
     def run(self, action: Action) -> None:

@@ -13,7 +13,6 @@ class Act(IntEnum):
     ALLOCATE = 0
     FREE = 1
     GRADIENT = 2  # the gradient of the weight `slot` has been computed
-    FREE_LATE = 3  # the host frees a tensor that NCCL's sends and receives use on a stream of their own
 
 
 Event = tuple[Act, int, int]  # (act, slot of a tensor or of a weight, bytes)
@@ -26,7 +25,6 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     live: dict[int, int] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
-    sent: set[int] = field(default_factory=set)  # slots of tensors that are sent or received
     saved_by: dict[int, list[int]] = field(default_factory=dict)  # index of an operator -> slots
     slots: int = 0
 
@@ -43,7 +41,7 @@ class Tape:
 
     def free(self, slot: int) -> None:
         if slot in self.live:
-            self.events.append((Act.FREE_LATE if slot in self.sent else Act.FREE, slot, self.live.pop(slot)))
+            self.events.append((Act.FREE, slot, self.live.pop(slot)))
             self.held.discard(slot)
 
     def claim(self, nbytes: int, other: int = NOTHING) -> int:
@@ -61,18 +59,6 @@ class Tape:
             if slot in self.live and slot not in self.held and slot not in keep and self.live[slot] in wanted:
                 wanted.remove(self.live[slot])
                 self.free(slot)
-
-    def send(self, whole_bytes: int, ranks: int, gathered: Sequence[int], before: Sequence[int]) -> None:
-        """Shards of `whole_bytes` go around a ring of ranks: a rank's own one to the tensor `gathered`; or, if that is
-        empty, sums of them, which take two shards for each of the other ranks.
-        """
-        size = whole_bytes // ranks if gathered else whole_bytes
-        self.sent |= {*gathered, *[slot for slot in before if self.live.get(slot) == size][-1:]}
-        more = 0 if gathered else 2 * (ranks - 1) * (whole_bytes // ranks) - whole_bytes
-        if more > 0:
-            slot = self.allocate(more)
-            self.sent.add(slot)
-            self.free(slot)
 
     def free_rest(self, keep: set[int]) -> None:
         for slot in [s for s in self.live if s not in self.held and s not in keep]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.kernels.operators import TRANSPOSED, OperatorSpec, parse_matmul, product
+from simulator.kernels.operators import OperatorSpec, parse_matmul, product
 from simulator.memory.tape import NOTHING, Act, Event, Tape
 from simulator.passes.block import running
 from simulator.runtimes.parts import RecomputeSpec
@@ -24,7 +24,6 @@ from simulator.step.held import head_tensor_bytes
 TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
 STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
-RING = "ring"  # the overlap mode that sends tensors from rank to rank
 
 
 class Weight(NamedTuple):
@@ -56,7 +55,6 @@ class BlockTensors:
 
     def __init__(self, context: CostContext) -> None:
         self.context = context
-        self._modes = context.table.overlap_modes
 
     def passes(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> Passes:
         """Return the passes of a block with recomputation as `mode` states; an empty mode recomputes nothing."""
@@ -160,7 +158,6 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
-            self._send(tape, operator, operator.collective, outs, before)
             if saving(place):
                 tape.saved_by[place] = [
                     tape.claim(nbytes, NOTHING if STREAM_AXES.issuperset(_axes(tensor)) else inward)
@@ -204,7 +201,6 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
-            self._send(tape, operator, operator.collective, outs, before)
             for slot in outs:
                 if not again[place] and place + 1 < len(active) and tape.live[slot] in wanted:
                     wanted.remove(tape.live[slot])
@@ -226,8 +222,6 @@ class BlockTensors:
         for place, operator in enumerate(active):
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)] if again[place] else []
-            if again[place]:
-                self._send(tape, operator, operator.collective, outs, before)
             if place not in tape.saved_by:
                 tape.saved_by[place] = [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
             if not again[place]:
@@ -257,7 +251,6 @@ class BlockTensors:
                     continue
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
-            self._send(tape, operator, TRANSPOSED.get(operator.collective, ""), outs, before)
             if operator.attention:  # gradients of queries are summed in float32
                 tape.free(tape.allocate(round(2 * self._size("t q"))))
             if self._weight(operator):
@@ -279,13 +272,6 @@ class BlockTensors:
         tape.held.clear()
         tape.free_rest({last})
         return last
-
-    def _send(self, tape: Tape, operator: OperatorSpec, kind: str, outs: list[int], before: list[int]) -> None:
-        """Note what an operator of the overlap mode `ring` sends and receives (executor/overlap/ring.py)."""
-        if operator.site and RING in self._modes and kind in {"all_gather", "reduce_scatter"}:
-            ranks = round(self._ranks(operator))
-            if ranks > 1 and str(self.context.table.overlap_at(operator.site)[0]) == RING:
-                tape.send(self._size(operator.tensor), ranks, outs if kind == "all_gather" else (), before)
 
     # --- sizes --------------------------------------------------------------------------------------------------
 

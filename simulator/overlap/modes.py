@@ -3,7 +3,6 @@ parts alone.
 
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each alongside one batched product of another slice
-    ring            W - 1 hops to the neighbour, each alongside the product of the shard at hand
     copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
                     end, or, for large shards, during its products: partial sums travel round the ring in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
@@ -56,8 +55,6 @@ HOST_CALLS = {
     (SCATTER, "nccl"): (4, 0),
     (GATHER, "chunked"): (1 + 3 * SLICES, 0),
     (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
-    (GATHER, "ring"): (3, 4),
-    (SCATTER, "ring"): (2, 5),
     (GATHER, "copy_engine"): (2.5, 1),
     (SCATTER, "copy_engine"): (3, 1.5),
     (GATHER, "fused"): (2, 0.4),
@@ -65,13 +62,13 @@ HOST_CALLS = {
     (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued from C++, as our pushes are
     (SCATTER, USERBUFFERS): (2, 0.4),
 }
-# Modes of many NCCL calls: the calls for every further product of an operation (queries, keys and values; gate and up),
-# of which each piece is multiplied by every matrix, 0.6 as torch.mm and a slice of its result take 15 us where a call
-# takes 24; and the host's time within a layer over that in a row of its own kind, on a CPU 1.6 (chunked) and 2.0
-# (ring), 1.5 (chunked) on two H200 (tests/bench/host_cost.py; examples/profiles/hosts.md). Others take no more there.
-FURTHER_CALLS = {"chunked": (0.6 * SLICES, 0.0), "ring": (0.6, 0.6)}
-IN_LAYERS = {"chunked": 1.6, "ring": 1.6}
-REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0)}  # others as below
+# chunked has many NCCL calls: those for every further product of an operation (queries, keys and values; gate and up),
+# of which each slice is multiplied by every matrix, 0.6 as torch.mm and a slice of its result take 15 us where a call
+# takes 24; and the host's time within a layer over that in a row of its own kind, on a CPU 1.6 and on two H200 1.5
+# (tests/bench/host_cost.py; examples/profiles/hosts.md). Other modes take no more there.
+FURTHER_CALLS = {"chunked": 0.6 * SLICES}
+IN_LAYERS = {"chunked": 1.6}
+REGATHER_CALLS = {"chunked": (2, 0), "nccl": (2, 0)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
 # Largest bytes of W + 1 shards that copy_engine adds up at the end; it relays larger ones. On two H200 the two ways
 # were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024;
@@ -105,8 +102,6 @@ class Parts:
     """The collective on the bytes of a slice."""
     copy_s: Value
     """One shard by a copy engine at its full rate."""
-    hop_s: Value
-    """One shard by NCCL's send and receive."""
     stream_s: Value
     """Reading or writing a shard once in memory."""
     products: Value = 1
@@ -128,8 +123,6 @@ class OverlapRates:
     """Seconds of a push beyond bytes over rate: the engine's start and the flag behind it."""
     signal_s: float = 6e-6
     """Seconds until a waiting stream or kernel sees a flag, or for a barrier of all ranks."""
-    hop_ratio: float = 0.77
-    """Time of a hop that all ranks make at once, over that of a hop between two ranks alone: for each pair of ranks."""
     cold: float = 1.04
     """Factor of a product that follows a collective, over one that follows a product: caches and clocks differ."""
     gap_s: float = 8.5e-6
@@ -179,8 +172,8 @@ def issue_s(
     Raises ValueError as `mode_s` does.
     """
     _known(mode, operation)
-    (always, each), (again, again_each) = HOST_CALLS[operation, mode], FURTHER_CALLS.get(mode, (0.0, 0.0))
-    further = np.maximum(products - 1, 0) * (again + again_each * (ranks - 1))
+    always, each = HOST_CALLS[operation, mode]
+    further = np.maximum(products - 1, 0) * FURTHER_CALLS.get(mode, 0.0)
     seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1) + further)
     if regathers:
         always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
@@ -195,8 +188,6 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
         together = parts.queued_s + parts.collective_s + rates.cold * parts.product_s + rates.gap_s
     elif mode == "chunked":
         together = _chunked_s(operation, parts, rates)
-    elif mode == "ring":
-        together = _ring_s(operation, parts, rates)
     elif mode == "copy_engine":
         together = _copy_engine_s(operation, parts, rates)
     elif mode == USERBUFFERS:
@@ -264,14 +255,6 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     if operation == GATHER:
         return _piped_s(slow_move, slow_piece, SLICES) - alone + gaps
     return _piped_s(slow_piece, slow_move, SLICES, parts.queued_s) - alone + gaps
-
-
-def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
-    """NCCL divides its channels among peers, so a hop to one of many peers is slower than to a single one."""
-    piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
-    step = np.maximum(piece, hop) + rates.late_product_slowdown * np.minimum(piece, hop) + rates.step_gap_s
-    adding = 3 * parts.stream_s if operation == SCATTER else 0.0
-    return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 
 
 def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:

@@ -144,7 +144,6 @@ def parts_of(
         collective_s=whole_s,
         slice_collective_s=groups.time_s(op, "tp", nbytes / SLICES),
         copy_s=shard * copy_s_per_byte(groups),
-        hop_s=groups.time_s("send_recv", "tp_pair", shard),
         stream_s=shard / roofline.memory_bytes_per_s,
         products=products.count,
         first_s=products.first_s,

@@ -41,7 +41,7 @@ FAMILIES = {
 }  # fmt: skip
 TYPES = {"mixed": 6.0, "bfloat16": 2.5, "float32": 1.5}
 # Of our executor's tensor parallelism with sequence parallelism.
-OVERLAPS = {"none": 2.0, "fused": 2.0, "copy_engine": 2.0, "ring": 1.0, "chunked": 1.0}
+OVERLAPS = {"none": 2.0, "fused": 2.0, "copy_engine": 2.0, "chunked": 1.0}
 COMPILED = 0.15
 SAVERS = (
     (CHUNKED_LOSS,),

@@ -1,7 +1,7 @@
 """Host time of one layer under each kind of plan, on a CPU: what Python, dispatch and autograd cost, next to no
 arithmetic.
 
-    python3 tests/bench/host_cost.py [--only tp2] [--profile tp2]
+    python3 tests/bench/host_cost.py [--only tp2] [--compiled] [--profile tp2]
 
 One process pretends to be a rank of two (torch's `fake` process group sends nothing), widths are tiny, and the cost of
 a layer is the difference of a deep and a shallow model. A GPU's host is quicker or slower than this one by some factor;
@@ -49,7 +49,7 @@ CASES = {
     "tp2-selective": (DENSE, Plan(**SP, recompute="selective")),
     "tp2-selop": (DENSE, Plan(**SP, recompute="selective-op")),
     "tp2-full": (DENSE, Plan(**SP, recompute="full")),
-    **{f"tp2-{mode}": (DENSE, Plan(**SP, tp_overlap=mode)) for mode in ("chunked", "ring")},
+    **{f"tp2-{mode}": (DENSE, Plan(**SP, tp_overlap=mode)) for mode in ("chunked", "copy_engine")},
     "moe-one": (SPARSE, Plan(micro_batch_size=2)),
     "moe-fsdp2": (SPARSE, Plan(dp_shard=2, micro_batch_size=1)),
     "moe-ep2": (SPARSE, Plan(dp_shard=2, ep=2, micro_batch_size=1)),
@@ -58,8 +58,9 @@ CASES = {
 }
 
 
-def trainer(shapes: dict[str, object], layers: int, plan: Plan) -> Trainer:
-    runtime = Runtime(param_dtype="float32", compute_dtype="bfloat16", reduce_dtype="float32")
+def trainer(shapes: dict[str, object], layers: int, plan: Plan, *, compiled: bool) -> Trainer:
+    types = {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    runtime = Runtime(**types, compile=compiled)
     workload = Workload(seq_len=8, global_batch_size=plan.data_parallel * plan.micro_batch_size)
     model = Model(**shapes, layers=layers)
     meshes = build_meshes(plan, "cpu")
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiled", action="store_true", help="blocks compiled")
     parser.add_argument("--profile", action="store_true", help="say where the time goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,11 +112,14 @@ def main() -> None:
         shapes, plan = CASES[name]
         world(plan.gpus)
         with torch.autograd.set_multithreading_enabled(False):
-            ends = [passes(trainer(shapes, layers, plan), options.rounds) for layers in (SHALLOW, DEEP)]
+            ends = [
+                passes(trainer(shapes, layers, plan, compiled=options.compiled), options.rounds)
+                for layers in (SHALLOW, DEEP)
+            ]
         some = [(deep - shallow) / (DEEP - SHALLOW) * 1e6 for shallow, deep in zip(*ends, strict=True)]
         print(f"| {name} | {some[0]:.0f} | {some[1]:.0f} | {sum(some):.0f} |", flush=True)
         if options.profile:
-            profiler, watched = cProfile.Profile(), trainer(shapes, DEEP, plan)
+            profiler, watched = cProfile.Profile(), trainer(shapes, DEEP, plan, compiled=options.compiled)
             passes(watched, 2)
             with torch.autograd.set_multithreading_enabled(False):
                 profiler.enable()

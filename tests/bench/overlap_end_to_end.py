@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=240)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps alone, in the modes of single sites")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,6 +36,7 @@ def main() -> int:
             f"--seconds={options.budget - 5}",
             f"--tokens={options.tokens}",
             *(["--ours-alone"] if options.ours_alone else []),
+            *(["--compiled"] if options.compiled else []),
         ],
         ranks=options.ranks,
         budget_s=options.budget,
@@ -52,11 +54,17 @@ def show(found: list[dict]) -> None:
     for r in found:
         if r["kind"] == "chosen":
             print(f"{r['model']}: " + ", ".join(f"{site} {mode}" for site, mode in r["modes"].items()))
+        if r["kind"] == "hidden":
+            shares = sorted(r["by_round"])
+            print(
+                f"{r['model']:12} {'compiled' if r['compiled'] else 'eager':8} hidden {shares[len(shares) // 2]:.2f}, "
+                f"by round {shares[0]:.2f} to {shares[-1]:.2f}"
+            )
         if r["kind"] in {"missing", "numbers"}:
             print({k: v for k, v in r.items() if k != "kind"})
         if r["kind"] == "step":
             print(
-                f"{r['model']:12} {r['what']:16} {1e3 * r['seconds']:8.2f} ms {r['tokens'] / r['seconds']:9,.0f} tokens/s, "
+                f"{r['model']:12} {'compiled' if r['compiled'] else 'eager':8} {r['what']:16} {1e3 * r['seconds']:8.2f} ms {r['tokens'] / r['seconds']:9,.0f} tokens/s, "
                 f"fused operators of PyTorch in a step: {r['fused']}"
             )
 

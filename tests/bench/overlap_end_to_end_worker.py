@@ -32,7 +32,8 @@ from executor.launch.records import Deadline, Recorder
 from executor.overlap.mode import Mode
 from tests.bench.overlap_alone import Alone
 
-ROUNDS, STEPS = 5, 3
+ROUNDS, STEPS = 9, 3
+IN_STEPS = ("nccl", "copy_engine", "fused")  # modes that whole steps choose from
 FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")
 
 
@@ -124,6 +125,7 @@ class OverlappedBlock(nn.Module):
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self.modes, self.group, self.depth = modes, group, block.attention.depth
+        self.gather, self.scatter = overlap.all_gather_matmul, overlap.matmul_reduce_scatter
 
         def part(linear: nn.Linear, dim: int) -> nn.Parameter:
             return nn.Parameter(linear.weight.detach().chunk(world, dim)[rank].clone())
@@ -137,7 +139,7 @@ class OverlappedBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        gather, scatter, modes, group = overlap.all_gather_matmul, overlap.matmul_reduce_scatter, self.modes, self.group
+        gather, scatter, modes, group = self.gather, self.scatter, self.modes, self.group
         q, k, v = gather(norm(x, self.norms[0]), tuple(self.qkv), group, mode=modes["qkv"], dim=1)
         x = x + scatter(attend(q, k, v, self.depth, angles), self.o, group, mode=modes["o"], dim=1)
         g, u = gather(norm(x, self.norms[1]), tuple(self.up), group, mode=modes["up"], dim=1)
@@ -226,8 +228,32 @@ def chosen_modes(
     return modes, times
 
 
+def modes_in_steps(sites: Mapping[str, str], steps: Steps) -> tuple[dict[str, str], list[dict[str, object]]]:
+    """Start from the modes of single sites and take, site by site, the mode with which a whole step is the shortest."""
+
+    def step_with(modes: dict[str, str]) -> Callable[[], object]:
+        def step() -> None:
+            for block in steps.blocks:
+                block.modes = modes
+            steps()
+
+        return step
+
+    best, tried = dict(sites), []
+    for site in sites:
+        seconds = interleaved({mode: step_with(best | {site: mode}) for mode in IN_STEPS}, rounds=3, count=2)
+        tried.append({"site": site, "seconds": seconds})
+        best[site] = min(seconds, key=seconds.get)
+    return best, tried
+
+
 def interleaved(calls: dict[str, Callable[[], object]], *, rounds: int, count: int) -> dict[str, float]:
     """Median seconds of a call, ways taking turns; the largest over ranks."""
+    return {name: median(values) for name, values in samples_of(calls, rounds=rounds, count=count).items()}
+
+
+def samples_of(calls: dict[str, Callable[[], object]], *, rounds: int, count: int) -> dict[str, list[float]]:
+    """Seconds of a call by round, ways taking turns; the largest over ranks."""
     samples = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -243,9 +269,17 @@ def interleaved(calls: dict[str, Callable[[], object]], *, rounds: int, count: i
             end.record()
             end.synchronize()
             samples[name].append(start.elapsed_time(end) / 1e3 / count)
-    mine = torch.tensor([median(values) for values in samples.values()], device="cuda")
+    mine = torch.tensor(list(samples.values()), device="cuda")
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return dict(zip(samples, mine.tolist(), strict=True))
+
+
+def hidden(samples: Mapping[str, list[float]]) -> list[float]:
+    """Share of the exposed communication that the chosen modes hide, by round: of what a step in nccl mode takes longer
+    than one in which nothing moves.
+    """
+    ways = (samples["nccl mode"], samples["chosen modes"], samples["nothing moved"])
+    return [(nccl - chosen) / (nccl - nothing) for nccl, chosen, nothing in zip(*ways, strict=True)]
 
 
 def fused_operators(step: Callable[[], object]) -> int:
@@ -263,37 +297,67 @@ def left(deadline: Deadline, seconds: float) -> bool:
     return bool(flag > 0)
 
 
-def measure(size: Size, tokens: int, recorder: Recorder, deadline: Deadline, *, ours_alone: bool) -> None:
-    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cuda", (world,))
-    torch.manual_seed(2)
-    whole = torch.randn((1, tokens, size.width), device="cuda", dtype=torch.bfloat16)
-    x = whole.chunk(world, 1)[rank].contiguous()
-    half = size.width // size.heads // 2
-    angles = torch.outer(torch.arange(tokens, device="cuda"), 5e5 ** (-torch.arange(half, device="cuda") / half))
-    modes, times = chosen_modes(size, tokens, group)
-    recorder.write("sites", model=size.name, tokens=tokens, seconds=times)
-    recorder.write("chosen", model=size.name, modes=modes)
+class Bench:
+    """Inputs and ways of one size."""
 
-    def ours(modes: Mapping[str, str | Mode]) -> Steps:
-        return Steps([OverlappedBlock(block, modes, group) for block in blocks_of(size)], x, angles)
+    def __init__(self, size: Size, tokens: int, recorder: Recorder, deadline: Deadline) -> None:
+        self.size, self.tokens, self.recorder, self.deadline = size, tokens, recorder, deadline
+        self.group, world = dist.group.WORLD, dist.get_world_size()
+        torch.manual_seed(2)
+        whole = torch.randn((1, tokens, size.width), device="cuda", dtype=torch.bfloat16)
+        self.x = whole.chunk(world, 1)[dist.get_rank()].contiguous()
+        half = size.width // size.heads // 2
+        powers = 5e5 ** (-torch.arange(half, device="cuda") / half)
+        self.angles = torch.outer(torch.arange(tokens, device="cuda"), powers)
 
-    steps: dict[str, Steps] = {"chosen modes": ours(modes), "nccl mode": ours(dict.fromkeys(modes, "nccl"))}
-    steps["nothing moved"] = ours(dict.fromkeys(modes, Alone()))
-    losses = {name: float(step()) for name, step in steps.items()}
+    def ours(self, modes: Mapping[str, str | Mode], *, compiled: bool) -> Steps:
+        blocks = [OverlappedBlock(block, modes, self.group) for block in blocks_of(self.size)]
+        for block in blocks if compiled else ():  # graphs end at overlapped products, as in the executor
+            block.gather, block.scatter = (torch.compiler.disable(call) for call in (block.gather, block.scatter))
+            block.compile()
+        return Steps(blocks, self.x, self.angles)
+
+    def choose(self, *, in_steps: bool) -> dict[str, str]:
+        """Return the mode of each site with which an eager step is the shortest, or the site alone."""
+        sites, times = chosen_modes(self.size, self.tokens, self.group)
+        self.recorder.write("sites", model=self.size.name, tokens=self.tokens, seconds=times)
+        if not in_steps:
+            self.recorder.write("chosen", model=self.size.name, modes=sites)
+            return sites
+        modes, tried = modes_in_steps(sites, self.ours(sites, compiled=False))
+        self.recorder.write("chosen", model=self.size.name, modes=modes, of_single_sites=sites, in_steps=tried)
+        return modes
+
+    def time(self, modes: dict[str, str], *, compiled: bool, torchs: bool) -> None:
+        ways = {"chosen modes": modes, "nccl mode": dict.fromkeys(modes, "nccl")}
+        steps = {name: self.ours(by_site, compiled=compiled) for name, by_site in ways.items()}
+        steps["nothing moved"] = self.ours(dict.fromkeys(modes, Alone()), compiled=compiled)
+        losses = {name: float(step()) for name, step in steps.items()}
+        if torchs:
+            losses |= add_torchs(steps, self.size, self.x, self.angles, self.recorder, self.deadline)
+        of = {"model": self.size.name, "compiled": compiled, "tokens": self.tokens, "world": dist.get_world_size()}
+        self.recorder.write("numbers", **of, first_losses=losses)
+        samples = samples_of(steps, rounds=ROUNDS, count=STEPS)
+        self.recorder.write("hidden", **of, by_round=hidden(samples))
+        for name, seconds in samples.items():
+            fused = fused_operators(steps[name])
+            self.recorder.write("step", **of, what=name, seconds=median(seconds), by_round=seconds, fused=fused)
+        symmetric.check_delivered()
+
+
+def add_torchs(
+    steps: dict[str, Steps], size: Size, x: Tensor, angles: Tensor, recorder: Recorder, deadline: Deadline
+) -> dict[str, float]:
+    """Add steps of DTensor's tensor parallelism, plain and asynchronous; return the losses of their first steps."""
+    mesh, losses = init_device_mesh("cuda", (dist.get_world_size(),)), {}
     for name, kind in (("DTensor", Block), ("async TP", AsynchronousBlock)):
-        if ours_alone or not left(deadline, 25):
+        if not left(deadline, 25):
             recorder.missing(f"{size.name}: {name}")
             continue
         blocks = with_dtensor(blocks_of(size, kind), mesh, asynchronous=kind is AsynchronousBlock)
         steps[name] = Steps(blocks, x, angles)
         losses[name] = float(steps[name]())  # compiled here, while the switch stands
-    recorder.write("numbers", model=size.name, first_losses=losses)
-    done = interleaved(steps, rounds=ROUNDS, count=STEPS)
-    for name, seconds in done.items():
-        fused = fused_operators(steps[name])
-        recorder.write("step", model=size.name, what=name, seconds=seconds, tokens=tokens, world=world, fused=fused)
-    symmetric.check_delivered()
+    return losses
 
 
 def main() -> None:
@@ -302,11 +366,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--ours-alone", action="store_true", help="without DTensor and async TP, which compile")
+    parser.add_argument("--compiled", action="store_true", help="compiled steps alone, in the modes of single sites")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     torch._inductor.config.fx_graph_cache = False  # a cached graph might be the other way's
     torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.config.recompile_limit = 64  # all ways share the code of a block
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -315,12 +381,17 @@ def main() -> None:
     # Without this PyTorch's pass declines the group in silence, and async TP is plain TP (pytorch issue 193027).
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     recorder, deadline = Recorder(options.out if rank == 0 else None), Deadline.since_launch(options.seconds)
-    for size in SIZES:
-        if not left(deadline, 15 if options.ours_alone else 40):
-            recorder.missing(size.name)
-            continue
-        measure(size, options.tokens, recorder, deadline, ours_alone=options.ours_alone)
-        torch.cuda.empty_cache()
+    modes: dict[str, dict[str, str]] = {}
+    for compiled in (True,) if options.compiled else (False, True):
+        for size in SIZES:
+            if not left(deadline, 25 if options.ours_alone else 50):
+                recorder.missing(f"{size.name}, {'compiled' if compiled else 'eager'}")
+                continue
+            bench = Bench(size, options.tokens, recorder, deadline)
+            modes[size.name] = modes.get(size.name) or bench.choose(in_steps=not options.compiled)
+            bench.time(modes[size.name], compiled=compiled, torchs=not (compiled or options.ours_alone))
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
     symmetric.release()
     recorder.close()
     dist.destroy_process_group()

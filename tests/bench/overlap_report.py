@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,22 +222,66 @@ def _listed(seconds: dict[str, float]) -> str:
 
 
 def step_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Training steps of `overlap_end_to_end.py`, and the modes that were chosen for them."""
+    """Training steps of `overlap_end_to_end.py`: the modes chosen, what they hide, and the ways by time."""
     steps = [r for r in found if r["kind"] == "step"]
     if not steps:
         return []
     lines = ["", "## Training steps", ""]
     for r in found:
         if r["kind"] == "chosen":
-            lines.append(f"- {r['model']}: " + ", ".join(f"{site} {mode}" for site, mode in r["modes"].items()))
+            lines.append(
+                f"- {_by_site(r, 'modes')}"
+                + (f" (by sites alone: {_by_site(r, 'of_single_sites')})" if "in_steps" in r else "")
+            )
         if r["kind"] == "numbers":
             losses = ", ".join(f"{name} {loss:.4f}" for name, loss in r["first_losses"].items())
-            lines.append(f"- {r['model']}, loss of the first step: {losses}")
+            lines.append(f"- {_built(r)}, loss of the first step: {losses}")
     lines += ["", "| model | way | ms | tokens/s | PyTorch's fused operators in a step |", "|---|---|---:|---:|---:|"]
     lines += [
-        f"| {r['model']} | {r['what']} | {1e3 * r['seconds']:.1f} | {r['tokens'] / r['seconds']:,.0f} | {r['fused']} |"
+        f"| {_built(r)} | {r['what']} | {1e3 * r['seconds']:.1f} | {r['tokens'] / r['seconds']:,.0f} | {r['fused']} |"
         for r in steps
     ]
+    shares = [r for r in found if r["kind"] == "hidden"]
+    if shares:
+        lines += ["", "| model | share of exposed communication hidden, median | by round |", "|---|---:|---|"]
+        lines += [
+            f"| {_built(r)} | {median(r['by_round']):.0%} | {min(r['by_round']):.0%} to {max(r['by_round']):.0%} |"
+            for r in shares
+        ]
+    return lines
+
+
+def _built(r: dict[str, Any]) -> str:
+    return f"{r['model']}{', compiled' if r.get('compiled') else ''} ({r['run']})"
+
+
+def _by_site(r: dict[str, Any], key: str) -> str:
+    return f"{r['model']}: " + ", ".join(f"{site} {mode}" for site, mode in r[key].items())
+
+
+def exchange_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Steps and exchanges of `fsdp_exchanges.py`."""
+    steps = [r for r in found if r["kind"] == "fsdp_step"]
+    if not steps:
+        return []
+    lines = ["", "## FSDP2's exchanges by copy engines", ""]
+    lines += [
+        f"Of a block alone, ms: {', '.join(f'{name} {1e3 * s:.2f}' for name, s in r['seconds'].items())}."
+        for r in found
+        if r["kind"] == "alone"
+    ]
+    lines += [
+        "",
+        "| tokens a rank | exchanges | step, ms | by round | issued in, ms | exchanges, products, others in a profile, ms |",
+        "|---:|---|---:|---|---:|---|",
+    ]
+    for r in sorted(steps, key=lambda r: r["tokens"]):
+        rounds, kinds = r["by_round"], ("exchanges", "products", "others")
+        profiled = ", ".join(f"{1e3 * r['busy'][kind]:.1f}" for kind in kinds if kind in r["busy"])
+        lines.append(
+            f"| {r['tokens']:,} | {r['what']} ({r['run']}) | {1e3 * r['seconds']:.1f} | {1e3 * min(rounds):.1f} to {1e3 * max(rounds):.1f} "
+            f"| {1e3 * r['issued']:.1f} | {profiled} |"
+        )
     return lines
 
 
@@ -266,7 +311,7 @@ def main() -> None:
             lines += ["", f"## {run}", "", *shape_lines(shapes, choices), "", *said]
     if any(r["kind"] == "backward" for r in found):
         lines += ["", "## Share of the bound", "", *bound_lines(found, machine)]
-    lines += step_lines(found)
+    lines += [*step_lines(found), *exchange_lines(found)]
     lines += ["", "## Kernels", *other_lines(found)]
     Path(f"{options.stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = "[\n" + ",\n".join(json.dumps(r) for r in found) + "\n]\n"

@@ -169,7 +169,7 @@ def relays(bench: Bench) -> None:
             torch.mm(x[shard * r : (shard + 1) * r], operand, out=out)
 
         wave = rows_of_a_round(columns, processors(bench.device))
-        cool = partial(overlap.MODES["ring"].matmul_scatter, ((x, operand),), bench.group)
+        cool = partial(overlap.MODES["nccl"].matmul_scatter, ((x, operand),), bench.group)
         wanted: dict[str, Callable[[], object]] = {
             "cublas": lambda: x @ operand,
             "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
@@ -188,10 +188,10 @@ def relays(bench: Bench) -> None:
                 worst = torch.maximum(worst, difference(found, expected, expected))
         calls: dict[str, Callable[[], object]] = {}
         for name, call in wanted.items():
-            calls[f"ring before {name}"] = cool
+            calls[f"nccl before {name}"] = cool
             calls[name] = call
         done = bench.times(calls, rounds=7)
-        done = {name: s for name, s in done.items() if not name.startswith("ring")}
+        done = {name: s for name, s in done.items() if not name.startswith("nccl")}
         bench.recorder.write(
             "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done,
             difference=float(worst),
@@ -263,25 +263,7 @@ def alone(x: Tensor, weight: Tensor, tile: fused.Tile) -> Tensor:
     out = x.new_empty(1, x.shape[0], weight.shape[0])
     key = (x.shape, weight.shape, x.dtype, tile)
     if key not in _ALONE:
-        _ALONE[key] = _prepare_alone(x, weight, out, tile)
-    _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        words = tuple(symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
+        _ALONE[key] = fused.gather_kernel(x, x, weight.t(), out, words, ((0, x.shape[0]),), (0, 1), tile)
+    _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), weight.data_ptr(), out.data_ptr())
     return out[0]
-
-
-def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> Callable[..., None]:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from executor.kernels.gather_matmul import gather_matmul
-    from executor.kernels.prepared_kernel import PreparedKernel
-
-    flags, ticket, error = (symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
-    (left, right, transposed), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
-    width = tile.block_n // 2 if tile.halves else tile.block_n
-    args = (
-        left, gathered, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), flags, ticket, error,
-        x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, transposed, tile.block_m, tile.block_n, tile.block_k,
-        tile.group_m, tile.halves, 1, True,
-    )  # fmt: skip
-    return PreparedKernel(
-        gather_matmul, processors(x.device), args, changing=(0, 1, 2, 3), num_warps=tile.warps, num_stages=tile.stages
-    )

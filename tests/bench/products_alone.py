@@ -21,8 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from executor.gpu import stream_ops
 from executor.gpu.device import processors
-from executor.kernels.gather_matmul import gather_matmul
-from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import fused
 from tests.bench.overlap_bench import Bench
 from tests.bench.overlap_worker import shapes
@@ -33,24 +31,8 @@ DEVICE = torch.device("cuda", 0)
 
 def alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile, words: Tensor) -> Callable[[], object]:
     """Return the call of the persistent product of x and weight: one shard, which is all."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    (left, right, transposed), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
-    width = tile.block_n // 2 if tile.halves else tile.block_n
-    arguments = (
-        left, gathered, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), *words, x.shape[0],
-        weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, transposed, tile.block_m, tile.block_n, tile.block_k,
-        tile.group_m, tile.halves, 1, True,
-    )  # fmt: skip
-    kernel = PreparedKernel(
-        gather_matmul,
-        processors(DEVICE),
-        arguments,
-        changing=(0, 1, 2, 3),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    pointers = [tensor.data_ptr() for tensor in (x, x, weight, out)]
+    kernel = fused.gather_kernel(x, x, weight.t(), out, tuple(words), ((0, x.shape[0]),), (0, 1), tile)
+    pointers = [tensor.data_ptr() for tensor in (x, weight, out)]
     return lambda: kernel(stream_ops.current_stream(DEVICE), *pointers)
 
 

@@ -28,8 +28,8 @@ from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.device import processors
 from executor.overlap import fused
 
-# Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, `ring` sends and
-# receives, and torch's own barriers wait without a limit.
+# Of the overlap modes, those that move data themselves. `nccl` and `chunked` would test gloo, and torch's own
+# barriers wait without a limit.
 MODES = ("copy_engine", "fused")
 POLLS = 1 << 25  # alone on the GPU some seconds, with three others four times that
 LONGEST_WAIT_S = 30.0

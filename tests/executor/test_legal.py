@@ -45,8 +45,8 @@ def test_legal_plans_pass() -> None:
         (Plan(dp_shard=3), "global batch 8 is not divisible by data parallel 3 x micro batch 1"),
         (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
         (Plan(tp=2, tp_overlap="hope"), "modes none, chunked"),
-        (Plan(tp=2, tp_overlap="mlp_in=ring"), "with sequence parallelism"),
-        (Plan(tp_overlap="ring"), "needs tp > 1"),
+        (Plan(tp=2, tp_overlap="mlp_in=chunked"), "with sequence parallelism"),
+        (Plan(tp_overlap="chunked"), "needs tp > 1"),
         (Plan(tp=2, tp_overlap="mlp=ring"), "sites are attention_in"),
         (Plan(recompute="block"), "recompute 'block'"),
         (Plan(recompute_per_stage=("full", "none")), "2 modes for 1 stages"),
@@ -67,12 +67,6 @@ def test_a_load_of_experts_that_cannot_be_asked_for_is_refused() -> None:
     assert "expert_imbalance 1.5" in complaint(
         Plan(), work=Workload(seq_len=64, global_batch_size=8, expert_imbalance=1.5)
     )
-
-
-def test_overlapped_products_are_eager() -> None:
-    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="ring")
-
-    assert "overlapped products are eager" in complaint(plan, compile=True)
 
 
 def test_schedules_that_split_the_backward_pass_are_eager() -> None:

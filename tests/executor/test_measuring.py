@@ -62,10 +62,10 @@ def test_what_took_effect_as_requested_is_ok() -> None:
         ({}, {"compiled_graphs": 3}, "compile"),
         ({"runtime": Runtime(param_dtype="bfloat16")}, {}, "parameters stored in"),
         ({}, {"recomputed_blocks": 32}, "recompute"),
-        ({"plan": Plan(tp=2, tp_overlap="ring")}, {}, "tp_overlap"),
+        ({"plan": Plan(tp=2, tp_overlap="fused")}, {}, "tp_overlap"),
         (
-            {"plan": Plan(tp=2, tp_overlap="attention_in=ring,mlp_out=chunked")},
-            {"tp_overlap": {"attention_in": "ring", "attention_out": "none", "mlp_in": "none", "mlp_out": "ring"}},
+            {"plan": Plan(tp=2, tp_overlap="attention_in=fused,mlp_out=chunked")},
+            {"tp_overlap": {"attention_in": "fused", "attention_out": "none", "mlp_in": "none", "mlp_out": "fused"}},
             "tp_overlap",
         ),
         ({"plan": Plan(cp=2, cp_method="ring")}, {"cp_method": "all_gather"}, "cp_method"),

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from executor.launch.local_ranks import LaunchResult, launch
-from simulator.config.overlap_sites import modes_by_site
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -184,8 +183,7 @@ def test_a_plan_on_two_gpus_computes_what_one_process_computes(folder: Path, nam
 
 def needs_more(plan: dict) -> str:
     """Return why a plan cannot be checked by ranks that share a GPU, or nothing."""
-    modes = modes_by_site(plan.get("tp_overlap", "none"))
-    if plan.get("pp", 1) > 1 or (plan.get("cp", 1) > 1 and plan.get("cp_method", "ring") == "ring") or "ring" in modes:
+    if plan.get("pp", 1) > 1 or (plan.get("cp", 1) > 1 and plan.get("cp_method", "ring") == "ring"):
         return "gloo sends and receives no CUDA tensors"
     return ""
 

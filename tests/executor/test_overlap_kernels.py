@@ -87,6 +87,38 @@ def test_gather_matmul_compiled(case: dict[str, Any]) -> None:
         assert "acquire" not in _region_that_yields_the_row(lines, copy), "own rows wait for nobody"
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("size", ["large", "small"])
+def test_specialised_gather_compiled(size: str, *, transposed: bool) -> None:
+    """For Hopper: a loading warp with few registers, and nothing of other ranks is loaded before its wait."""
+    from executor.kernels.gather_specialised import Place, gather_specialised
+    from executor.overlap.fused import SPECIALISED_TILES
+
+    tile = SPECIALISED_TILES[size == "small"]
+    right = (tile.block_n, 64) if transposed else (64, tile.block_n)
+    width = tile.block_n // (2 if tile.halves else 1)
+    tiles = {"own": (128, 64), "gathered": (128, 64), "b": right, "c": (1, 128, width)}
+    compiled = _compile(
+        gather_specialised,
+        {name: _gluon_tile(*shape) for name, shape in tiles.items()}
+        | dict.fromkeys(("flags", "ticket", "error"), "*i32"),
+        ("rows", "columns", "depth", "piece_rows", "pieces"),
+        {"place": Place(rank=1, world=4, transposed=transposed, limit=1 << 20), "tile": tile},
+    )
+
+    _fits(compiled)
+    ptx = compiled.asm["ptx"]
+    assert f"m64n{tile.block_n}k16" in ptx, "the tile is not one instruction wide"
+    assert re.search(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+40;", ptx), "the loading warp has no registers of its own"
+    polls = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
+    loads = [match.start() for match in re.finditer(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx)]
+    fence = ptx.index("fence.proxy.async;", ptx.index("fence.acq_rel.sys", polls[0]))
+    assert len(polls) == 1
+    own, others = [load for load in loads if load < polls[0]], [load for load in loads if load > fence]
+    assert len(own) == len(others) >= 2, "tiles of both operands: own rows wait for nobody, others for the flag"
+    assert len(own) + len(others) == len(loads)
+
+
 @pytest.mark.parametrize("case", SCATTER, ids=str)
 def test_matmul_scatter_compiled(case: dict[str, Any]) -> None:
     from executor.kernels.matmul_scatter import matmul_scatter
@@ -180,6 +212,13 @@ def _tile(*shape: int) -> str:
     return f"tensordesc<bf16[{', '.join(map(str, shape))}]>"
 
 
+def _gluon_tile(*shape: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+    return f"{_tile(*shape)[:-1]},{layout!r}>"
+
+
 def test_paged_attention_compiled() -> None:
     """The shapes of Llama 3: pages are loaded ahead into shared memory that suffices, and nothing is spilled."""
     from executor.kernels.paged_attention import attend_pages
@@ -203,6 +242,7 @@ def _compile(
     """Compile for sm_90; `stages` is an option, the other constants are arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     constants = dict(constants)
     options = {"num_warps": constants.pop("warps", 8), "num_stages": constants.pop("stages", 3)}
@@ -210,7 +250,8 @@ def _compile(
     signature = {name: given[name] for name in kernel.arg_names}
     assert set(signature) == set(given)
     more = {"attrs": attrs} if attrs else {}
-    source = ASTSource(kernel, signature=signature, constexprs=constants, **more)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature=signature, constexprs=constants, **more)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

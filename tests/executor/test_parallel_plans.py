@@ -110,7 +110,7 @@ TWO = {
     "odd-tp": ({"model": "odd"}, {"tp": 2, "micro_batch_size": 8}),
     "odd-tp-sp-overlap": (
         {"model": "odd"},
-        {"tp": 2, "sequence_parallel": True, "tp_overlap": "ring", "micro_batch_size": 8},
+        {"tp": 2, "sequence_parallel": True, "tp_overlap": "chunked", "micro_batch_size": 8},
     ),
     "odd-moe-tp": ({"model": "odd_moe"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
     "latent-overlap": (
@@ -118,7 +118,7 @@ TWO = {
         {
             "tp": 2,
             "sequence_parallel": True,
-            "tp_overlap": "attention_out=ring,mlp_in=ring,mlp_out=chunked",
+            "tp_overlap": "attention_out=chunked,mlp_in=chunked,mlp_out=chunked",
             "micro_batch_size": 8,
         },
     ),
@@ -148,9 +148,9 @@ TWO = {
     ),
 }
 MIXED = {
-    "mixed": "attention_in=ring,mlp_in=fused,mlp_out=chunked",
+    "mixed": "attention_in=copy_engine,mlp_in=fused,mlp_out=chunked",
     "one-scatter": "attention_out=chunked",
-    "one-gather": "mlp_in=ring",
+    "one-gather": "mlp_in=chunked",
 }
 OVERLAP = {
     f"tp-overlap-{name}": (
@@ -160,18 +160,29 @@ OVERLAP = {
             "sequence_parallel": True,
             "tp_overlap": text,
             "micro_batch_size": 8,
-            "recompute": "selective-op" if name == "ring" else "none",
+            "recompute": "selective-op" if name == "chunked" else "none",
         },
     )
     for name, text in {
-        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused")},
+        **{mode: mode for mode in ("chunked", "copy_engine", "fused")},
         **MIXED,
     }.items()
 }
 TWO |= OVERLAP
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp-tied", "tp", "tp-sp-selective-op", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
+    for name in (
+        "ddp",
+        "fsdp-tied",
+        "tp",
+        "tp-sp-selective-op",
+        "tp-overlap-mixed",
+        "latent-tp",
+        "cp",
+        "cp-heads",
+        "ep",
+        "pp-1f1b",
+    )
 }
 # The compiler takes seconds a plan, ten where experts are sharded: two kinds of graphs are compiled every time, all of
 # them nightly.

@@ -20,10 +20,12 @@ from tests.executor.workers.overlap_checks_worker import parser, read
 
 def test_a_shared_gpu_checks_the_modes_that_move_data_themselves() -> None:
     assert read(parser(), ["out", "--share-gpu"]).modes == ("copy_engine", "fused")
-    assert len(read(parser(), ["out"]).modes) == 5
+    assert len(read(parser(), ["out"]).modes) == 4
 
 
-@pytest.mark.parametrize("given", ["--stages=check,sums", "--modes=fused,ring", "--modes=nccl", "--stages=everything"])
+@pytest.mark.parametrize(
+    "given", ["--stages=check,sums", "--modes=fused,chunked", "--modes=nccl", "--stages=everything"]
+)
 def test_times_and_other_modes_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read(parser(), ["out", "--share-gpu", given], timed={"sums"})
@@ -34,9 +36,8 @@ def test_plans_that_send_and_receive_do_not_share_a_gpu() -> None:
     left_out = {name for name, (_, plan) in ON_TWO.items() if needs_more(plan)}
     assert left_out == {
         *("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev", "bf16-pp-1f1b", "bf16-cp"),
-        *(f"{kind}tp-overlap-{mode}" for kind in ("", "float64-") for mode in ("ring", "mixed", "one-gather")),
     }
-    assert len(ON_TWO) - len(left_out) == 18
+    assert len(ON_TWO) - len(left_out) == 22
 
 
 def test_fused_products_leave_multiprocessors_to_copies_where_told(monkeypatch: pytest.MonkeyPatch) -> None:

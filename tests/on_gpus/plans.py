@@ -18,7 +18,6 @@ from planner.question.question import question_of
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from simulator.config.adapter import Adapter
 from simulator.config.model import Model
-from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
@@ -65,11 +64,11 @@ FROZEN = Adapter(kind="frozen", target_modules=("embed_tokens", "mlp"))
 PAIR: dict[str, Any] = {"micro_batch_size": 2}
 SAVED: dict[str, Any] = {"savers": (CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD)}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, **PAIR}
-ALL_MODES = ("chunked", "ring", "copy_engine", "fused")
+ALL_MODES = ("chunked", "copy_engine", "fused")
 MIXED = {
     "fused and copy_engine": "attention_in=fused,attention_out=copy_engine,mlp_in=copy_engine,mlp_out=fused",
     "one site": "mlp_in=fused",
-    "ring, fused and chunked": "attention_in=ring,mlp_in=fused,mlp_out=chunked",
+    "copy_engine, fused and chunked": "attention_in=copy_engine,mlp_in=fused,mlp_out=chunked",
 }
 ONE = {
     "one GPU": Case(plan=Plan(**PAIR)),
@@ -106,8 +105,8 @@ PLAIN = {
     "EP": Case(plan=Plan(dp_shard=2, ep=2, **PAIR), batch=4, experts=True),
 }
 COMPILED = {
-    f"{name}, compiled": replace(PLAIN[name], compiled=True)
-    for name in ("DDP", "FSDP", "TP", "CP all-gather", "PP 1F1B", "EP")
+    f"{name}, compiled": replace((PLAIN | OVERLAPPED)[name], compiled=True)
+    for name in ("DDP", "FSDP", "TP", "TP fused", "TP copy_engine", "CP all-gather", "PP 1F1B", "EP")
 }
 ADAPTED = {
     "FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA),
@@ -119,8 +118,8 @@ TWO = {**OVERLAPPED, **PLAIN, **ADAPTED, **COMPILED}
 
 def not_shared(case: Case) -> str:
     """Return why two ranks cannot share a GPU for a plan, or nothing."""
-    plan, modes = case.plan, modes_by_site(case.plan.tp_overlap)
-    if plan.pp > 1 or (plan.cp > 1 and plan.cp_method == "ring") or "ring" in modes:
+    plan = case.plan
+    if plan.pp > 1 or (plan.cp > 1 and plan.cp_method == "ring"):
         return "needs two GPUs: gloo sends and receives no CUDA tensors"
     return "needs two GPUs: two ranks that compile on one take a minute" if case.compiled else ""
 

@@ -24,7 +24,7 @@ PLAN = Plan(dp_shard=4, tp=2, pp=2, micro_batch_size=2, recompute="full", reshar
         ({"reshard_after_forward": False}, "no reshard after forward"),
         ({"micro_batch_size": 4}, "micro batch 4"),
         ({"recompute": "none"}, "recompute none"),
-        ({"tp_overlap": "ring"}, "tp overlap ring"),
+        ({"tp_overlap": "fused"}, "tp overlap fused"),
         ({"schedule": "GPipe"}, "GPipe schedule"),
         ({"placement": (*range(15, -1, -1),)}, "another order of GPUs"),
         ({"recompute": "none", "micro_batch_size": 1}, "micro batch 1, recompute none"),

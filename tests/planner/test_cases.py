@@ -93,7 +93,7 @@ def test_overlap_by_site_is_read_in_any_order_and_written_in_one():
     ("sections", "error", "names"),
     [
         ({"plan": {"tp": 2, "tp_overlap": "mlp_in=soon"}}, BadPlan, "soon"),
-        ({"plan": {"tp": 2, "tp_overlap": "head=ring"}}, BadPlan, "head=ring"),
+        ({"plan": {"tp": 2, "tp_overlap": "head=chunked"}}, BadPlan, "head=chunked"),
         ({"plan": {"tensor_parallel": 2}}, BadPlan, "tensor_parallel"),
         ({"plan": {"tp": 0}}, BadPlan, "plan.tp"),
         ({"plan": {"tp": 2.0}}, BadPlan, "plan.tp"),

@@ -58,7 +58,7 @@ JOBS = {
     "fsdp": job(FSDP),
     "tp": job(TP, compile=True),
     "async": job(TP.with_(tp_overlap="async"), compile=True),
-    "by-site": job(TP.with_(tp_overlap="attention_in=ring,mlp_in=ring,mlp_out=chunked"), compile=True),
+    "by-site": job(TP.with_(tp_overlap="attention_in=fused,mlp_in=fused,mlp_out=chunked"), compile=True),
     "pp": job(PP),
     "interleaved": job(PP.with_(schedule="Interleaved1F1B", virtual_stages=2, micro_batch_size=1)),
     "uneven": job(PP.with_(layers_per_stage=(7, 9, 9, 7))),
@@ -207,7 +207,7 @@ def test_what_cannot_be_said_is_listed_in_the_file_too() -> None:
 def test_overlap_by_site_is_said_to_be_more_than_a_target_takes() -> None:
     for to in ("torchtitan", "megatron"):
         assert any(
-            "ring (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).not_expressed
+            "fused (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).not_expressed
         )
 
 

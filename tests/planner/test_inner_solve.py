@@ -50,7 +50,7 @@ def bridged(gpus):
 
 def settings_of(screening, plan):
     """Return columns of what all stages share: overlap modes, and orders of the GPUs where the node is irregular."""
-    overlaps = ("none", "attention_in=ring,attention_out=none,mlp_in=fused,mlp_out=none", "fused")
+    overlaps = ("none", "attention_in=chunked,attention_out=none,mlp_in=fused,mlp_out=none", "fused")
     orders = range(len(node_orders(screening.scenario.cluster, plan.gpus))) or (-1,)
     overlaps = overlaps[: 1 if plan.tp == 1 else 2 if len(orders) > 1 else 3]
     several = [(replace(plan, tp_overlap=overlap), order) for overlap in overlaps for order in orders]

@@ -24,12 +24,12 @@ def test_a_saved_plan_is_read_back_whole(content, tmp_path):
 
 
 def test_overlap_by_site_is_kept(content, tmp_path):
-    plan = content.plan.with_(tp_overlap="mlp_out=ring,mlp_in=fused")
+    plan = content.plan.with_(tp_overlap="mlp_out=chunked,mlp_in=fused")
     sited = plan_file(content.question(), plan, content.estimate)
     save_plan(sited, tmp_path / "plan.json")
 
     read = load_plan(tmp_path / "plan.json").plan.tp_overlap
-    assert read == "attention_in=none,attention_out=none,mlp_in=fused,mlp_out=ring"
+    assert read == "attention_in=none,attention_out=none,mlp_in=fused,mlp_out=chunked"
 
 
 def test_equal_questions_write_equal_bytes(content, tmp_path):

@@ -59,7 +59,7 @@ def test_answers_of_one_token_have_no_token_after_the_first(words, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("mode", "code"), [("ring", 0), ("chunked", 0), ("copy_engine", 3), ("fused", 3)])
+@pytest.mark.parametrize(("mode", "code"), [("chunked", 0), ("copy_engine", 3), ("fused", 3)])
 def test_overlap_without_nvlink_is_predicted_where_nccl_moves_the_data_and_refused_where_copies_do(mode, code, capsys):
     flags = "--model tiny-llama --cluster l40s-x8 --gpus 2 --seq-len 128 --global-batch 4 --runtime meshwright --tp 2"
 

@@ -76,7 +76,7 @@ def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
 
 
-@pytest.mark.parametrize("mode", ["ring", "async"])
+@pytest.mark.parametrize("mode", ["chunked", "async"])
 def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
     """Recomputation of every other layer, its products alongside tensor-parallel collectives."""
     model, machine = replace(load_model("llama3-8b"), layers=4), make_cluster(1, 4)

@@ -37,7 +37,7 @@ DENSE = [
     ("tensors", TITAN, Plan(**SP), 2),
     ("tensors, per operator again", TITAN, Plan(**SP, dp_shard=2, recompute="selective-op"), 4),
     ("tensors without sequences", MEGATRON, Plan(tp=4, dp_replicate=2, zero_stage=1), 2),
-    ("a ring of tensors", COMPILED, Plan(**SP, tp_overlap="ring"), 2),
+    ("tensors in slices", COMPILED, Plan(**SP, tp_overlap="chunked"), 2),
     ("pushed tensors", TITAN, Plan(**SP, dp_shard=2, tp_overlap="copy_engine"), 2),
     ("asynchronous tensors", COMPILED, Plan(**SP, dp_shard=2, tp_overlap="async"), 2),
     ("userbuffers", MEGATRON, Plan(**SP, dp_replicate=2, zero_stage=1, tp_overlap="userbuffers"), 2),

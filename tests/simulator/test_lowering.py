@@ -445,8 +445,7 @@ def test_pairs_are_issued_as_the_executor_was_counted_to(mode: str) -> None:
         host[tp_overlap] = block_cost(operators, context).forward.host_s[0]
     products = sum(bool(operator.matmul) for operator in operators)
     calls = 2 * sum(always + 3 * each for always, each in (HOST_CALLS[operation, mode] for operation in OPERATIONS))
-    always, each = FURTHER_CALLS.get(mode, (0.0, 0.0))
-    calls += (products - 4) * (always + 3 * each)
+    calls += (products - 4) * FURTHER_CALLS.get(mode, 0.0)
     issued = IN_LAYERS.get(mode, 1.0) * OverlapRates().host_s * calls
 
     spared = products * context.spec.host.launch_s + 4 * context.spec.host.collective_s

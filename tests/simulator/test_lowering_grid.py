@@ -54,7 +54,7 @@ def test_closed_form_is_never_optimistic_beyond_the_margin(runs) -> None:
     "tp_overlap",
     [
         "attention_in=fused,attention_out=none,mlp_in=async,mlp_out=chunked",
-        "attention_in=none,attention_out=ring,mlp_in=copy_engine,mlp_out=fused",
+        "attention_in=none,attention_out=chunked,mlp_in=copy_engine,mlp_out=fused",
     ],
 )
 def test_modes_by_site_agree_as_one_mode_does(tp_overlap: str) -> None:

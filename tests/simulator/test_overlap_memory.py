@@ -2,13 +2,10 @@
 executor's.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
-from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -18,7 +15,6 @@ from simulator.step.symmetric_memory import buffer_bytes
 from topology.catalog.clusters import cluster
 
 MIB = 2**20
-SPEEDS = {"quick": {"launch_s": 1e-6, "backward_launch_s": 1e-6, "tp_layer_s": 0.0}, "slow": {"tp_layer_s": 1.0}}
 
 
 def held(plan: Plan, *, model: str = "llama3-8b", rank: int = 0, seq_len: int = 8192) -> float:
@@ -47,7 +43,7 @@ def test_a_pushing_plan_holds_the_tokens_four_times() -> None:
     assert held(Plan(tp=2, cp=2, sequence_parallel=True, tp_overlap="fused")) == whole - 2 * 64 * MIB
 
 
-@pytest.mark.parametrize("mode", ["none", "chunked", "ring", "async"])
+@pytest.mark.parametrize("mode", ["none", "chunked", "async"])
 def test_other_modes_hold_none(mode: str) -> None:
     assert held(Plan(tp=4, sequence_parallel=True, tp_overlap=mode)) == 0
 
@@ -71,23 +67,3 @@ def test_the_formula_and_the_replay_hold_the_same(mode: str) -> None:
     assert [float(x) for x in formula.memory.categories["symmetric_buffers"][0, :2]] == [expected] * 2
     for rank in replayed:  # in segments of 20 MiB
         assert 0 <= rank.by_stream.get("peers", 0) - expected < 20 * MIB
-
-
-def test_a_ring_holds_what_it_sent_as_far_as_the_host_is_ahead() -> None:
-    """In a pass of a layer, 8,192 tokens are gathered twice and summed twice on their way. A host that launches more
-    slowly than kernels run finds them sent.
-    """
-    model, machine = replace(load_model("llama3-8b"), layers=4, name=""), cluster("h200x4", gpus=2)
-    workload, runtime = Workload(seq_len=8192, global_batch_size=2), resolve({"name": "meshwright"})[0]
-
-    def reserved(mode: str, speed: str) -> int:
-        costs = RuntimeCosts(host=SPEEDS[speed], runs=1)
-        known = Calibration(gpu=machine.slowest_kind, runtimes={("meshwright", False): costs})
-        asked = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime, calibration=known)
-        plan = Plan(tp=2, sequence_parallel=True, tp_overlap=mode)
-        return MemoryReplay(asked, plan).rank(0).reserved_bytes
-
-    tokens = 8192 * model.hidden * 2
-    waits, kept = (reserved("ring", speed) - reserved("chunked", speed) for speed in ("slow", "quick"))
-    assert 0 <= waits <= 5 * tokens
-    assert 4 * model.layers * tokens <= kept <= 2 * 12 * model.layers * tokens

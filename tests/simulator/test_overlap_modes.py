@@ -59,7 +59,6 @@ def parts(*, ranks: float = 4, product_s: float = 1e-3, moved_s: float = 1e-4, r
         collective_s=(ranks - 1) * moved_s,
         slice_collective_s=(ranks - 1) * moved_s / SLICES,
         copy_s=moved_s,
-        hop_s=moved_s,
         stream_s=moved_s / 10,
     )
 
@@ -80,13 +79,12 @@ def test_no_mode_beats_the_product_or_what_must_move(given: Parts, mode: str, op
     took = device_s(mode, operation, given, FREE)
 
     assert took >= given.product_s * (1 - 1e-9)
-    if mode != "ring":
-        assert took >= (given.ranks - 1) * given.copy_s * (1 - 1e-9)
+    assert took >= (given.ranks - 1) * given.copy_s * (1 - 1e-9)
 
 
 @given(anything, st.sampled_from(EXECUTED), st.sampled_from(OPERATIONS), st.floats(1.0, 4.0))
 def test_more_to_move_never_takes_less(given: Parts, mode: str, operation: str, factor: float) -> None:
-    longer = {name: getattr(given, name) * factor for name in ("collective_s", "slice_collective_s", "copy_s", "hop_s")}
+    longer = {name: getattr(given, name) * factor for name in ("collective_s", "slice_collective_s", "copy_s")}
     rates = OverlapRates()
 
     more = device_s(mode, operation, replace(given, **longer), rates)

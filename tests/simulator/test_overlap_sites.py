@@ -74,7 +74,7 @@ def test_a_plan_that_names_sites_says_nothing_of_the_rest() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ring", "ring"),
+        ("chunked", "chunked"),
         ("attention_in=fused,mlp_in=fused,mlp_out=chunked", "fused (attention_in, mlp_in) chunked (mlp_out)"),
     ],
 )

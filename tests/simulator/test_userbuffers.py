@@ -26,7 +26,6 @@ def parts(ranks: int, product_s: float, copy_s: float) -> Parts:
         collective_s=(ranks - 1) * copy_s,
         slice_collective_s=(ranks - 1) * copy_s / 4,
         copy_s=copy_s,
-        hop_s=copy_s,
         stream_s=1e-9,
     )
 

@@ -142,7 +142,7 @@ PLANS: dict[str, str] = {
     "Megatron": "--runtime megatron-lm --tp 2 --tp-overlap userbuffers",
     "float8": "--compute-dtype float8 --compile",
     "float32": "--param-dtype float32 --compute-dtype float32",
-    "ours": "--runtime meshwright --tp 2 --tp-overlap ring",
+    "ours": "--runtime meshwright --tp 2 --tp-overlap chunked",
     "nanotron": "--runtime nanotron --pp 2",
 }
 LIMITS: dict[str, str] = {

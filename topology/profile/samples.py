@@ -168,7 +168,7 @@ class OverlapSample(Sample):
     and `host_s` (to issue one call) are by mode. The parts are for all matmuls together, 0 where not measured:
     `product_s` on all rows, `shard_product_s` on one rank's rows, `slice_product_s` on a slice of every shard in one
     batched matmul, `first_s` the first matmul; `collective_s`, and `slice_collective_s` on the bytes of a slice;
-    `copy_s` and `hop_s` one shard by a copy engine and by NCCL send and receive.
+    `copy_s` one shard by a copy engine. `hop_s` is of earlier versions, and not read.
     """
 
     operation: str

@@ -124,7 +124,6 @@ class OverlapTimes:
             collective_s=seconds(op, nbytes),
             slice_collective_s=seconds(op, nbytes / SLICES),
             copy_s=shard * copied / LARGE_COPY_BYTES,
-            hop_s=seconds("send_recv", shard),
             stream_s=shard / roofline.memory_bytes_per_s,
             rounds=rounds_of(product.m, product.n, roofline.gpu.sm_count),
         )

@@ -1,0 +1,295 @@
+"""FSDP2's exchanges by copy engines, which take no SMs, next to NCCL's: steps of Llama-like blocks on all GPUs.
+
+`python3 tests/bench/fsdp_exchanges.py OUT_DIR [--ranks 2] [--budget 90] [--compiled]` writes `fsdp_exchanges.jsonl` and
+prints a line a step. The exchanges are those that PyTorch calls low-contention collectives, through FSDP2's own
+interface for other implementations:
+
+    gather   a shard is pushed into its place in every peer's symmetric memory, where FSDP2 unpacks it
+    scatter  a part is pushed to its owner's slot; the owner adds its own part, in the order of ranks
+
+No barrier is needed. A rank that waits for its peers' push of call n knows that they have unpacked call n - 2 (the
+streams of gathers wait for the copy-out before the last, `_fsdp_param_group.py`) or added call n - 1, so three sets of
+buffers suffice for gathers and two for scatters. Flags hold the number of the call and need no reset.
+
+Parameters are float32, computed in bfloat16, gradients reduced in float32. Ways take turns; the median counts, the
+largest over ranks. `issued` is the host's time for a step without waiting for the GPU, `busy` what one profiled step
+spends in kernels by kind, which overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from executor.gpu import stream_ops
+from executor.gpu import symmetric_memory as symmetric
+from executor.launch.local_ranks import launch
+from executor.launch.records import Deadline, Recorder, read_records
+from tests.bench.overlap_end_to_end_worker import SIZES, Block, blocks_of, left, samples_of
+
+LAYERS, TOKENS, ROUNDS, STEPS = 6, (2048, 4096, 1024, 8192), 5, 3
+
+
+class Pushes:
+    """Sets of symmetric buffers that peers push into, and a flag a rank and set that holds the number of the call."""
+
+    def __init__(self, sets: int, set_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.sets, self.set_bytes, self.device, self.calls = sets, -(-set_bytes // 256) * 256, device, 0
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.data = symmetric.Allocation(sets * self.set_bytes, group, device)
+        self.flags = symmetric.Allocation(4096, group, device)
+
+    def offset(self) -> int:
+        """Return where this call's set begins."""
+        return self.calls % self.sets * self.set_bytes
+
+    def _flag(self, at: int, source: int) -> int:
+        return self.flags.at[at] + 4 * (self.calls % self.sets * self.world + source)
+
+    def exchange(self, sources: list[int], place: int, nbytes: int) -> None:
+        """Push `nbytes` from the address for each peer to `place` in its set, and wait for those of all peers."""
+        stream = stream_ops.current_stream(self.device)
+        number = self.calls // self.sets + 1
+        for step in range(1, self.world):
+            peer = (self.rank - step) % self.world
+            stream_ops.copy(self.data.at[peer] + self.offset() + place, sources[peer], nbytes, stream)
+            stream_ops.write_word(self._flag(peer, self.rank), number, stream)
+        for step in range(1, self.world):
+            stream_ops.wait_word(self._flag(self.rank, (self.rank + step) % self.world), number, stream)
+
+
+class PushedAllGather(AllGather):
+    def __init__(self, pushes: Pushes) -> None:
+        self.pushes = pushes
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.pushes.data.on(self.pushes.rank, size, dtype, self.pushes.offset())
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        nbytes, pushes = input_tensor.numel() * input_tensor.element_size(), self.pushes
+        pushes.exchange([input_tensor.data_ptr()] * pushes.world, pushes.rank * nbytes, nbytes)
+        pushes.calls += 1
+
+
+class PushedReduceScatter(ReduceScatter):
+    def __init__(self, pushes: Pushes) -> None:
+        self.pushes = pushes
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        pushes, parts = self.pushes, input_tensor.view(self.pushes.world, -1)
+        nbytes = parts[0].numel() * parts.element_size()
+        pushes.exchange([part.data_ptr() for part in parts], pushes.rank * nbytes, nbytes)
+        slots = pushes.data.on(pushes.rank, tuple(parts.shape), parts.dtype, pushes.offset())
+        summed = [parts[rank] if rank == pushes.rank else slots[rank] for rank in range(pushes.world)]
+        torch.add(summed[0], summed[1], out=output_tensor)
+        for part in summed[2:]:
+            output_tensor.add_(part)
+        pushes.calls += 1
+
+
+class Blocks(nn.Module):
+    """FSDP2 shares streams and looks ahead among the units below one root."""
+
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+class Steps:
+    """Sharded blocks and their optimizer; a call is a training step."""
+
+    def __init__(
+        self, x: Tensor, angles: Tensor, *, gathers: Pushes | None, scatters: Pushes | None, compiled: bool
+    ) -> None:
+        blocks = [block.float() for block in blocks_of(SIZES[0])[:LAYERS]]
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in blocks:
+            if compiled:
+                block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self.model, self.x, self.angles = Blocks(blocks), x, angles
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        for module in blocks:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if gathers is not None:
+                module.set_custom_all_gather(PushedAllGather(gathers))
+            if scatters is not None:
+                module.set_custom_reduce_scatter(PushedReduceScatter(scatters))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def __call__(self) -> Tensor:
+        loss = self.model(self.x, self.angles).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def issued(step: Steps) -> float:
+    """Median seconds in which the host issues a step that the GPU has not begun."""
+    taken = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def busy(step: Steps) -> dict[str, float]:
+    """Seconds of one step's kernels by kind."""
+    kinds = {
+        "nccl": "exchanges",
+        "Memcpy": "exchanges",
+        "gemm": "products",
+        "nvjet": "products",
+        "flash": "attention",
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = next((kind for part, kind in kinds.items() if part in event.name), "others")
+            found[kind] = found.get(kind, 0.0) + event.device_time_total / 1e6
+    return found
+
+
+def alone(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> dict[str, float]:
+    """Seconds of a block's exchanges with nothing next to them."""
+    numel = sum(p.numel() for p in Block(SIZES[0]).parameters()) // gathers.world
+    shard = torch.randn(numel, device="cuda", dtype=torch.bfloat16)
+    whole, wide = shard.new_empty(numel * gathers.world), torch.randn(numel * gathers.world, device="cuda")
+    part, gather, scatter = torch.empty(numel, device="cuda"), PushedAllGather(gathers), PushedReduceScatter(scatters)
+    calls = {
+        "gather, nccl": lambda: dist.all_gather_into_tensor(whole, shard),
+        "gather, pushed": lambda: gather(whole, shard, group),
+        "scatter, nccl": lambda: dist.reduce_scatter_tensor(part, wide),
+        "scatter, pushed": lambda: scatter(part, wide, group, None),
+    }
+    return {name: median(values) for name, values in samples_of(calls, rounds=3, count=5).items()}
+
+
+def equal(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> bool:
+    """Say whether exchanges of a block give NCCL's numbers to the last bit, ten times with new ones."""
+    numel, world, same = sum(p.numel() for p in Block(SIZES[0]).parameters()) // gathers.world, gathers.world, True
+    gather, scatter = PushedAllGather(gathers), PushedReduceScatter(scatters)
+    for _ in range(10):
+        shard, wide = torch.randn(numel, device="cuda", dtype=torch.bfloat16), torch.randn(numel * world, device="cuda")
+        whole, part, pushed = shard.new_empty(numel * world), wide.new_empty(numel), wide.new_empty(numel)
+        dist.all_gather_into_tensor(whole, shard)
+        dist.reduce_scatter_tensor(part, wide)
+        gathered = gather.allocate((numel * world,), dtype=shard.dtype, device=shard.device)
+        own = gathered.narrow(0, gathers.rank * numel, numel).copy_(shard)
+        gather(gathered, own, group)
+        scatter(pushed, wide, group, None)
+        same &= torch.equal(gathered, whole) and torch.equal(pushed, part)
+    return same
+
+
+def measure(recorder: Recorder, deadline: Deadline, *, compiled: bool) -> None:
+    device, group, size = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD, SIZES[0]
+    numel = sum(p.numel() for p in Block(size).parameters())
+    gathers, scatters = Pushes(3, 2 * numel, group, device), Pushes(2, 4 * numel, group, device)
+    recorder.write("alone", world=gathers.world, parameters=numel, seconds=alone(gathers, scatters, group))
+    recorder.write("equal", of_rank_0=equal(gathers, scatters, group))
+    half = size.width // size.heads // 2
+    for tokens in TOKENS:
+        if not left(deadline, 12):
+            recorder.missing(f"{tokens} tokens")
+            return
+        torch.manual_seed(2 + dist.get_rank())
+        x = torch.randn((1, tokens, size.width), device="cuda", dtype=torch.bfloat16)
+        angles = torch.outer(torch.arange(tokens, device="cuda"), 5e5 ** (-torch.arange(half, device="cuda") / half))
+        ways = {"nccl": (None, None), "gathers pushed": (gathers, None), "both pushed": (gathers, scatters)}
+        steps = {
+            name: Steps(x, angles, gathers=one, scatters=other, compiled=compiled)
+            for name, (one, other) in ways.items()
+        }
+        losses = {name: [float(step()) for _ in range(3)] for name, step in steps.items()}
+        done = samples_of(steps, rounds=ROUNDS, count=STEPS)
+        for name, step in steps.items():
+            recorder.write(
+                "fsdp_step", what=name, tokens=tokens, compiled=compiled, seconds=median(done[name]), by_round=done[name],
+                losses=losses[name], issued=issued(step), busy=busy(step) if tokens in TOKENS[:2] else {},
+            )  # fmt: skip
+        del steps, step
+
+
+def worker(out: str, seconds: float, *, compiled: bool) -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    torch._dynamo.config.recompile_limit = 64
+    recorder, deadline = Recorder(out if rank == 0 else None), Deadline.since_launch(seconds)
+    measure(recorder, deadline, compiled=compiled)
+    recorder.close()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=90)
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:
+        worker(options.out, options.budget, compiled=options.compiled)
+        return 0
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    records = folder / "fsdp_exchanges.jsonl"
+    arguments = [str(records), f"--budget={options.budget - 5}", *(["--compiled"] if options.compiled else [])]
+    done = launch(
+        "tests.bench.fsdp_exchanges", arguments, ranks=options.ranks, budget_s=options.budget, directory=folder / "logs"
+    )
+    print(f"{done.outcome} after {done.seconds:.0f} s")
+    if not done.ok:
+        print(done.failure, done.stderr_tail[-3000:])
+    for r in read_records(records) if records.exists() else ():
+        if r["kind"] == "alone":
+            print(", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in r["seconds"].items()))
+        if r["kind"] == "equal":
+            print(r)
+        if r["kind"] == "fsdp_step":
+            kinds = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in r["busy"].items())
+            print(
+                f"{r['tokens']:6} {r['what']:16} {1e3 * r['seconds']:7.1f} ms, issued in {1e3 * r['issued']:.1f}; {kinds}; "
+                f"losses {r['losses']}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
