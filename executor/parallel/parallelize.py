@@ -25,7 +25,6 @@ from executor.parallel.context_parallel import RingAttention, positions
 from executor.parallel.data_parallel import Replica, apply_fsdp
 from executor.parallel.expert_parallel import apply_expert_parallel
 from executor.parallel.meshes import Meshes
-from executor.parallel.tensor_overlap import end_graphs_at_overlap
 from executor.parallel.tensor_parallel import apply_tensor_parallel
 from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
@@ -181,7 +180,6 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
     )
     if runtime.compile:
         for block in part.blocks().values():
-            end_graphs_at_overlap(block)
             block.compile()
 
 

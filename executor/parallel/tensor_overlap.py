@@ -9,10 +9,8 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import unwrap
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -87,18 +85,6 @@ def overlap_block(block: Block, tp_overlap: str, group: dist.ProcessGroup) -> No
             module.project_out = OverlappedProducts(last, group).project_out
 
 
-def end_graphs_at_overlap(block: Block) -> None:
-    """Let compiled graphs end at overlapped products instead of inside them.
-
-    The compiler would follow a product to its first launch, break there, and go on behind each launch, copy and signal:
-    a graph and its guards for each, and more than a minute of compilation for three sets of modes of an 8B block.
-    """
-    for module in (block.attention, block.feed_forward):
-        for name in ("project_in", "project_out"):
-            if module is not None and _mode_of(getattr(module, name, None)) != NONE:
-                setattr(module, name, torch.compiler.disable(getattr(module, name)))
-
-
 def applied_overlap(blocks: Sequence[Block]) -> dict[str, str]:
     """Return the mode of each site of `blocks`, read from their modules; modes that differ between blocks are joined by
     `/`.
@@ -115,5 +101,5 @@ def applied_overlap(blocks: Sequence[Block]) -> dict[str, str]:
 
 
 def _mode_of(function: Any) -> str:
-    owner = getattr(unwrap(function), "__self__", None)
+    owner = getattr(function, "__self__", None)
     return owner.name if isinstance(owner, OverlappedProducts) else NONE

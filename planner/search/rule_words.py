@@ -91,7 +91,7 @@ RULE_WORDS = {
     "muon": "no Muon, or none that is modelled, in this framework",
     "muon-state": "Muon with ZeRO-1, ZeRO-2 or an optimizer in host memory is not modelled",
     "overlap": "overlap of TP needs TP with sequence parallelism",
-    "overlap-compile": "this overlap of TP is only with torch.compile",
+    "overlap-compile": "this overlap of TP is only with, or only without, torch.compile",
     "overlap-mode": "kind of overlap of TP not supported",
     "overlap-domain": "overlap of TP reaches beyond a node",
     "overlap-latent": "overlap of TP not supported with latent attention",

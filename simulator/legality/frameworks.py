@@ -90,6 +90,7 @@ class Framework:
     one_axis: bool = False  # allows one of tp, cp and ep, and pipelines with tp only
     ddp_alone: bool = False  # plain replication (dp_replicate alone) excludes tp and pp
     overlap_needs_compile: bool = False
+    overlap_needs_eager: bool = False
     parameter_offload: bool = False  # parameters, gradients and optimizer state may be kept in host memory
     optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer state alone may be
     offloads_layers: bool = False  # activations of a number of layers may be kept in host memory
@@ -218,6 +219,7 @@ MESHWRIGHT = Framework(
     lists_layers=True,
     lists_recompute=True,
     torch_pipelining=True,
+    overlap_needs_eager=True,
     networks_without=frozenset(FEATURES),
     dtypes=("float64", "float32", "tf32", "bfloat16", "float16"),
     optimizers=("adamw",),

@@ -201,6 +201,13 @@ POLICY_RULES: list[Rule] = [
         applies=lambda q: q.framework.overlap_needs_compile and not q.compile,
     ),
     policy_rule(
+        "overlap-compile",
+        "tp_overlap",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: f"tp_overlap {p.tp_overlap} with compile: the overlapped products are eager",
+        applies=lambda q: q.framework.overlap_needs_eager and q.compile,
+    ),
+    policy_rule(
         "overlap-mode",
         "tp_overlap",
         lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),

@@ -200,29 +200,11 @@ def alone(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> dict[s
     return {name: median(values) for name, values in samples_of(calls, rounds=3, count=5).items()}
 
 
-def equal(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> bool:
-    """Say whether exchanges of a block give NCCL's numbers to the last bit, ten times with new ones."""
-    numel, world, same = sum(p.numel() for p in Block(SIZES[0]).parameters()) // gathers.world, gathers.world, True
-    gather, scatter = PushedAllGather(gathers), PushedReduceScatter(scatters)
-    for _ in range(10):
-        shard, wide = torch.randn(numel, device="cuda", dtype=torch.bfloat16), torch.randn(numel * world, device="cuda")
-        whole, part, pushed = shard.new_empty(numel * world), wide.new_empty(numel), wide.new_empty(numel)
-        dist.all_gather_into_tensor(whole, shard)
-        dist.reduce_scatter_tensor(part, wide)
-        gathered = gather.allocate((numel * world,), dtype=shard.dtype, device=shard.device)
-        own = gathered.narrow(0, gathers.rank * numel, numel).copy_(shard)
-        gather(gathered, own, group)
-        scatter(pushed, wide, group, None)
-        same &= torch.equal(gathered, whole) and torch.equal(pushed, part)
-    return same
-
-
 def measure(recorder: Recorder, deadline: Deadline, *, compiled: bool) -> None:
     device, group, size = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD, SIZES[0]
     numel = sum(p.numel() for p in Block(size).parameters())
     gathers, scatters = Pushes(3, 2 * numel, group, device), Pushes(2, 4 * numel, group, device)
     recorder.write("alone", world=gathers.world, parameters=numel, seconds=alone(gathers, scatters, group))
-    recorder.write("equal", of_rank_0=equal(gathers, scatters, group))
     half = size.width // size.heads // 2
     for tokens in TOKENS:
         if not left(deadline, 12):
@@ -280,8 +262,6 @@ def main() -> int:
     for r in read_records(records) if records.exists() else ():
         if r["kind"] == "alone":
             print(", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in r["seconds"].items()))
-        if r["kind"] == "equal":
-            print(r)
         if r["kind"] == "fsdp_step":
             kinds = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in r["busy"].items())
             print(

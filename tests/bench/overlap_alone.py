@@ -21,12 +21,14 @@ class Alone(Nccl):
     def __init__(self) -> None:
         self.whole: dict[tuple[int, ...], Tensor] = {}
 
+    @torch.compiler.disable  # graphs end at exchanges, as those of the other modes do
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         whole = self.start_gather(x, group)()
         return tuple(whole @ operand for operand in operands), whole if keep else None
 
+    @torch.compiler.disable
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
         return products(pairs).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 

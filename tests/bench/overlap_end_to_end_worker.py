@@ -125,7 +125,6 @@ class OverlappedBlock(nn.Module):
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self.modes, self.group, self.depth = modes, group, block.attention.depth
-        self.gather, self.scatter = overlap.all_gather_matmul, overlap.matmul_reduce_scatter
 
         def part(linear: nn.Linear, dim: int) -> nn.Parameter:
             return nn.Parameter(linear.weight.detach().chunk(world, dim)[rank].clone())
@@ -139,7 +138,7 @@ class OverlappedBlock(nn.Module):
         )
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        gather, scatter, modes, group = self.gather, self.scatter, self.modes, self.group
+        gather, scatter, modes, group = overlap.all_gather_matmul, overlap.matmul_reduce_scatter, self.modes, self.group
         q, k, v = gather(norm(x, self.norms[0]), tuple(self.qkv), group, mode=modes["qkv"], dim=1)
         x = x + scatter(attend(q, k, v, self.depth, angles), self.o, group, mode=modes["o"], dim=1)
         g, u = gather(norm(x, self.norms[1]), tuple(self.up), group, mode=modes["up"], dim=1)
@@ -312,8 +311,7 @@ class Bench:
 
     def ours(self, modes: Mapping[str, str | Mode], *, compiled: bool) -> Steps:
         blocks = [OverlappedBlock(block, modes, self.group) for block in blocks_of(self.size)]
-        for block in blocks if compiled else ():  # graphs end at overlapped products, as in the executor
-            block.gather, block.scatter = (torch.compiler.disable(call) for call in (block.gather, block.scatter))
+        for block in blocks if compiled else ():
             block.compile()
         return Steps(blocks, self.x, self.angles)
 

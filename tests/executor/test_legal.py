@@ -69,6 +69,12 @@ def test_a_load_of_experts_that_cannot_be_asked_for_is_refused() -> None:
     )
 
 
+def test_overlapped_products_are_eager() -> None:
+    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="ring")
+
+    assert "overlapped products are eager" in complaint(plan, compile=True)
+
+
 def test_schedules_that_split_the_backward_pass_are_eager() -> None:
     """Torch's own check looks at whole stages and would miss blocks that are compiled one by one."""
     assert "splits the backward pass" in complaint(Plan(pp=2, schedule="ZBH1"), compile=True)

@@ -171,18 +171,7 @@ OVERLAP = {
 TWO |= OVERLAP
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
-    for name in (
-        "ddp",
-        "fsdp-tied",
-        "tp",
-        "tp-sp-selective-op",
-        "tp-overlap-mixed",
-        "latent-tp",
-        "cp",
-        "cp-heads",
-        "ep",
-        "pp-1f1b",
-    )
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp-selective-op", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
 }
 # The compiler takes seconds a plan, ten where experts are sharded: two kinds of graphs are compiled every time, all of
 # them nightly.

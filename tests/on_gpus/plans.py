@@ -18,6 +18,7 @@ from planner.question.question import question_of
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from simulator.config.adapter import Adapter
 from simulator.config.model import Model
+from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
@@ -105,8 +106,8 @@ PLAIN = {
     "EP": Case(plan=Plan(dp_shard=2, ep=2, **PAIR), batch=4, experts=True),
 }
 COMPILED = {
-    f"{name}, compiled": replace((PLAIN | OVERLAPPED)[name], compiled=True)
-    for name in ("DDP", "FSDP", "TP", "TP fused", "TP copy_engine", "CP all-gather", "PP 1F1B", "EP")
+    f"{name}, compiled": replace(PLAIN[name], compiled=True)
+    for name in ("DDP", "FSDP", "TP", "CP all-gather", "PP 1F1B", "EP")
 }
 ADAPTED = {
     "FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA),
@@ -118,8 +119,8 @@ TWO = {**OVERLAPPED, **PLAIN, **ADAPTED, **COMPILED}
 
 def not_shared(case: Case) -> str:
     """Return why two ranks cannot share a GPU for a plan, or nothing."""
-    plan = case.plan
-    if plan.pp > 1 or (plan.cp > 1 and plan.cp_method == "ring"):
+    plan, modes = case.plan, modes_by_site(case.plan.tp_overlap)
+    if plan.pp > 1 or (plan.cp > 1 and plan.cp_method == "ring") or "ring" in modes:
         return "needs two GPUs: gloo sends and receives no CUDA tensors"
     return "needs two GPUs: two ranks that compile on one take a minute" if case.compiled else ""
 
