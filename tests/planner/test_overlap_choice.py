@@ -76,7 +76,7 @@ def test_modes_by_site_are_for_the_executor_that_has_them():
     """It runs them eagerly; compiled, or before latent attention, they are refused."""
     model, machine, workload = load_model("llama3-8b"), make_cluster(1, 4), Workload(seq_len=4096, global_batch_size=8)
     runtime = resolve({"name": "meshwright"})[0]
-    plan = Plan(tp=4, sequence_parallel=True, tp_overlap="attention_in=fused,mlp_out=ring")
+    plan = Plan(tp=4, sequence_parallel=True, tp_overlap="attention_in=fused,mlp_out=chunked")
 
     def illegal(model, runtime):
         problems = question_of(model, machine, workload, framework="meshwright", runtime=runtime).problems(plan)
