@@ -58,7 +58,7 @@ def drawn(rng: random.Random, model: Model) -> tuple[Plan, Workload, Runtime]:
         sequence_parallel=rng.random() < 0.8,
         recompute=rng.choice(["none", "selective", "selective-op", "full", "block"]),
         tp_overlap=rng.choice(
-            ["none", "none", "ring", "fused", "async", "mlp_in=ring", "attention_out=chunked", "mlp=no"]
+            ["none", "none", "chunked", "fused", "async", "mlp_in=copy_engine", "attention_out=chunked", "mlp=no"]
         ),
         cp_method=rng.choice([None, "ring", "all_gather", "all_to_all", "by hand"]) if cp > 1 else None,
         zero_stage=rng.choice([None, None, None, None, 0, 1, 3]),

@@ -146,8 +146,8 @@ class Plan:
         "none",
         "overlap of tensor parallelism",
         flag="--tp-overlap",
-        help="Overlap of tensor-parallel products with collectives: none, ring, fused, async, ...; or by site:"
-        " attention_in=fused,mlp_out=ring.",
+        help="Overlap of tensor-parallel products with collectives: none, chunked, fused, async, ...; or by site:"
+        " attention_in=fused,mlp_out=chunked.",
         longest=128,
         needs="tp",
     )

@@ -47,7 +47,7 @@ def test_legal_plans_pass() -> None:
         (Plan(tp=2, tp_overlap="hope"), "modes none, chunked"),
         (Plan(tp=2, tp_overlap="mlp_in=chunked"), "with sequence parallelism"),
         (Plan(tp_overlap="chunked"), "needs tp > 1"),
-        (Plan(tp=2, tp_overlap="mlp=ring"), "sites are attention_in"),
+        (Plan(tp=2, tp_overlap="mlp=chunked"), "sites are attention_in"),
         (Plan(recompute="block"), "recompute 'block'"),
         (Plan(recompute_per_stage=("full", "none")), "2 modes for 1 stages"),
         (Plan(pp=2, recompute_per_stage=("full", "some")), "recompute 'some'"),
@@ -70,7 +70,7 @@ def test_a_load_of_experts_that_cannot_be_asked_for_is_refused() -> None:
 
 
 def test_overlapped_products_are_eager() -> None:
-    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="ring")
+    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="chunked")
 
     assert "overlapped products are eager" in complaint(plan, compile=True)
 
