@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,17 @@ def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     assert "sent, network" in text
     assert [axis["axis"] for axis in estimated["axes"]][:2] == ["fsdp", "replicate"]
     assert "cross between nodes" in planner("explain", files[0], "--no-flips").stdout
+
+
+def test_an_answer_about_amd_has_amds_names(planner, tmp_path):
+    """AMD's GPUs have no NVLink, CUDA or NCCL: xGMI, HIP and RCCL are there."""
+    asked = ("--model", "llama3.2-1b", "--cluster", "8xMI300X", "--seq-len", "2048", "--global-batch", "16")
+    file = tmp_path / "plan.json"
+    texts = planner("estimate", *asked, "--out", file).stdout + planner("explain", file, "--no-flips").stdout
+
+    assert not re.search("NVLink|CUDA|NCCL", re.sub("RCCL", "", texts), re.IGNORECASE)
+    assert re.search(r"joined by xGMI.*xGMI +\S+ GB from the busiest GPU", texts, re.DOTALL)
+    assert "HIP's context" in " ".join(texts.split())
 
 
 # --- time and money -----------------------------------------------------------------------------------------------

@@ -111,6 +111,12 @@ def build(platform: Platform, *, nodes: int = 1) -> Cluster:
     )
 
 
+def joined_text(platform: Platform, interconnect: str) -> str:
+    """Return the assumption that GPUs of a node are joined as in `platform`, by the vendor's name of the links."""
+    links = "xGMI" if interconnect == "nvlink" and gpu_kind(platform.gpu).by_amd else interconnect
+    return f"GPUs of a node joined by {links}, as in {platform.name}"
+
+
 def pcie_generation(bytes_per_s: float) -> str:
     """Return the PCIe generation whose x16 rate is nearest to `bytes_per_s`."""
     return min(PCIE_BYTES_PER_S, key=lambda gen: abs(PCIE_BYTES_PER_S[gen] - bytes_per_s))

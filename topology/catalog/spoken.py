@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from topology.catalog.clusters import adapt_platform, default_platform, platform_named
 from topology.catalog.gpus import gpu_kind, gpu_variants
-from topology.catalog.platform import Platform, build
+from topology.catalog.platform import Platform, build, joined_text
 from topology.cluster import Cluster
 from topology.errors import BadCluster
 
@@ -125,7 +125,7 @@ def _gpus(what: str, counts: list[int]) -> tuple[Platform, int, list[str]]:
             assumed.append(f"one node of {whole} GPUs, as in {usual.name}")
     platform = adapt_platform(usual, kind, gpus_per_node=per_node, interconnect=usual.interconnect)
     if per_node > 1:
-        assumed.append(f"GPUs of a node joined by {usual.interconnect}, as in {usual.name}")
+        assumed.append(joined_text(usual, usual.interconnect))
     return platform, nodes, assumed
 
 
