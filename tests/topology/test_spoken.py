@@ -75,11 +75,23 @@ def test_machine_types_of_clouds_have_their_published_ports(name, expected):
         ("16xH100", "2 nodes of 8 GPUs, as in dgx-h100"),
         ("4x8xL40S@100GbE", "one port of 100 Gb/s a node (several: @8x100G)"),
         ("4x8xL40S@100GbE", "RDMA over the Ethernet (RoCE)"),
+        ("2x8xH100@10GbE", "TCP over the Ethernet, 30 us (RDMA: @10GbE-RoCE)"),
+        ("2x8xH100@1G", "TCP over the Ethernet, 30 us (RDMA: @1GbE-RoCE)"),
+        ("2x8x4090@100GbE", "TCP over the Ethernet, 30 us (RDMA: @100GbE-RoCE)"),
     ],
 )
 def test_what_was_left_open_is_listed(text, assumed):
     assert assumed in cluster_caveats(load_cluster(text))
     assert any(finding.what == ASSUMED + assumed for finding in load_cluster(text).findings)
+
+
+def test_what_runs_over_ethernet_can_be_stated():
+    stated = [load_cluster(f"2x8xH100@{network}") for network in ("10GbE-RoCE", "100GbE TCP", "10GbE")]
+    latencies = [cluster.fabric.latency_s for cluster in stated]
+
+    assert [cluster.fabric.rdma for cluster in stated] == [True, False, False]
+    assert latencies[0] < latencies[1] == latencies[2]
+    assert not any("Ethernet" in line for cluster in stated[:2] for line in cluster_caveats(cluster))
 
 
 def test_a_full_name_assumes_no_variant():
