@@ -19,6 +19,11 @@ from simulator.runtimes.library import spec_for
 from simulator.runtimes.model_operators import FUSED_DISPATCH, dispatcher_of
 
 
+def _most_zero(q: RuleFacts) -> int:
+    """Return the highest ZeRO stage of the runtime."""
+    return 3 if q.runtime is None else spec_for(q.runtime).most_zero
+
+
 def _sharding(c: PlanColumns) -> NDArray[np.int64]:
     """Return the ZeRO stage; FSDP counts as stage 3."""
     return np.where(c.zero_stage < 0, 3, c.zero_stage)
@@ -244,6 +249,15 @@ DATA_RULES: list[Rule] = [
             f" it has {', '.join(map(str, q.framework.zero_stages))}"
         ),
         applies=lambda q: bool(q.framework.zero_stages),
+    ),
+    rule(
+        "zero-stage",
+        lambda c, q: c.zero_stage > _most_zero(q),
+        lambda p, q: (
+            f"{q.runtime.name if q.runtime else ''} has no ZeRO stage {p.zero_stage}: what it runs shards as stage"
+            f" {_most_zero(q)}; state that"
+        ),
+        applies=lambda q: _most_zero(q) < 3,
     ),
     rule(
         "zero-stage",
