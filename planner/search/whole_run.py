@@ -178,8 +178,8 @@ def _uneven(counts: Counts) -> list[str]:
     if not odd or len(counts.results) < 2:
         return []
     return [
-        f"{batch:,} sequences a step on every number of GPUs: {', '.join(odd)} GPUs do not divide them, which costs them"
-        " time; with another --global-batch they may win"
+        f"{batch:,} sequences a step on every number of GPUs, and {', '.join(odd)} do not divide them: with another"
+        + " --global-batch they may win"
     ]
 
 

@@ -104,8 +104,9 @@ def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
     updating = peak <= (shared.standing + shared.end) * ROUNDED  # the fullest moment is an update
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
     on_host = sum((ranks.sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(peak))
+    categories = _categories(ranks, updating)
     return MemoryColumns(
-        categories={name: np.where(layout.exists, column, 0.0) for name, column in _categories(ranks, updating).items()},
+        categories={name: np.where(layout.exists, column, 0.0) for name, column in categories.items()},
         peak_bytes=peak,
         reserved_bytes=reserved,
         host_bytes=np.where(layout.exists, on_host + ranks.away, 0.0),

@@ -61,14 +61,14 @@ def write(job: ExportJob) -> Draft:
     predicted = job.question.runtime.name
     other = (
         f"predicted for {predicted}, whose kernels are others than the executor's: steps and memory will differ;"
-        " planner suggest --framework meshwright",
+        " planner suggest --framework meshwright"
     )
     draft = Draft(
         body=body,
         settings=settings,
         not_expressed=sharding_notes,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
-        notes=(*(other if predicted != "meshwright" else ()), *notes, *shared),
+        notes=(*((other,) if predicted != "meshwright" else ()), *notes, *shared),
         environment=tuple(Variable(name=n, value=v, reason=MULTICAST) for n, v in ENVIRONMENT.items()),
     )
     return started_script(job, worker, draft)
