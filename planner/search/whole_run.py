@@ -177,10 +177,8 @@ def _uneven(counts: Counts) -> list[str]:
     odd = [str(gpus) for gpus in sorted(counts.results) if gpus < batch and batch % gpus]
     if not odd or len(counts.results) < 2:
         return []
-    return [
-        f"{batch:,} sequences a step on every number of GPUs, and {', '.join(odd)} do not divide them: with another"
-        + " --global-batch they may win"
-    ]
+    numbers = ", ".join(odd)
+    return [f"{batch:,} sequences a step on every number of GPUs, and {numbers} do not divide them (--global-batch)"]
 
 
 @dataclass(slots=True)
