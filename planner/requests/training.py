@@ -123,10 +123,11 @@ class Suggest(Request):
     task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
-    framework: str = option(
-        "torchtitan",
+    framework: str | None = option(
+        None,
         "--framework",
-        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any.",
+        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any; default: torchtitan,"
+        " or megatron-lm for GPUs without bfloat16.",
     )
     objective: Objective = option(
         Objective.TIME,

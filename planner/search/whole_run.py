@@ -85,7 +85,7 @@ class RunAnswer:
 
 def answer_run(
     flags: Flags,
-    framework: str,
+    framework: str | None,
     options: SearchOptions,
     goal: Goal,
     *,
