@@ -19,6 +19,7 @@ from planner.question.case_fields import (
     plan_value,
     refuse_unknown,
     section_of,
+    stage_of_fsdp,
     stated_value,
     unsaid,
     with_modules,
@@ -51,7 +52,7 @@ from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.catalog.gpus import of_power
 from topology.cluster import ASSUMED, Cluster
 from topology.codec import JsonObject
-from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
+from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
 # Used if flags give none; SEQ_LEN is the tokens of a sequence.
@@ -330,26 +331,6 @@ def case_id(data: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) and name else "case"
 
 
-def _stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[str]:
-    """Replace ZeRO stage 2 by what FSDP has for it: it keeps what it gathered, until the backward pass has used it.
-
-    Raises BadPlan where the plan states the opposite. torch.distributed.fsdp: `ShardingStrategy.SHARD_GRAD_OP`, and
-    `reshard_after_forward` of `fully_shard`.
-    """
-    sharded = values.get("dp_shard", 1) * values.get("cp", 1) > 1
-    if framework.zero_stages or framework.fsdp_by_degree_only or values.get("zero_stage") != 2 or not sharded:
-        return []
-    if values.get("reshard_after_forward"):
-        raise BadPlan(
-            f"{where}: ZeRO stage 2 with reshard_after_forward",
-            why=f"{framework.title} shards with FSDP, whose stage 2 keeps gathered parameters after the forward pass",
-            remedy="state one of them",
-        )
-    del values["zero_stage"]
-    values["reshard_after_forward"] = False
-    return ["ZeRO stage 2 is FSDP without reshard after forward, whose gradients and optimizer are sharded likewise"]
-
-
 def complete_plan(
     stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str, experts: bool = False
 ) -> tuple[Plan, list[str]]:
@@ -369,7 +350,7 @@ def complete_plan(
         name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
     ]
     assumed += [f"{name} 1 (not stated)" for name in unstated]
-    assumed += _stage_of_fsdp(values, framework, where)
+    assumed += stage_of_fsdp(values, framework, where)
     tp, pp = values.get("tp", 1), values.get("pp", 1)
     if "sequence_parallel" not in values:
         needed = experts and framework.sequential_experts
