@@ -166,7 +166,7 @@ def test_a_search_lists_what_the_executor_accepts(name: str, compiled: bool) -> 
         (Plan(pp=2, dp_shard=4), "tied", "nearest legal pp: 1"),
         (Plan(pp=8, micro_batch_size=8), "dense", "needs at least one for each stage"),
         (Plan(dp_shard=8, zero_stage=3), "dense", "say dp_shard alone"),
-        (Plan(tp=2, dp_shard=4, sequence_parallel=True, tp_overlap="mlp_out=fused"), "odd", "none, chunked, ring can"),
+        (Plan(tp=2, dp_shard=4, sequence_parallel=True, tp_overlap="mlp_out=fused"), "odd", "none, chunked can"),
         (Plan(pp=4, dp_shard=2, layers_per_stage=(4, 0, 2, 2)), "dense", "leaves pipeline rank 1 nothing"),
     ],
 )
