@@ -82,6 +82,11 @@ class GpuKind:
     pcie_bytes_per_s: float = 0.0  # the whole host link, one direction
     sources: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def by_amd(self) -> bool:
+        """Whether AMD makes it: its links are xGMI, not NVLink, and HIP and RCCL run on it."""
+        return self.architecture.startswith("CDNA")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -9,6 +9,7 @@ from pathlib import Path
 from planner.explain.plan_answer import PlanAnswer, answer_plan, plan_document, unreadable_document
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.question.case_words import is_plan_file
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags, flags_of_plan
 from planner.question.learned_runtime import LearnedCalibrations, in_place, is_learned, read_learned
@@ -102,6 +103,10 @@ def estimate(
         refuse_overwrite(asked.out, force=asked.force)
     if asked.case is not None:
         raw, many = read_cases(asked.case)
+        if not many and asked.case != "-" and is_plan_file(raw[0]):
+            # As a case, a plan may be asked about on other machines and for other models than it was made for.
+            plan_as_case = replace(case_of_plan_file(Path(asked.case), measured), saved=None)
+            return Estimated(found=answer_plan(with_flags(plan_as_case, flags, measured), progress=progress))
         raw = [in_place(one, learned) for one in raw]
         if many and asked.out is not None:
             raise UserError("--out saves one plan, and the file has several", remedy="a file with one case")

@@ -83,7 +83,7 @@ def suggest(
         return Suggested(result=answer(*search, measured=measured, progress=progress, early=early))
 
 
-def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str]:
+def _flags(asked: Suggest, learned: LearnedRuntime | None) -> tuple[Flags, str | None]:
     """Return the question, and the framework, if a learned runtime has one."""
     flags = flags_of_search(asked)
     if learned is None:

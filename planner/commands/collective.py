@@ -7,7 +7,7 @@ from itertools import groupby
 
 from planner.io import output
 from planner.io.grids import console, grid
-from planner.io.inputs import measurements, read_cluster
+from planner.io.inputs import measurements, parse_bytes, read_cluster
 from planner.io.printable import printable
 from planner.requests.machines import Collective
 from planner.validate.collective_rows import predicted_rows, table_rows
@@ -53,15 +53,15 @@ def collective(asked: Collective) -> None:
 
 
 def _sizes(text: str) -> list[int]:
-    sizes = []
-    for part in text.split(","):
-        word = part.strip()
-        if not (word.isascii() and word.isdigit() and 0 < int(word[:16]) <= 1 << 44):
+    sizes = [parse_bytes(part) for part in text.split(",")]
+    for size in sizes:
+        if not (1 <= size <= 1 << 44 and size.is_integer()):
             raise UserError(
-                f"--bytes has {part!r}", why="sizes are whole numbers of bytes", remedy="--bytes 1024,1048576"
+                f"--bytes has {size:.12g} bytes",
+                why=f"a message is a whole number of bytes, 1 to {1 << 44}",
+                remedy="--bytes 1048576,512MiB,1GB",
             )
-        sizes.append(int(word))
-    return sizes
+    return [int(size) for size in sizes]
 
 
 def _us(seconds: float) -> str:

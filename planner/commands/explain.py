@@ -35,7 +35,6 @@ from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
-from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibrations import Calibrations
 from topology import codec
 from topology.errors import UserError
@@ -71,9 +70,7 @@ def explain(asked: Explain) -> None:
         else:
             wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
             with limited(asked.time_limit):
-                result = answer(
-                    flags, asked.framework or DEFAULT_RUNTIME, wanted, measured=measured, progress=output.progress
-                )
+                result = answer(flags, asked.framework, wanted, measured=measured, progress=output.progress)
             chosen = result.plans[0].plan
         with limited(asked.time_limit):
             found = reasons.explain(

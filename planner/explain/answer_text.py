@@ -19,6 +19,7 @@ from planner.explain.tables import (
     print_lines,
     runtime_line,
     search_line,
+    vendor_text,
     workload_line,
 )
 from planner.io.figures import count_text, gib_text, interval_text, last_digit_s, rate_text, seconds_text
@@ -61,7 +62,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     flips: dict[str, list[str]] = {}
     for ranked in result.plans:
         for flip in ranked.flips:
-            flips.setdefault(flip_text(flip), []).append(f"#{ranked.rank}")
+            flips.setdefault(vendor_text(flip_text(flip), question.cluster), []).append(f"#{ranked.rank}")
     print()
     print_lines(console(), [*why, *run_lines(best.plan, question, out)])
     if best.cost_per_million_tokens is not None and not result.by_gpus:

@@ -16,6 +16,7 @@ from planner.explain.tables import (
     paged_text,
     print_lines,
     runtime_line,
+    vendor_text,
     workload_line,
 )
 from planner.explain.traffic_text import print_traffic, traffic_rows
@@ -58,15 +59,16 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     if found.traffic is not None:
         screen.print()
-        print_traffic(found.traffic)
+        print_traffic(found.traffic, result.question.cluster)
     lines = ["", *(f"overlap   {overlap_text(site, last_s)}" for site in found.overlap)]
+    cluster = result.question.cluster
     for number, runner in enumerate(found.runners, start=2):
-        flips = "; ".join(flip_text(flip) for flip in runner.flips)
+        flips = "; ".join(vendor_text(flip_text(flip), cluster) for flip in runner.flips)
         lines.append(
             f"#{number}        {degrees_text(runner.plan)}; {policy_text(runner.plan)}: {runner.lost_because}"
             + (f"; {flips}" if flips else "")
         )
-    lines += [f"flip      {answer_flip_text(flip)}" for flip in found.flips]
+    lines += [f"flip      {vendor_text(answer_flip_text(flip), cluster)}" for flip in found.flips]
     counts = "; ".join(f"{why}: {count:,}" for why, count in rejected_words(found.rejected).items() if count)
     lines += [f"rejected  {counts}"] if counts else []
     print_lines(screen, lines)
@@ -209,8 +211,8 @@ def print_comparison(found: Comparison) -> None:
     table.add_row("fits", *(fits_text(estimate) for estimate in estimates), "")
     one, other = found.traffic
     if one is not None and other is not None:
-        for row in traffic_rows(one, other):
-            table.add_row(*row)
+        for name, *cells in traffic_rows(one, other):
+            table.add_row(vendor_text(name, found.cases[0].question.cluster), *cells)
     screen.print(table)
 
 

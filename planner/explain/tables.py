@@ -67,10 +67,11 @@ def basis_lines(estimate: Estimate, method: Method, question: Question, gpus: in
             f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f}"
             f" TFLOP/s{_against_published(estimate, question, gpus)}"
         ),
-        (
+        vendor_text(
             f"fits      the probability that what the fullest rank reserves{_beside(memory)} is within"
             f" {gib_text(memory.capacity_bytes)} GiB (a GPU's {in_gib(question.cluster.gpu_memory_bytes)} less CUDA's"
-            f" context); yes means at least {SURE:.0%}"
+            f" context); yes means at least {SURE:.0%}",
+            question.cluster,
         ),
     ]
 
@@ -143,7 +144,7 @@ def cluster_line(cluster: Cluster) -> str:
         parts.append(mixed[0])
     if cluster.gpu_memory_bytes:
         parts.append(in_gib(cluster.gpu_memory_bytes))
-    name = "xGMI" if kind.architecture.startswith("CDNA") else "NVLink"
+    name = vendor_text("NVLink", cluster)
     direct = direct_links(cluster)
     if direct is not None:
         rate, peers, others = direct
@@ -208,6 +209,18 @@ def search_line(result: SearchResult) -> str:
     if search.pruned:
         parts.append("left out: " + ", ".join(f"{name} ({n:,})" for name, n in search.pruned.items()))
     return "; ".join(parts)
+
+
+# AMD's name of each part that has NVIDIA's in our words (ROCm documentation; xGMI: the links of Infinity Fabric).
+_AMD_NAMES = {"NVLink": "xGMI", "NCCL": "RCCL", "CUDA": "HIP"}
+
+
+def vendor_text(text: str, cluster: Cluster) -> str:
+    """Return a text with the names that the vendor of the cluster's GPUs uses; `text` has NVIDIA's."""
+    if cluster.slowest_kind.by_amd:
+        for name, its_name in _AMD_NAMES.items():
+            text = text.replace(name, its_name)
+    return text
 
 
 def flip_text(flip: FlipPoint) -> str:

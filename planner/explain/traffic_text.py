@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from planner.explain.tables import print_lines
+from planner.explain.tables import print_lines, vendor_text
 from planner.explain.traffic import LINKS, NETWORK, LinkTraffic, Traffic
 from planner.io.grids import console, grid
+from topology.cluster import Cluster
 
 TITLES = {"nvlink": "NVLink", "pcie": "PCIe", "network": "network"}
 SHOWN = 1e-4  # share of all bytes; an axis with fewer only sums single numbers
 
 
-def print_traffic(found: Traffic) -> None:
+def print_traffic(found: Traffic, cluster: Cluster) -> None:
     """Print the bytes that a GPU sends in a step, axis by axis, and what crosses each kind of link."""
     if not found.links:
         return
     used = [link.link for link in found.links]
-    table = grid(("GB sent by a GPU", "ranks", "on a node", *(TITLES[link] for link in used)), gap=2)
+    titles = {link: vendor_text(TITLES[link], cluster) for link in used}
+    table = grid(("GB sent by a GPU", "ranks", "on a node", *titles.values()), gap=2)
     everything = sum(axis.sent_bytes for axis in found.axes)
     for axis in found.axes:
         if axis.sent_bytes >= SHOWN * everything:
@@ -23,7 +25,7 @@ def print_traffic(found: Traffic) -> None:
             table.add_row(axis.axis, str(axis.ranks), str(axis.ranks_per_node), *cells)
     screen = console()
     screen.print(table)
-    print_lines(screen, [f"{TITLES[link.link]:<10}{link_text(link)}" for link in found.links])
+    print_lines(screen, [f"{titles[link.link]:<10}{link_text(link)}" for link in found.links])
 
 
 def link_text(link: LinkTraffic) -> str:

@@ -180,3 +180,23 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
         return []
     stated[filled] = degree
     return [f"{filled} {degree} (fills {gpus} GPUs)"]
+
+
+def stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[str]:
+    """Replace ZeRO stage 2 by what FSDP has for it: it keeps what it gathered, until the backward pass has used it.
+
+    Raises BadPlan where the plan states the opposite. torch.distributed.fsdp: `ShardingStrategy.SHARD_GRAD_OP`, and
+    `reshard_after_forward` of `fully_shard`.
+    """
+    sharded = values.get("dp_shard", 1) * values.get("cp", 1) > 1
+    if framework.zero_stages or framework.fsdp_by_degree_only or values.get("zero_stage") != 2 or not sharded:
+        return []
+    if values.get("reshard_after_forward"):
+        raise BadPlan(
+            f"{where}: ZeRO stage 2 with reshard_after_forward",
+            why=f"{framework.title} shards with FSDP, whose stage 2 keeps gathered parameters after the forward pass",
+            remedy="state one of them",
+        )
+    del values["zero_stage"]
+    values["reshard_after_forward"] = False
+    return ["ZeRO stage 2 is FSDP without reshard after forward, whose gradients and optimizer are sharded likewise"]

@@ -84,6 +84,11 @@ def _words() -> dict[str, tuple[str, str]]:
 WORDS: Mapping[str, tuple[str, str]] = _words()
 
 
+def is_plan_file(data: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is a saved plan, not a case."""
+    return "fingerprints" in data and "plan" in data
+
+
 def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
     """Return a row as a case: words of the command line in their sections, with `gpus` of its cluster.
 
@@ -109,7 +114,7 @@ def in_sections(row: Mapping[str, Any], name: str) -> JsonObject:
                 for key in inside
                 if key not in known
             ]
-    if "fingerprints" in row and "plan" in row:
+    if is_plan_file(row):
         raise BadPlan(
             "this is a plan file, not a case",
             why="planner suggest --out saved it",

@@ -19,6 +19,7 @@ from planner.question.case_fields import (
     plan_value,
     refuse_unknown,
     section_of,
+    stage_of_fsdp,
     stated_value,
     unsaid,
     with_modules,
@@ -349,6 +350,7 @@ def complete_plan(
         name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
     ]
     assumed += [f"{name} 1 (not stated)" for name in unstated]
+    assumed += stage_of_fsdp(values, framework, where)
     tp, pp = values.get("tp", 1), values.get("pp", 1)
     if "sequence_parallel" not in values:
         needed = experts and framework.sequential_experts

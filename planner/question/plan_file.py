@@ -241,7 +241,7 @@ def require_fresh(
         raise Stale(
             "the plan was made for something else than what is here",
             why="; ".join(differ),
-            remedy="plan again with planner suggest",
+            remedy="plan again with planner suggest; what this plan would take there: planner estimate --case FILE",
         )
 
 

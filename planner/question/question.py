@@ -144,6 +144,7 @@ def rule_facts(
         nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
         reach=joined.gpus,
         reach_reason=joined.why,
+        compute_capability=cluster.slowest_kind.compute_capability,
         no_low_precision=why_not(runtime, cluster.slowest_kind),
     )
 

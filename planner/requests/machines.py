@@ -102,7 +102,7 @@ class Collective(Request):
     sizes: str = option(
         "1048576,16777216,268435456",
         "--bytes",
-        help="Message sizes in bytes, comma separated (nccl-tests' size column).",
+        help="Message sizes, comma separated (nccl-tests' size column): 1048576,512MiB,1GB.",
     )
     tables: Path | None = option(None, "--tables", help="Measured tables to compare with.")
     cost_model: CostModel = option(

@@ -108,7 +108,8 @@ class Suggest(Request):
 
     The search bounds every legal plan of the framework and costs those that could be best. The answer is therefore
     optimal within the cost model, unless --time-limit ended the search early; then the remaining gap is printed.
-    Defaults that were used are listed as assumed.
+    Defaults that were used are listed as assumed: the framework is torchtitan, or one with float16 for GPUs without
+    bfloat16.
     """
 
     model: str = common.model("llama3-8b")
@@ -123,8 +124,8 @@ class Suggest(Request):
     task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
     seq_len: int | None = common.seq_len()
     global_batch: int | None = common.global_batch()
-    framework: str = option(
-        "torchtitan",
+    framework: str | None = option(
+        None,
         "--framework",
         help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any.",
     )
@@ -223,12 +224,13 @@ class Estimate(Request):
     """Predict step time and memory of one plan, or latency and throughput of a deployment, and say whether it is legal.
 
     The data-parallel degree defaults to what fills the GPUs. Flags given together with --plan or --case override the
-    file, and the answer lists what they changed. The exit code is 3 if no plan given is legal, and 0 if a plan is legal
-    but does not fit.
+    file, and the answer lists what they changed. With --plan, another --model or --cluster is refused as stale (exit
+    code 1); --case takes a plan file, too, and predicts it for any. The exit code is 3 if no plan given is legal, and 0
+    if a plan is legal but does not fit.
     """
 
     task: Task = option(Task.TRAIN, "--task", help="train: a training step; serve: an inference server.")
-    case: str | None = option(None, "--case", help="Case file: one case or a list; - reads stdin.")
+    case: str | None = option(None, "--case", help="Case file: one case or a list, or a plan file; - reads stdin.")
     plan: Path | None = option(None, "--plan", help="Plan file saved by planner suggest --out.")
     profile: Path | None = common.profile()
     strict: bool = common.strict()

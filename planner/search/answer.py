@@ -25,8 +25,10 @@ from planner.search.search import SearchOptions, explained, suggest
 from planner.search.sizes import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, most_gpus
 from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
+from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.legality.frameworks import framework_named
+from simulator.kernels.low_precision import has_no_bfloat16
+from simulator.legality.frameworks import DEEPSPEED, MEGATRON, framework_named
 from simulator.runtimes.called import called
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -34,7 +36,7 @@ from topology.errors import Infeasible
 
 def answer(
     flags: Flags,
-    framework: str,
+    framework: str | None,
     options: SearchOptions,
     *,
     measured: Calibrations = UNMEASURED,
@@ -42,7 +44,7 @@ def answer(
     early: Callable[[SearchResult], None] | None = None,
 ) -> SearchResult:
     """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
-    version).
+    version, None the usual one).
 
     `progress` receives progress lines, `early` preliminary results of a single search. Raises Infeasible (exit 3), and
     errors of the named inputs.
@@ -134,12 +136,15 @@ def _fewest(
     )
 
 
-def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
+def search_question(
+    flags: Flags, framework: str | None, measured: Calibrations = UNMEASURED
+) -> tuple[Question, list[str]]:
     """Return the question on the largest GPU count that `flags` name, and its assumptions."""
-    rules, version = framework_named(framework), called(framework)[1] or None
     network = load_model(flags.model or DEFAULT_MODEL)
     refuse_experts(flags, network)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
+    framework, from_gpus = (framework, []) if framework else _usual_framework(machine, flags)
+    rules, version = framework_named(framework), called(framework)[1] or None
     # The batch is fixed before the GPU count is chosen, since it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
     workload, whose = stated_workload(flags, network, largest)
@@ -149,4 +154,17 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     question = question_of(
         network, machine, workload, framework=rules, runtime=runtime, calibration=measured.on(machine)
     )
-    return question, [*all_assumed([*network.assumed, *from_recipes, *from_runtime], (), question, measured), *whose]
+    said = [*from_gpus, *network.assumed, *from_recipes, *from_runtime]
+    return question, [*all_assumed(said, (), question, measured), *whose]
+
+
+def _usual_framework(machine: Cluster, flags: Flags) -> tuple[str, list[str]]:
+    """Return the framework where none is named, and why if it is another one than usual: one that has float16, on GPUs
+    without bfloat16, and the adapters that are asked for.
+    """
+    gpu, asked = machine.slowest_kind, flags.runtime.get("adapter")
+    if flags.runtime.get("compute_dtype") or not has_no_bfloat16(gpu):
+        return DEFAULT_RUNTIME, []
+    able = MEGATRON if asked is None or asked["kind"] in MEGATRON.adapters else DEEPSPEED
+    usual = framework_named(DEFAULT_RUNTIME).title
+    return able.name, [f"framework {able.name}: {usual} has no float16, and {gpu.name} no bfloat16"]

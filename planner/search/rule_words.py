@@ -37,6 +37,7 @@ RULE_WORDS = {
     "expert-grid": "EP does not divide the grid of ranks",
     "expert-tensor": "tensor parallelism of experts not supported",
     "expert-kernels": "dispatcher or products of experts not supported",
+    "expert-dispatcher": "dispatcher of experts without kernels for these GPUs",
     "adapter": "adapters or frozen weights not supported",
     "adapter-targets": "no matrix for the adapters",
     "adapter-dropout": "dropout of adapters not supported",

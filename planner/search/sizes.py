@@ -9,6 +9,7 @@ import numpy as np
 from simulator.bounds.screening import Screening
 from simulator.config.optimizers import OPTIMIZERS
 from topology.catalog.cluster_file import load_cluster
+from topology.catalog.clusters import is_catalog_name
 from topology.cluster import Cluster
 from topology.errors import UserError
 
@@ -51,10 +52,26 @@ def most_gpus(cluster: Cluster, grow: Callable[[int], Cluster] | None) -> int:
 
 
 def said_with_nodes(cluster: Cluster, nodes: int) -> str:
-    """Return how a cluster with other `nodes` is said (2x8xh100-sxm); empty if the words do not say this cluster."""
-    size, kind = cluster.gpus_per_node, cluster.slowest_kind.name
-    same = load_cluster(f"{cluster.node_count}x{size}x{kind}")
-    return f"{nodes}x{size}x{kind}" if (same.groups, same.fabric) == (cluster.groups, cluster.fabric) else ""
+    """Return how a cluster with other `nodes` is said (2x8xh100-sxm, 2x8xh100-sxm@100GbE, 2xaws-p5); empty if no words
+    say this cluster.
+    """
+    node, now = f"{cluster.gpus_per_node}x{cluster.slowest_kind.name}", cluster.node_count
+    words = [node, *(f"{node}@{network}" for network in _networks(cluster))]
+    machine = cluster.name.removeprefix(f"{now} x ")
+    words += [machine] if is_catalog_name(machine) else []
+    for said in words:
+        same = load_cluster(f"{now}x{said}")
+        if (same.groups, same.fabric) == (cluster.groups, cluster.fabric):
+            return f"{nodes}x{said}"
+    return ""
+
+
+def _networks(cluster: Cluster) -> Iterator[str]:
+    """Yield what the network of a node may have been said to be: ports of a rate, in several spellings."""
+    nics = cluster.groups[0].node.nics
+    if nics and nics[0].bytes_per_s:
+        ports, gbit = "" if len(nics) == 1 else f"{len(nics)}x", f"{nics[0].bytes_per_s * 8 / 1e9:g}"
+        yield from (f"{ports}{gbit}{unit}" for unit in ("G", "GbE", "GbE-TCP", "GbE-RoCE"))
 
 
 def with_nodes_for(cluster: Cluster, gpus: int) -> Cluster:

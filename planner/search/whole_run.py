@@ -85,7 +85,7 @@ class RunAnswer:
 
 def answer_run(
     flags: Flags,
-    framework: str,
+    framework: str | None,
     options: SearchOptions,
     goal: Goal,
     *,
@@ -118,7 +118,8 @@ def answer_run(
     found = compare_counts(counts, numbers, options.objective) if numbers else seek_count(counts)
     late = (NOT_EXPLAINED,) if over(deadline) else ()
     result = found.result if late else explained(found.result, options)
-    return replace(found, result=replace(result, assumed=tuple(dict.fromkeys([*result.assumed, *late, *assumed]))))
+    said = [*result.assumed, *late, *assumed, *_uneven(counts)]
+    return replace(found, result=replace(result, assumed=tuple(dict.fromkeys(said))))
 
 
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
@@ -168,6 +169,16 @@ def _run_of(question: Question, goal: Goal, plan: Plan, step: Interval) -> Whole
 
 def _power_source(kind: GpuKind) -> str:
     return kind.sources.get("power_w", "not stated") if kind.power_w else ""
+
+
+def _uneven(counts: Counts) -> list[str]:
+    """Say which of the compared numbers of GPUs do not divide the batch, if any."""
+    batch = counts.question.workload.global_batch_size
+    odd = [str(gpus) for gpus in sorted(counts.results) if gpus < batch and batch % gpus]
+    if not odd or len(counts.results) < 2:
+        return []
+    numbers = ", ".join(odd)
+    return [f"{batch:,} sequences a step on every number of GPUs, and {numbers} do not divide them (--global-batch)"]
 
 
 @dataclass(slots=True)

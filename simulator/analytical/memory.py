@@ -99,11 +99,14 @@ def memory_columns(
 def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
     """Return the least peak memory of the pipeline ranks that `ranks` describes."""
     context, layout = ranks.context, ranks.layout
-    peak, reserved = least_bytes(ranks)
+    shared = shared_parts(ranks)
+    peak, reserved = least_bytes(ranks, shared)
+    updating = peak <= (shared.standing + shared.end) * ROUNDED  # the fullest moment is an update
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
     on_host = sum((ranks.sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(peak))
+    categories = _categories(ranks, updating)
     return MemoryColumns(
-        categories={name: np.where(layout.exists, column, 0.0) for name, column in _categories(ranks).items()},
+        categories={name: np.where(layout.exists, column, 0.0) for name, column in categories.items()},
         peak_bytes=peak,
         reserved_bytes=reserved,
         host_bytes=np.where(layout.exists, on_host + ranks.away, 0.0),
@@ -119,13 +122,17 @@ def least_bytes(ranks: RankMemory, shared: SharedParts | None = None) -> tuple[F
     return peak, reserved
 
 
-def _categories(ranks: RankMemory) -> dict[str, Floats]:
-    """Return the bytes of each kind of memory in a step."""
+def _categories(ranks: RankMemory, updating: NDArray[np.bool_]) -> dict[str, Floats]:
+    """Return the bytes of each kind of memory in a step. Of gradients, an update has temporaries instead of those of
+    their reduction.
+    """
+    zero = ranks.zero
+    reducing = ranks.added_gradients + ranks.passing(ranks.layer) + zero.buckets + zero.reducing
     return {
         **{str(kind): nbytes for kind, nbytes in ranks.state.items()},
         "activations": ranks.activations(ranks.flight(ranks.in_flight, ranks.heads)),
         "gathered_parameters": sum(ranks.gathered(np.maximum(ranks.layer, ranks.head)), ranks.kept_casts),
-        "gradient_buffers": ranks.buffers + ranks.added_gradients + ranks.passing(ranks.layer) + ranks.zero.reducing,
+        "gradient_buffers": ranks.buffers + np.where(updating, np.maximum(zero.update, reducing), reducing),
         "loss_and_recompute": np.maximum(ranks.turning, ranks.recomputed),
         "symmetric_buffers": ranks.symmetric,
     }

@@ -64,8 +64,7 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
     members = rates.gpus[:per_node] or tuple(i * shape.stride % len(node.gpus) for i in range(per_node))
     links, nccl_links, multicast = _scale_up(node, kind, members)
     lost = shape.nodes == 1 and not links and _some_on_a_switch(node, members)
-    amd = kind.architecture.startswith("CDNA")
-    fabric = Fabric.PCIE if not links else Fabric.XGMI if amd else Fabric.NVLINK
+    fabric = Fabric.PCIE if not links else Fabric.XGMI if kind.by_amd else Fabric.NVLINK
     intra = links or min(
         rates.intra_bytes_per_s, kind.pcie_bytes_per_s or math.inf, LOST_GPU_BYTES_PER_S if lost else math.inf
     )

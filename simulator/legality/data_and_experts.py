@@ -15,6 +15,13 @@ from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
 from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, one_of, rule, with_nearest
 from simulator.pipeline.schedules.registry import schedules_that, where
+from simulator.runtimes.library import spec_for
+from simulator.runtimes.model_operators import FUSED_DISPATCH, dispatcher_of
+
+
+def _most_zero(q: RuleFacts) -> int:
+    """Return the highest ZeRO stage of the runtime."""
+    return 3 if q.runtime is None else spec_for(q.runtime).most_zero
 
 
 def _sharding(c: PlanColumns) -> NDArray[np.int64]:
@@ -95,6 +102,14 @@ def _not_run(q: RuleFacts) -> str:
     }
     return " and ".join(words for words, holds in stated.items() if holds)
 
+
+def _dispatcher(q: RuleFacts) -> str:
+    """Return how the runtime sends tokens to experts, "" without a runtime."""
+    return "" if q.runtime is None else dispatcher_of(q.runtime, spec_for(q.runtime))
+
+
+# deepseek-ai/DeepEP @dd758ca setup.py: built for 9.0, or without what SM90 adds for 8.0; HybridEP is a part of it.
+_DEEPEP_CAPABILITY = 80
 
 EXPERT_RULES: list[Rule] = [
     rule(
@@ -213,6 +228,15 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: f"{q.framework.title} does not run {_not_run(q)}; leave it out",
         applies=lambda q: q.framework.own_kernels_only,
     ),
+    rule(
+        "expert-dispatcher",
+        lambda c, q: c.ep > 1,
+        lambda p, q: (
+            f"the dispatcher {_dispatcher(q)} has no kernels for GPUs of compute capability"
+            f" {q.compute_capability / 10:.1f}: DeepEP needs 9.0 (Hopper), or 8.0 for a part of it; choose alltoall"
+        ),
+        applies=lambda q: 0 < q.compute_capability < _DEEPEP_CAPABILITY and _dispatcher(q) in FUSED_DISPATCH,
+    ),
 ]
 
 
@@ -225,6 +249,15 @@ DATA_RULES: list[Rule] = [
             f" it has {', '.join(map(str, q.framework.zero_stages))}"
         ),
         applies=lambda q: bool(q.framework.zero_stages),
+    ),
+    rule(
+        "zero-stage",
+        lambda c, q: c.zero_stage > _most_zero(q),
+        lambda p, q: (
+            f"{q.runtime.name if q.runtime else ''} has no ZeRO stage {p.zero_stage}: what it runs shards as stage"
+            f" {_most_zero(q)}; state that"
+        ),
+        applies=lambda q: _most_zero(q) < 3,
     ),
     rule(
         "zero-stage",

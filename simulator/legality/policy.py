@@ -127,7 +127,7 @@ POLICY_RULES: list[Rule] = [
         lambda c, q: (c.ep_overlap != "none") & (c.reshard_after_forward == 1),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with parameters that are freed after each pass:"
-            " two passes at once that gather the same layers are not modelled; --no-reshard-after-forward"
+            " two passes at once that gather the same layers are not modelled; reshard_after_forward false keeps them"
         ),
     ),
     policy_rule(

@@ -69,6 +69,7 @@ class RuleFacts:
     nvlink: bool = True
     reach: int = 0  # the number of connected GPUs; `reach_reason` says why not all are
     reach_reason: str = ""
+    compute_capability: int = 0  # CUDA's, of the slowest GPUs; 0: not known, or not NVIDIA's
     no_low_precision: str = ""  # why the GPUs cannot compute products in the low type that the runtime states
 
     @property

@@ -154,8 +154,10 @@ def parts_of(
 
 
 def copy_s_per_byte(groups: GroupTimes) -> Value:
-    """Return the seconds per byte of a copy engine to a peer; infinite where there is none."""
-    return groups.time_s("send_recv", "tp_pair", LARGE_COPY_BYTES, algorithm="copy_engine") / LARGE_COPY_BYTES
+    """Return the seconds per byte of a copy to a peer; by NCCL where no copy engine reaches it over NVLink."""
+    pushed_s = groups.time_s("send_recv", "tp_pair", LARGE_COPY_BYTES, algorithm="copy_engine")
+    copied_s = np.where(np.isfinite(pushed_s), pushed_s, groups.time_s("send_recv", "tp_pair", LARGE_COPY_BYTES))
+    return np.asarray(copied_s / LARGE_COPY_BYTES)
 
 
 def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: bool, site: SiteRates) -> Value:

@@ -81,6 +81,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     recompute_modules: dict[str, RecomputeSpec] = field(default_factory=dict)
     zero: ZeroSpec | None = None
+    most_zero: int = 3  # the highest ZeRO stage that it has
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     expert_spread: float = 0.0

@@ -314,3 +314,24 @@ def test_where_a_case_is_from_changes_nothing():
     assert reported.question.runtime == plain.question.runtime
     assert reported.question.runtime.version is None
     assert reported.question.model == plain.question.model
+
+
+def test_zero_2_of_fsdp_is_sharding_without_reshard():
+    """torch: SHARD_GRAD_OP is ZeRO-2, and `fully_shard(reshard_after_forward=False)` is the same."""
+    stated = {"dp_replicate": 1, "dp_shard": 8, "micro_batch_size": 1}
+    said = load_case(changed(plan={**stated, "zero_stage": 2}, runtime={"name": "torchtitan"}))
+    same = load_case(changed(plan={**stated, "reshard_after_forward": False}, runtime={"name": "torchtitan"}))
+
+    assert said.plan == same.plan
+    assert any("without reshard" in line for line in said.assumed)
+    with pytest.raises(BadPlan, match="reshard_after_forward"):
+        load_case(changed(plan={**stated, "zero_stage": 2, "reshard_after_forward": True}))
+
+
+@pytest.mark.parametrize(("stage", "legal"), [(1, True), (2, False)])
+def test_nanotron_shards_the_optimizer_alone(stage, legal):
+    """Its ZeRO stage 2 is accepted and runs as stage 1 (huggingface/nanotron, helpers.py)."""
+    plan = {"dp_replicate": 8, "dp_shard": 1, "zero_stage": stage, "micro_batch_size": 1}
+    case = load_case(changed(plan=plan, runtime={"name": "nanotron"}))
+
+    assert case.question.legal(case.plan) is legal

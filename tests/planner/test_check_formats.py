@@ -371,3 +371,13 @@ def test_muon_is_refused_where_it_is_not_modelled(name: str) -> None:
     model = None if name == "a.sh" else "llama3-8b"
 
     assert said in str(check_text(text, name, CheckFlags(model=model, cluster="dgx-h100"), search=False))
+
+
+@pytest.mark.parametrize(("version", "legal"), [(1, True), (2, False)])
+def test_paged_optimizers_run_on_the_flat_parameters_of_fsdp1(version, legal) -> None:
+    """Optimizers of bitsandbytes do not update DTensors (its issue 1633), which FSDP1 has none of."""
+    text = AXOLOTL.replace("fsdp_config:", f"optimizer: paged_adamw_32bit\nfsdp_version: {version}\nfsdp_config:")
+    case = ask(text, "a.yaml", CheckFlags(gpus=8)).case
+
+    assert case.question.legal(case.plan) is legal
+    assert any("FSDP1" in line for line in case.assumed) is legal

@@ -106,6 +106,18 @@ def test_what_starts_the_program_is_not_of_it(prefix: str) -> None:
     assert found.case.plan == plain.case.plan
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_program_inside_a_command_of_bash_is_read_and_edited_there(quote: str) -> None:
+    started = START.replace("\\\n", "").replace("${NNODES:-1}", "1").replace("${G:-8}", "8").strip()
+    text = f"srun --nodes 1 --ntasks-per-node 1 --container-image x bash -lc {quote}{started}{quote}\n"
+    plain, found = ask(started, "a.sh", CheckFlags()), ask(text, "a.sh", CheckFlags())
+
+    assert found.configuration.unknown == plain.configuration.unknown == ()
+    assert found.case.plan == plain.case.plan
+    edited = found.configuration.edit({"--tensor-model-parallel-size": 2})
+    assert edited == text.replace("--bf16", "--bf16 --tensor-model-parallel-size 2")
+
+
 def test_flags_are_added_to_the_program_and_not_to_its_launcher() -> None:
     text = 'OPTIONS="--num-layers 4 --bf16"\ntorchrun --nproc_per_node 8 --nnodes 1 train.py $OPTIONS\n'
     line = CommandLine(text, "a.sh", {"--num-layers": True, "--bf16": False}.get)

@@ -142,6 +142,9 @@ def test_a_saved_plan_can_be_estimated_and_goes_stale(planner, tmp_path):
     assert json.loads(again.stdout)["estimate"] == saved["estimate"]
     assert other.returncode == 1
     assert "cluster" in other.stderr
+    assert "planner estimate --case FILE" in other.stderr
+    there = json.loads(planner("estimate", "--case", path, "--cluster", "dgx-a100", "--json").stdout)
+    assert there["estimate"]["step_s"]["value"] > saved["estimate"]["step_s"]["value"]
     assert same.returncode == 0
     refused = planner(*SUGGEST, "--out", path)
     assert refused.returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,17 @@ def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     assert "cross between nodes" in planner("explain", files[0], "--no-flips").stdout
 
 
+def test_an_answer_about_amd_has_amds_names(planner, tmp_path):
+    """AMD's GPUs have no NVLink, CUDA or NCCL: xGMI, HIP and RCCL are there."""
+    asked = ("--model", "llama3.2-1b", "--cluster", "8xMI300X", "--seq-len", "2048", "--global-batch", "16")
+    file = tmp_path / "plan.json"
+    texts = planner("estimate", *asked, "--out", file).stdout + planner("explain", file, "--no-flips").stdout
+
+    assert not re.search("NVLink|CUDA|NCCL", re.sub("RCCL", "", texts), re.IGNORECASE)
+    assert re.search(r"joined by xGMI.*xGMI +\S+ GB from the busiest GPU", texts, re.DOTALL)
+    assert "HIP's context" in " ".join(texts.split())
+
+
 # --- time and money -----------------------------------------------------------------------------------------------
 
 SPANS = ("days", "gpu_hours", "cost", "goodput", "checkpoint_interval_s", "lost_s")
@@ -330,11 +342,15 @@ def test_a_deadline_finds_the_cheapest_count_in_time(planner):
     done = planner("suggest", *RUN, "--pp", "1", "--tokens", "300B", "--deadline", "10d", "--json")
     answer = json.loads(done.stdout)
     in_time = [one for one in answer["curve"] if one["plan"] and one["days"]["value"] <= 10]
+    odd = [one["gpus"] for one in answer["curve"] if one["plan"] and 256 % one["gpus"]]
 
     assert done.returncode == 0, done.stderr
     assert answer["run"]["gpus"] == min(in_time, key=lambda one: one["gpu_hours"]["value"])["gpus"]
     assert answer["plans"][0]["plan"] == answer["run"]["plan"]
     assert any(one["plan"] and one["days"]["value"] > 10 for one in answer["curve"]), "a smaller number was tried"
+    uneven = [line for line in answer["assumed"] if "do not divide" in line]
+    assert all(f" {gpus}" in line for gpus in odd for line in uneven)
+    assert bool(uneven) is bool(odd)
 
 
 def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
@@ -363,11 +379,13 @@ def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
 def test_stated_counts_are_compared_over_the_whole_run(planner):
     """A curve over the counts said; the deadline chooses among them, and what no count meets is said with both ends."""
     counts = ("--gpus", "8,16", "--pp", "1", "--tokens", "300B", "--gpu-price", "2")
-    curve = json.loads(planner("suggest", *RUN, *counts, "--json").stdout)["curve"]
+    answered = json.loads(planner("suggest", *RUN, *counts, "--json").stdout)
+    curve = answered["curve"]
     late = planner("suggest", *RUN, *counts, "--deadline", "2h")
 
     assert [one["gpus"] for one in curve] == [8, 16]
     assert curve[0]["days"]["value"] > 1.5 * curve[1]["days"]["value"]
+    assert not any("do not divide" in line for line in answered["assumed"])
     assert late.returncode == 3
     assert "days on 16 GPUs" in late.stderr
     assert "GPUs  days (80% range)" in planner("suggest", *RUN, *counts).stdout

@@ -228,6 +228,8 @@ def test_our_executor_gets_its_request_and_its_environment() -> None:
     assert torchrun.ENVIRONMENT == FORCED_VARIABLES
     own = Plan(tp=8, sequence_parallel=True, tp_overlap="fused", recompute="selective-op")
     written = export(job(own, framework="meshwright"), find_target("torchrun"))
+    assert "predicted for torchtitan, whose kernels" in " ".join(text.replace("#", " ").split())
+    assert "whose kernels" not in written.text
     assert '"tp_overlap":"fused"' in written.text
     assert '"recompute":"selective-op"' in written.text
     for name, value in FORCED_VARIABLES.items():

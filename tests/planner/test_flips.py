@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from planner.question.prediction import predict
-from planner.question.question import question_of
+from planner.question.question import default_runtime, question_of
 from planner.search.finalists import Finalist, in_order
 from planner.search.flips import find_flips, memory_flip
 from planner.search.reasons import lost_because, why_it_lost
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
+from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
+from simulator.legality.frameworks import MEGATRON
 from tests.planner.conftest import make_cluster
+from topology.catalog.cluster_file import load_cluster
 from topology.cluster import Cluster, Source
 from topology.rates.scaling import (
     network_bytes_per_s,
@@ -192,3 +196,14 @@ def test_other_gpu_counts(gpus, nodes, per_node):
 def test_a_part_of_a_node_beside_whole_ones_is_refused():
     with pytest.raises(ValueError, match="no whole number"):
         with_gpus(make_cluster(2, 8), 12)
+
+
+def test_overlapped_plans_have_a_step_where_a_link_becomes_slower_than_pcie():
+    """Pairs of a DGX-1V share one NVLink, which at a quarter of its rate is slower than PCIe: copies go there."""
+    machine, workload = load_cluster("8xV100"), Workload(seq_len=2048, global_batch_size=64)
+    runtime = replace(default_runtime(MEGATRON), param_dtype="float16", compute_dtype="float16")
+    question = question_of(load_model("llama2-7b"), machine, workload, framework=MEGATRON, runtime=runtime)
+    plan = Plan(dp_replicate=2, tp=4, micro_batch_size=4, sequence_parallel=True, tp_overlap="userbuffers")
+    steps_s = question.estimate([plan] * 3, each_on=[scale_nvlink(machine, by) for by in (1.0, 0.5, 0.25)]).step_s
+
+    assert steps_s[0] < steps_s[1] < steps_s[2] < np.inf

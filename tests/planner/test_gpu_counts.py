@@ -26,7 +26,7 @@ from planner.search.infeasible import (
 from planner.search.plan_space import judged
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
-from planner.search.sizes import min_gpus_for_state
+from planner.search.sizes import min_gpus_for_state, said_with_nodes
 from planner.search.whole_run import RunAnswer, answer_run
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
@@ -36,6 +36,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import MEGATRON, TORCHTITAN
 from tests.planner.conftest import LLAMA8B, make_cluster
 from tests.planner.every_plan import leanest_gap
+from topology.catalog.cluster_file import load_cluster
 from topology.errors import Infeasible
 
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
@@ -264,3 +265,16 @@ def test_flags_that_pin_a_policy_hold(planner):
     assert {(p["plan"]["micro_batch_size"], p["plan"]["recompute"]) for p in document["plans"]} == {(2, "full")}
     wrong = planner("suggest", "--recompute", "everything", "--gpus", "8")
     assert wrong.returncode in {2, 3}
+
+
+@pytest.mark.parametrize(
+    "said", ["2x8xa100-sxm-80gb", "2x8xh100-sxm@100GbE", "2x4xl40s@2x25GbE-TCP", "2x8xh100-sxm@4x200G", "2xaws-p5"]
+)
+def test_a_larger_cluster_is_said_in_the_same_words(said):
+    """The words of a remedy are read as the same machines with the same network."""
+    grown = said_with_nodes(load_cluster(said), 3)
+    now, then = load_cluster(said), load_cluster(grown)
+
+    assert grown.startswith("3x")
+    assert (then.node_count, then.fabric) == (3, now.fabric)
+    assert replace(then.groups[0].node, name="") == replace(now.groups[0].node, name="")

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from planner.question.cases import load_case
-from planner.question.question import question_of
+from planner.question.question import default_runtime, question_of
 from planner.search.plan_space.candidates import enumerate_nodes
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.legality.frameworks import FRAMEWORKS
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
 from simulator.pipeline.schedules.registry import build_schedule
@@ -24,6 +25,7 @@ from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.every_plan import UNBOUNDED
+from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
 from topology.errors import UserError
 
@@ -526,3 +528,20 @@ def test_what_a_release_of_torch_cannot_run_is_not_legal(name, changes, legal):
     assert question.legal(plan) is legal
     assert bool(said) is not legal
     assert all("_unsafe_view" in message for message in said)
+
+
+@pytest.mark.parametrize(("gpus", "legal"), [("8xV100", False), ("8xA100", True), ("8xH100", True), ("8xMI300X", True)])
+def test_deepep_has_no_kernels_before_ampere(gpus, legal):
+    """deepseek-ai/DeepEP README.md and setup.py; whether AMD's port is there is not known."""
+    workload = Workload(seq_len=4096, global_batch_size=8)
+    runtime = replace(default_runtime(FRAMEWORKS["megatron-lm"]), moe_dispatcher="deepep", compute_dtype="float16")
+    question = question_of(
+        load_model("mixtral-8x7b"), load_cluster(gpus), workload, framework="megatron-lm", runtime=runtime
+    )
+
+    said = [
+        p.message for p in question.problems(Plan(dp_replicate=8, ep=8, zero_stage=1)) if p.rule == "expert-dispatcher"
+    ]
+    assert (not said) is legal
+    assert all("compute capability 7.0" in message for message in said)
+    assert not any(p.rule == "expert-dispatcher" for p in question.problems(Plan(dp_replicate=8, zero_stage=1)))

@@ -82,12 +82,12 @@ def test_text_that_is_no_topology_is_refused(planner):
 def test_collective_rows_have_the_keys_of_the_contract(planner):
     pytest.importorskip("simulator.collectives.nccl_tables", reason="the collective model is a part of its own")
     done = planner(
-        "collective", "--cluster", "dgx-h100", "--op", "all_reduce", "--gpus", "8", "--bytes", "1024,1048576", "--json"
+        "collective", "--cluster", "dgx-h100", "--op", "all_reduce", "--gpus", "8", "--bytes", "1024,1MiB,1GB", "--json"
     )
     rows = json.loads(done.stdout)["rows"]
 
     assert done.returncode == 0, done.stderr
-    assert [row["bytes"] for row in rows] == [1024, 1048576]
+    assert [row["bytes"] for row in rows] == [1024, 1048576, 10**9]
     for row in rows:
         assert {
             "machine",

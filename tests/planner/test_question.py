@@ -118,6 +118,23 @@ def test_what_a_profile_says_of_a_machine_does_not_depend_on_who_asked_first(mea
     assert Calibrations(None).on(one) is None
 
 
+@pytest.mark.parametrize(
+    ("gpus", "adapter", "framework"),
+    [
+        ("8xV100", None, "megatron-lm"),
+        ("8xP100", {"kind": "qlora", "rank": 8}, "deepspeed"),
+        ("8xA100", None, "torchtitan"),
+    ],
+)
+def test_where_no_framework_is_named_it_is_one_that_runs_on_the_gpus(gpus, adapter, framework) -> None:
+    flags = Flags(model="llama3.2-1b", cluster=gpus, seq_len=1024, global_batch=8, runtime={"adapter": adapter})
+    question, assumed = search_question(flags, None)
+
+    assert question.framework.name == framework
+    assert any(line.startswith("framework") for line in assumed) == (framework != "torchtitan")
+    assert question.legal(Plan(dp_replicate=8, zero_stage=0))
+
+
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "pytorch"])
 def test_products_are_in_types_that_the_tensor_cores_and_the_framework_have(framework) -> None:
     """By default, on every GPU of the catalogue: torchtitan has no float16 to choose, V100 and P100 no bfloat16."""

@@ -43,7 +43,7 @@ COMMANDS = {
         "estimate --case /nonexistent",
         "estimate --case README.md",
     ],
-    "collective": ["collective --cluster dgx-h100 --gpus 8", "collective --bytes 1k"],
+    "collective": ["collective --cluster dgx-h100 --gpus 8", "collective --bytes 0.5"],
     "probe": ["probe --from tests/data/topo/47_3x_a6000_one_pair.txt", "probe --from README.md"],
     "doctor": ["doctor --cluster h200x4", "doctor --cluster h200x4 --expect dgx-h200", "doctor --budget forever"],
     "suggest --task serve": [

@@ -10,6 +10,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
+from simulator.memory.plan_memory import PlanMemory
 from simulator.runtimes.model_operators import operators_for
 from simulator.step.held import between_stages_bytes, head_peak_bytes
 from topology.catalog.clusters import cluster
@@ -195,3 +196,15 @@ def test_torch_stages_hold_a_buffer_for_every_message_and_once_kept_their_output
     kept = np.array([8 * message, 8 * message, 8 * message, 8 * logits])
     assert between_stages_bytes(early, *ends, in_flight)[0].tolist() == (held + kept).tolist()
     assert not between_stages_bytes(megatron, *ends, in_flight).any()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_categories_of_deepspeed_are_what_a_replay_allocates(zero: int) -> None:
+    """With accumulation, its fullest moment has gradients, both buckets and activations at once."""
+    workload = Workload(seq_len=2048, global_batch_size=32)
+    runtime = Runtime(name="deepspeed", param_dtype="bfloat16", reduce_dtype="bfloat16")
+    plan = Plan(dp_replicate=8, zero_stage=zero, recompute="full")
+    scenario = Scenario(model=load_model("llama3-8b"), cluster=cluster("dgx-h100"), workload=workload, runtime=runtime)
+    replayed = PlanMemory(scenario, plan).ranks[0].allocated_bytes
+
+    assert sum(categories(scenario.model, plan, runtime, workload).values()) == pytest.approx(replayed, rel=0.01)

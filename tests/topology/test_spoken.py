@@ -52,6 +52,10 @@ def test_what_people_say_is_the_machine_that_they_mean(text, expected):
         ("p5.48xlarge", (1, 8, "h100-sxm", 32, 100)),
         ("p5e.48xlarge", (1, 8, "h200-sxm", 32, 100)),
         ("p5en", (1, 8, "h200-sxm", 16, 200)),
+        ("g5.12xlarge", (1, 4, "a10g", 1, 40)),
+        ("2xg5.48xlarge", (2, 8, "a10g", 1, 100)),
+        ("g6.24xlarge", (1, 4, "l4", 1, 50)),
+        ("g6e.24xlarge", (1, 4, "l40s", 2, 100)),
         ("a2-highgpu-8g", (1, 8, "a100-sxm-40gb", 1, 100)),
         ("a3-highgpu-8g", (1, 8, "h100-sxm", 4, 200)),
         ("a3-megagpu-8g", (1, 8, "h100-sxm", 8, 200)),
@@ -75,11 +79,23 @@ def test_machine_types_of_clouds_have_their_published_ports(name, expected):
         ("16xH100", "2 nodes of 8 GPUs, as in dgx-h100"),
         ("4x8xL40S@100GbE", "one port of 100 Gb/s a node (several: @8x100G)"),
         ("4x8xL40S@100GbE", "RDMA over the Ethernet (RoCE)"),
+        ("2x8xH100@10GbE", "TCP over the Ethernet, 30 us (RDMA: @10GbE-RoCE)"),
+        ("2x8xH100@1G", "TCP over the Ethernet, 30 us (RDMA: @1GbE-RoCE)"),
+        ("2x8x4090@100GbE", "TCP over the Ethernet, 30 us (RDMA: @100GbE-RoCE)"),
     ],
 )
 def test_what_was_left_open_is_listed(text, assumed):
     assert assumed in cluster_caveats(load_cluster(text))
     assert any(finding.what == ASSUMED + assumed for finding in load_cluster(text).findings)
+
+
+def test_what_runs_over_ethernet_can_be_stated():
+    stated = [load_cluster(f"2x8xH100@{network}") for network in ("10GbE-RoCE", "100GbE TCP", "10GbE")]
+    latencies = [cluster.fabric.latency_s for cluster in stated]
+
+    assert [cluster.fabric.rdma for cluster in stated] == [True, False, False]
+    assert latencies[0] < latencies[1] == latencies[2]
+    assert not any("Ethernet" in line for cluster in stated[:2] for line in cluster_caveats(cluster))
 
 
 def test_a_full_name_assumes_no_variant():

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 from topology.catalog.gpus import bridges, gpu_kind
-from topology.catalog.platform import INTERCONNECTS, Platform, build, take_gpus
+from topology.catalog.platform import INTERCONNECTS, Platform, build, joined_text, take_gpus
 from topology.cluster import Cluster, GpuKind
 from topology.codec import convert, parse_json
 from topology.errors import BadCluster, BadInput
@@ -116,7 +116,7 @@ def cluster_from_case(
     if interconnect is None:
         interconnect = usual.interconnect
         if per_node > 1:
-            assumed.append(f"GPUs of a node joined by {interconnect}, as in {usual.name}")
+            assumed.append(joined_text(usual, interconnect))
     if interconnect not in INTERCONNECTS:
         raise BadCluster(
             f"interconnect is {interconnect!r}", remedy=f"use one of {', '.join(INTERCONNECTS)}, or null if not known"

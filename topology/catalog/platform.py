@@ -31,6 +31,7 @@ from topology.errors import BadCluster
 
 # Half of what an NVSwitch crossing takes: ASTRA-sim's validated H100 network (inputs/network/hgx_h100_8gpu.yml).
 NVSWITCH_PORT_LATENCY_S = 936.25e-9
+RDMA_LATENCY_S = 5e-6  # of a network between nodes, end to end (assumed)
 GBIT = 1e9 / 8
 # PCIe x16, one direction: nominal, and NCCL's model (topo.cc: width x speed / 80).
 PCIE_BYTES_PER_S = {"gen3": 15.75e9, "gen4": 31.5e9, "gen5": 63e9, "gen6": 121e9}
@@ -78,7 +79,7 @@ class Platform:
     fabric: str | None = None
     oversubscription: float = 1.0
     nodes_per_leaf: int = 32
-    fabric_latency_s: float = 5e-6
+    fabric_latency_s: float = RDMA_LATENCY_S
     rdma: bool = True
     pcie: str | None = None  # slot generation, when it is not the card's own
     notes: tuple[str, ...] = ()
@@ -109,6 +110,12 @@ def build(platform: Platform, *, nodes: int = 1) -> Cluster:
         fabric=fabric,
         findings=findings,
     )
+
+
+def joined_text(platform: Platform, interconnect: str) -> str:
+    """Return the assumption that GPUs of a node are joined as in `platform`, by the vendor's name of the links."""
+    links = "xGMI" if interconnect == "nvlink" and gpu_kind(platform.gpu).by_amd else interconnect
+    return f"GPUs of a node joined by {links}, as in {platform.name}"
 
 
 def pcie_generation(bytes_per_s: float) -> str:

@@ -3,7 +3,8 @@
     [NODES x] [GPUS x] GPU [: GPUS] [@ NETWORK]        NODES x MACHINE [@ NETWORK]
 
 One number before a GPU is the number of GPUs: up to a usual node of that GPU it is one node, beyond that whole usual
-nodes. NETWORK is what a node has: a rate (`100GbE`, `400G`, `HDR`, `NDR`), or ports of a rate (`8x400G`).
+nodes. NETWORK is what a node has: a rate (`100GbE`, `400G`, `HDR`, `NDR`), or ports of a rate (`8x400G`). Ethernet may
+say what runs over it: `100GbE-TCP`, `10GbE-RoCE`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from topology.catalog.clusters import adapt_platform, default_platform, platform_named
 from topology.catalog.gpus import gpu_kind, gpu_variants
-from topology.catalog.platform import Platform, build
+from topology.catalog.platform import RDMA_LATENCY_S, Platform, build, joined_text
 from topology.cluster import Cluster
 from topology.errors import BadCluster
 
@@ -26,10 +27,12 @@ _COUNTED = re.compile(
 )
 _NETWORK = re.compile(
     r"(?:(?P<ports>\d{1,4})\s*[x×*]\s*)?(?:(?P<rate>\d{1,5}(?:\.\d{1,3})?)\s*"
-    r"(?P<unit>gbe|g|gb/s|gbit|gbit/s|gbps)?|(?P<word>edr|hdr|ndr|xdr))",
+    r"(?:(?P<ethernet>gbe)(?:[ -](?P<over>tcp|roce))?|g|gb/s|gbit|gbit/s|gbps)?|(?P<word>edr|hdr|ndr|xdr))",
     re.IGNORECASE | re.ASCII,
 )
 _MOST_DIGITS = 7
+_ROCE_GBIT = 25.0  # a slower port is Ethernet without RDMA unless that is stated (assumed: what server adapters have)
+_TCP_LATENCY_S = 30e-6  # assumed, as for TCP in clusters.json and cloud.json
 _INFINIBAND_GBIT = {"edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}  # of a four-lane port (IBTA)
 
 
@@ -125,7 +128,7 @@ def _gpus(what: str, counts: list[int]) -> tuple[Platform, int, list[str]]:
             assumed.append(f"one node of {whole} GPUs, as in {usual.name}")
     platform = adapt_platform(usual, kind, gpus_per_node=per_node, interconnect=usual.interconnect)
     if per_node > 1:
-        assumed.append(f"GPUs of a node joined by {usual.interconnect}, as in {usual.name}")
+        assumed.append(joined_text(usual, usual.interconnect))
     return platform, nodes, assumed
 
 
@@ -139,11 +142,14 @@ def _with_network(platform: Platform, said: str, assumed: list[str]) -> Platform
         )
     ports = int(match["ports"] or 1)
     gbit = _INFINIBAND_GBIT[match["word"].lower()] if match["word"] else float(match["rate"])
-    ethernet = (match["unit"] or "").lower() == "gbe"
+    ethernet, over = bool(match["ethernet"]) or gbit < _ROCE_GBIT, (match["over"] or "").lower()
+    unknown = "tcp" if gbit < _ROCE_GBIT or (platform.fabric == "ethernet" and not platform.rdma) else "roce"
+    tcp = ethernet and (over or unknown) == "tcp"
     if match["ports"] is None:
         assumed.append(f"one port of {gbit:g} Gb/s a node (several: @8x{gbit:g}G)")
-    if ethernet:
-        assumed.append("RDMA over the Ethernet (RoCE)")
+    if ethernet and not over:
+        slow = f"TCP over the Ethernet, {1e6 * _TCP_LATENCY_S:g} us (RDMA: @{gbit:g}GbE-RoCE)"
+        assumed.append(slow if tcp else "RDMA over the Ethernet (RoCE)")
     beside_cpu = ports < platform.gpus_per_node
     return replace(
         platform,
@@ -151,5 +157,6 @@ def _with_network(platform: Platform, said: str, assumed: list[str]) -> Platform
         nic_gbit=gbit,
         nics_on="cpu" if beside_cpu else platform.nics_on,
         fabric="ethernet" if ethernet else "fat-tree" if beside_cpu else platform.fabric or "fat-tree",
-        rdma=True,
+        fabric_latency_s=_TCP_LATENCY_S if tcp else platform.fabric_latency_s if platform.rdma else RDMA_LATENCY_S,
+        rdma=not tcp,
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import streamlit as st
 
-from planner.explain.tables import elsewhere_text, flip_at, flip_text
+from planner.explain.tables import elsewhere_text, flip_at, flip_text, vendor_text
 from planner.explain.waterfall import waterfall
 from planner.io import plan_words
 from planner.io.figures import gib_text, last_digit_s, seconds_text
@@ -187,7 +187,7 @@ def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPla
     if ranked.rank > 1:
         panels.section("Why it lost", panels.plain(ranked.lost_because or ""))
         for flip in ranked.flips:
-            st.markdown(f":material/swap_vert: {panels.plain(flip_text(flip))}")
+            st.markdown(f":material/swap_vert: {panels.plain(vendor_text(flip_text(flip), result.question.cluster))}")
         if not ranked.flips:
             st.markdown(
                 ":material/block: No link rate or memory within a factor of 4 of the present one would make it win."

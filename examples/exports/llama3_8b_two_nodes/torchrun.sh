@@ -5,6 +5,7 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
 # needed: to run: sh torchrun.sh
+# note: predicted for torchtitan, whose kernels are others than the executor's: steps and memory will differ; planner suggest --framework meshwright
 # note: each host keeps the records of its own ranks; several hosts were tried on CPU processes only
 # planned: {"model": "llama3-8b"}
 #

@@ -6,6 +6,8 @@ model is loaded in it, and FSDP holds it in float32 (accelerate's `fsdp2_prepare
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.configs.formats.adapters import AXOLOTL
 from planner.configs.formats.savers import AXOLOTL as SAVERS
 from planner.configs.formats.transformers_fields import REENTRANT, named_optimizer
@@ -109,8 +111,14 @@ TABLE: Table = (
 )
 
 
+def _behaves_as(settings: Settings) -> str:
+    """Return the newest version of transformers that is described with FSDP1, for a file that states FSDP1."""
+    return "4.53" if any(settings.get(key) == 1 for key in _VERSION) else ""
+
+
 def _describe(settings: Settings) -> Described:
-    return named(settings, "base_model")
+    found, version = named(settings, "base_model"), _behaves_as(settings)
+    return replace(found, assumed=(f"FSDP1: a step as in transformers {version}",)) if version else found
 
 
 FORMAT = YamlFormat(
@@ -119,6 +127,7 @@ FORMAT = YamlFormat(
     marks=(frozenset({"base_model", "micro_batch_size"}), frozenset({"base_model", "sequence_len"})),
     table=TABLE,
     describe=_describe,
+    behaves_as=_behaves_as,
     limits={**DATA_PARALLEL, "tp": None, "cp": None},
     harmless=(
         r"(lora_(alpha|fan_in_fan_out|model_dir|\w+_kernel)|peft\w*|sample_packing|eval_sample_packing"

@@ -35,6 +35,7 @@ ARITHMETIC = re.compile(rf"\$\(\(({_INNER})\)\)")
 MOST_OF_A_SUM = 200  # characters
 HELD = re.compile(r"""\b(\w+)\+?=(\((?:[^()"']|"[^"]*"|'[^']*')*\)|"(?:\\.|[^"\\])*"|'[^']*')""")
 PROGRAM = re.compile(r"[\w./${}-]*\.py['\"]?$")
+SHELL_COMMAND = re.compile(r"-l?c")  # bash -c "...", bash -lc "..."
 ALONE = frozenset({"--standalone", "--no-python", "--no_python", "-u", "-O", "--module"})  # before a program
 DIRECTIVES = re.compile(r"^#SBATCH\b(.*)$", re.MULTILINE)  # of any number of options of sbatch
 DIRECTIVE = re.compile(r"(?<=\s)(?:--([a-z-]+)(?:=|\s+)|-([A-Za-z])\s*)([^\s-]\S*)")
@@ -104,9 +105,11 @@ class CommandLine(Document):
         self.directives = {name or SHORT_DIRECTIVES.get(short, short): value for name, short, value in options}
 
     def _scan(self, text: str, offset: int, where: str) -> Iterator[Word]:
+        before = ""
         for count, found in enumerate(WORD.finditer(text)):
             if count > MAX_WORDS:
                 raise BadInput(f"{where} has more than {MAX_WORDS} words")
+            last, before = before, found[0]
             word, start = found[0], offset + found.start()
             self._branching += (word in {"if", "case"}) - (word in {"fi", "esac"})
             for default in SET_BY_DEFAULT.finditer(word):
@@ -120,7 +123,8 @@ class CommandLine(Document):
                     yield from self._scan(bare, at + shift, where)
                     continue
                 self._assign(assigned[1], Word(bare, at + shift, at + shift + len(bare)))
-            elif _unquoted(word)[0].startswith("--") and word[0] in "\"'":  # "--fp8-format hybrid" as one element
+            elif word[0] in "\"'" and (SHELL_COMMAND.fullmatch(last) or _unquoted(word)[0].startswith("--")):
+                # bash -c "torchrun ...", or "--fp8-format hybrid" as one element
                 yield from self._scan(_unquoted(word)[0], start + 1, where)
                 continue
             yield Word(word, start, start + len(word), self._branching > 0)

@@ -35,7 +35,7 @@ class YamlFormat:
     framework whose rules apply, if different.
 
     `ready` converts a file's settings to those that the table reads, and `gpus` returns the number of GPUs they are
-    for.
+    for. `behaves_as` is the version of the runtime whose step a file describes, if not the newest.
     """
 
     framework: str
@@ -48,6 +48,7 @@ class YamlFormat:
     rules: str = ""
     gpus: Callable[[Settings], int | None] = lambda _: None
     ready: Callable[[Settings], Settings] = dict
+    behaves_as: Callable[[Settings], str] = lambda _: ""
 
     def knows(self, settings: Settings) -> bool:
         """Return whether a file is one of this tool's."""
@@ -81,6 +82,7 @@ class YamlFormat:
             gpus=self.gpus(settings),
             unknown=not_understood(_said(settings), keys_of(self.table), self.harmless),
             assumed=described.assumed,
+            behaves_as=self.behaves_as(settings),
             limits=self.limits,
         )
 

@@ -58,12 +58,17 @@ def write(job: ExportJob) -> Draft:
     settings: JsonObject = {"--nproc-per-node": str(hosts.ranks_per_host), "--max-restarts": 0}
     if hosts.count > 1:
         settings["--nnodes"] = str(hosts.count)
+    predicted = job.question.runtime.name
+    other = (
+        f"predicted for {predicted}, whose kernels are others than the executor's: steps and memory will differ;"
+        " planner suggest --framework meshwright"
+    )
     draft = Draft(
         body=body,
         settings=settings,
         not_expressed=sharding_notes,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
-        notes=(*notes, *shared),
+        notes=(*((other,) if predicted != "meshwright" else ()), *notes, *shared),
         environment=tuple(Variable(name=n, value=v, reason=MULTICAST) for n, v in ENVIRONMENT.items()),
     )
     return started_script(job, worker, draft)
