@@ -86,6 +86,14 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
     [
         # Gathered weights are given up as the last of two micro batches goes back alongside gradients.
         ("pytorch", "qwen3-30b-a3b", 2, Plan(dp_shard=2, reshard_after_forward=False), 4),
+        # Weights gathered for the first backward pass serve the second, for which nothing is gathered.
+        (
+            "pytorch",
+            "mixtral-8x7b",
+            2,
+            Plan(pp=2, dp_shard=2, schedule="1F1B", recompute="full", reshard_after_forward=True),
+            4,
+        ),
         # Of two stages one has no layer, and a mode wraps every other.
         (
             "torchtitan",
