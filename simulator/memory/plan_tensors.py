@@ -214,8 +214,9 @@ class PlanTensors:
         (deepspeed/runtime/zero/stage_1_and_2.py: reduce_gradients, allreduce_bucket, step); of float32 sums a flat
         bucket (deepspeed/runtime/engine.py: allreduce_bucket).
         """
-        elements, sharded = self.context.spec.state.flattens_elements, self.context.table.state_shard["optimizer"][0] > 1
-        if not elements or not sharded or self.traffic.fully_sharded or self.traffic.updates_on_host:
+        elements = self.context.spec.state.flattens_elements
+        sharded = self.context.table.state_shard["optimizer"][0] > 1 and not self.traffic.fully_sharded
+        if not elements or not sharded or self.traffic.updates_on_host:
             return []
         bucket = min(elements, sum(float(unit.trained.all[0]) for unit in units))
         if sums_wide(self.context):

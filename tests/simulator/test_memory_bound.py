@@ -102,6 +102,14 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
             Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B", recompute="selective"),
             2,
         ),
+        # Segments do not grow, and the optimizer's state is there before the first step.
+        (
+            "megatron-deepspeed@2022-02",
+            "llama3-8b",
+            8,
+            Plan(dp_replicate=2, zero_stage=1, tp=2, pp=2, schedule="1F1B", recompute="full"),
+            8,
+        ),
         # Of a long step another moment is the fullest than of the shorter ones that are replayed.
         (
             "meshwright",
@@ -115,12 +123,13 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
 def test_the_bound_lies_below_in_plans_that_were_drawn_once(
     runtime: str, model: str, layers: int, plan: Plan, batch: int
 ) -> None:
+    name, _, version = runtime.partition("@")
     question = question_of(
         replace(load_model(model), layers=layers, name=""),
         cluster("dgx-h100", gpus=8),
         Workload(seq_len=1024, global_batch_size=batch),
-        runtime=resolve({"name": runtime, "param_dtype": "bfloat16"})[0],
-        framework="any" if runtime == "meshwright" else runtime,
+        runtime=resolve({"name": name, "version": version, "param_dtype": "bfloat16"})[0],
+        framework="any" if name == "meshwright" else name,
         gpus=plan.gpus,
     )
     _check(question, plan)
