@@ -132,6 +132,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qk_norm_wide": model.qk_norm_wide,
         "rotary": model.rotary,
         "grouped_heads": model.kv_heads < model.heads,
+        "sinks": model.attention_sinks,
         "latent": model.latent is not None,
         "dtensors": not spec.host.plain_tensors,
         "dropout": spec.dropout and family is not None and family.dropout,
