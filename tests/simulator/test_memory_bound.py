@@ -23,7 +23,7 @@ from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.stated import resolve
 from topology.catalog.clusters import cluster
 
-RUNTIMES = ("torchtitan", "megatron-lm", "pytorch", "deepspeed", "llm-foundry", "meshwright")
+RUNTIMES = ("torchtitan", "megatron-lm", "megatron-deepspeed", "pytorch", "deepspeed", "llm-foundry", "meshwright")
 MODELS = ("llama3.2-1b", "llama3-8b", "gemma2-9b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
 
 
