@@ -226,9 +226,13 @@ def _peaks(ranks: RankMemory, shared: SharedParts) -> tuple[Floats, Floats]:
     turns = _turns(ranks, shared)
     most = reduce(np.maximum, [compute for compute, _ in turns])
     computing = np.maximum(first, later + shared.added_computing) + most + zero.buckets
-    in_flight = np.maximum(first, later + shared.added)
-    allocated = reduce(np.maximum, [in_flight + one + zero.buckets + zero.reducing + gather for one, gather in turns])
-    peak = shared.standing + np.maximum(allocated, shared.end)
+    later = later + shared.added
+    # Where every forward pass comes before the first backward pass, the later ones find its weights and gather none.
+    gathers_again = shared.first.held < ranks.table.micro_batches[:, None]
+    allocated = reduce(
+        np.maximum, [one + np.maximum(first + gather, later + gather * gathers_again) for one, gather in turns]
+    )
+    peak = shared.standing + np.maximum(allocated + zero.buckets + zero.reducing, shared.end)
     reserved = shared.standing + np.maximum(computing, shared.end_computing) + ranks.gathers + shared.reducing
     return peak, np.maximum(reserved, peak)
 

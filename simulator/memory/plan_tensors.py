@@ -29,7 +29,7 @@ from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit, held_kinds
-from simulator.step.zero import zero_buffers
+from simulator.step.zero import sums_wide, zero_buffers
 
 
 class Held(NamedTuple):
@@ -205,6 +205,25 @@ class PlanTensors:
         if self.context.spec.zero is not None or not sum(owned):
             return [nbytes]
         return [nbytes * n / sum(owned) for n in owned] if nbytes else []
+
+    def flattened_at_end(self, units: Sequence[Unit]) -> list[list[float]]:
+        """Return the sizes of temporary tensors that ZeRO-1 makes of gradients after the last backward pass: first to
+        reduce them, then to update what the rank owns.
+
+        Of 16-bit gradients a bucket and its flat copy, then one flat tensor and its float32 copy
+        (deepspeed/runtime/zero/stage_1_and_2.py: reduce_gradients, allreduce_bucket, step); of float32 sums a flat
+        bucket (deepspeed/runtime/engine.py: allreduce_bucket).
+        """
+        elements = self.context.spec.state.flattens_elements
+        sharded = self.context.table.state_shard["optimizer"][0] > 1 and not self.traffic.fully_sharded
+        if not elements or not sharded or self.traffic.updates_on_host:
+            return []
+        bucket = min(elements, sum(float(unit.trained.all[0]) for unit in units))
+        if sums_wide(self.context):
+            return [[4.0 * bucket]]
+        width = self.context.dtype_bytes("param")
+        mine = sum(float(unit.trained.all[0]) * self.share(unit, "optimizer") for unit in units)
+        return [[elements * width, bucket * width], [mine * width, 4.0 * mine]]
 
     def optimizers(self, unit: Unit) -> list[tuple[float, Optimizer, float]]:
         """Return (elements, optimizer, bytes of state per element) of a unit's parameters; hidden matrices are those of

@@ -60,7 +60,7 @@ class RankReplay(RankUnits):
     def begin(self) -> None:
         """Allocate what exists before a step; where all steps repeat the first, the optimizer's state as well."""
         self.start()
-        if self.plan.repeats:
+        if self.plan.repeats and not self.optimizer:
             self.make_optimizer()
 
     def start(self) -> None:
@@ -89,6 +89,8 @@ class RankReplay(RankUnits):
         self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), stream=PEERS)
         self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
         self._taken(self.zero["standing"])
+        if self.spec.state.flattens_elements:  # stage_1_and_2.py: initialize_optimizer_states updates zeros at first
+            self.make_optimizer()
 
     def step(self) -> None:
         """Run one step."""
@@ -109,6 +111,8 @@ class RankReplay(RankUnits):
     def end_step(self) -> None:
         """Update the parameters after the last action."""
         self._give(self.newest)  # the schedule has returned
+        for flat in self.plan.flattened_at_end(self.units):
+            self._give(self._taken(*flat))
         if not self.optimizer:
             self.make_optimizer()
         made = self.plan.made_by_update(self.units, self.zero["update"])

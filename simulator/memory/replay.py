@@ -89,12 +89,16 @@ class MemoryReplay:
         """Return what the allocator of pipeline rank `rank` holds; `every_event` is replayed where fewer show as much,
         too.
         """
-        if capacity_bytes is not None or every_event:
-            return self._by_rules(rank, CachingAllocator(capacity_bytes=capacity_bytes))
+        fixed = self.context.spec.fixed_segments
+        if capacity_bytes is not None or every_event or fixed:
+            return self._by_rules(rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=not fixed))
         return self._replayed(rank, GrowingAllocator())
 
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
         """Return the memory of a rank, or None as soon as more than `limit_bytes` are reserved."""
+        if self.context.spec.fixed_segments:
+            found = self.rank(rank)
+            return found if found.reserved_bytes <= limit_bytes else None
         try:
             return self._replayed(rank, GrowingAllocator(limit_bytes=limit_bytes))
         except AboveLimit:

@@ -46,7 +46,8 @@ class RuntimeSpec:
     matrix products; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide` that for
     operands of more than 16 bits. `window_kernel`, `document_kernel` and `sink_kernel`: the attention library for
     layers with a sliding window, of documents that share a sequence, and of heads with sinks, where that is
-    another. `document_len`: tokens of a document that its recipes pack. `recompute_modules` are parts of a layer
+    another. `document_len`: tokens of a document that its recipes pack. `fixed_segments`: torch's allocator has no
+    expandable segments. `recompute_modules` are parts of a layer
     that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens the router's choice;
     `unbalanced` that of families whose router has no balancing loss. `recipes`: settings of its own recipes, and of
@@ -84,6 +85,7 @@ class RuntimeSpec:
     most_zero: int = 3  # the highest ZeRO stage that it has
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
+    fixed_segments: bool = False
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
     unbalanced: dict[str, float] = field(default_factory=dict)

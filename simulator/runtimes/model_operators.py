@@ -47,6 +47,8 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
         return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
 
+    # Only into buffers that exist throughout the step do products add their weight gradients themselves.
+    adds = spec.state.gradient_dtype == "reduce"
     attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
 
     # Autocast has nothing to cast if parameters are stored in the type of products.
@@ -58,7 +60,8 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             plan_side = tuple(c for c in operator.when if c in of_plans)
             model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
-                kept.append(_cast_at_once(replace(operator, when=plan_side), features))
+                added = operator.weight_gradient_dtype if adds else "compute"
+                kept.append(_cast_at_once(replace(operator, when=plan_side, weight_gradient_dtype=added), features))
         kept = multiplied_as(runtime.expert_products, kept)
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
@@ -132,6 +135,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qk_norm_wide": model.qk_norm_wide,
         "rotary": model.rotary,
         "grouped_heads": model.kv_heads < model.heads,
+        "sinks": model.attention_sinks,
         "latent": model.latent is not None,
         "dtensors": not spec.host.plain_tensors,
         "dropout": spec.dropout and family is not None and family.dropout,

@@ -34,7 +34,8 @@ class StateSpec:
     rank's gradient of the embedding still has all rows, to be summed over ranks. `wide_sums`: types of parameters whose
     gradients are added, after every micro batch, to float32 sums that every rank has of all and that are reduced.
     `norms_in_backward`: where gradients update parameters one by one, each is read once more for its norm. `clips`:
-    gradients are clipped by their norm.
+    gradients are clipped by their norm. `flattens_elements`: gradients for a sharded optimizer are flattened after the
+    last backward pass, so many elements at once to reduce them and then all that the rank updates.
     """
 
     master_weights: bool
@@ -47,6 +48,7 @@ class StateSpec:
     wide_sums: tuple[str, ...] = ()
     norms_in_backward: bool = False
     clips: bool = True
+    flattens_elements: float = 0.0
     update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update
     offloads_gradients: bool = True  # sharded gradients are kept where an offloaded optimizer is
 

@@ -23,7 +23,7 @@ from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.stated import resolve
 from topology.catalog.clusters import cluster
 
-RUNTIMES = ("torchtitan", "megatron-lm", "pytorch", "deepspeed", "llm-foundry", "meshwright")
+RUNTIMES = ("torchtitan", "megatron-lm", "megatron-deepspeed", "pytorch", "deepspeed", "llm-foundry", "meshwright")
 MODELS = ("llama3.2-1b", "llama3-8b", "gemma2-9b", "qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b")
 
 
@@ -86,6 +86,14 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
     [
         # Gathered weights are given up as the last of two micro batches goes back alongside gradients.
         ("pytorch", "qwen3-30b-a3b", 2, Plan(dp_shard=2, reshard_after_forward=False), 4),
+        # Weights gathered for the first backward pass serve the second, for which nothing is gathered.
+        (
+            "pytorch",
+            "mixtral-8x7b",
+            2,
+            Plan(pp=2, dp_shard=2, schedule="1F1B", recompute="full", reshard_after_forward=True),
+            4,
+        ),
         # Of two stages one has no layer, and a mode wraps every other.
         (
             "torchtitan",
@@ -93,6 +101,14 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
             2,
             Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B", recompute="selective"),
             2,
+        ),
+        # Segments do not grow, and the optimizer's state is there before the first step.
+        (
+            "megatron-deepspeed@2022-02",
+            "llama3-8b",
+            8,
+            Plan(dp_replicate=2, zero_stage=1, tp=2, pp=2, schedule="1F1B", recompute="full"),
+            8,
         ),
         # Of a long step another moment is the fullest than of the shorter ones that are replayed.
         (
@@ -107,12 +123,13 @@ def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> No
 def test_the_bound_lies_below_in_plans_that_were_drawn_once(
     runtime: str, model: str, layers: int, plan: Plan, batch: int
 ) -> None:
+    name, _, version = runtime.partition("@")
     question = question_of(
         replace(load_model(model), layers=layers, name=""),
         cluster("dgx-h100", gpus=8),
         Workload(seq_len=1024, global_batch_size=batch),
-        runtime=resolve({"name": runtime, "param_dtype": "bfloat16"})[0],
-        framework="any" if runtime == "meshwright" else runtime,
+        runtime=resolve({"name": name, "version": version, "param_dtype": "bfloat16"})[0],
+        framework="any" if name == "meshwright" else name,
         gpus=plan.gpus,
     )
     _check(question, plan)

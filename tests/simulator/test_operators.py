@@ -182,6 +182,41 @@ def test_parts_of_a_ring_are_held_one_at_a_time(name: str) -> None:
         assert not any("w t" in tensor for tensors in held for tensor in tensors), op.name
 
 
+def test_shares_of_sinks_move_what_torch_moves_for_them():
+    """AutoModel's lines after FlexAttention (components/attention/flex_attention.py, utils.py), run by torch."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    moved = [0, 0]
+
+    class Moved(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            if all(out.data_ptr() != one.data_ptr() for one in tensors):  # a view moves nothing
+                moved[0] += sum(one.nbytes for one in tensors)
+                moved[1] += out.nbytes
+            return out
+
+    given = torch.randn(1, 4, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    given_lse, sinks = torch.randn(1, 4, 256), torch.randn(4, dtype=torch.bfloat16)
+    scores = given * 1  # no leaf: its gradient is not copied
+    with Moved():
+        share = torch.sigmoid(given_lse.requires_grad_() - sinks.view(1, -1, 1)).unsqueeze(-1)
+        out = (scores * share).to(torch.bfloat16).transpose(1, 2).contiguous()
+    forward, moved[:] = [*moved], [0, 0]
+    gradient = torch.randn_like(out)
+    with Moved():
+        torch.autograd.grad(out, (scores, given_lse), gradient)
+    spec = next(one for one in spec_for(Runtime(name="nemo-automodel")).layer.attention if one.name == "sink_share")
+    width = {"t q": 2, "t q:f32": 4, "2*t q": 4, "4*t q:f32": 16, "3*t q:f32": 12}
+    said = [sum(width[one] for one in side) for side in (spec.reads, spec.writes)]
+    said_back = [sum(width[one] for one in side) for side in (spec.backward_reads, spec.backward_writes)]
+
+    assert [nbytes / given.numel() for nbytes in forward] == pytest.approx(said, rel=0.02)  # and one number a row
+    assert [nbytes / given.numel() for nbytes in moved] == pytest.approx(said_back, rel=0.02)
+
+
 def test_dense_models_of_a_runtime_have_the_layers_it_says():
     """AutoModel's dense networks are transformers'; its networks of experts are its own."""
     automodel, transformers = Runtime(name="nemo-automodel"), Runtime(name="transformers")

@@ -202,7 +202,9 @@ def test_megatron_calls_composable_kernel_on_amd_unless_it_multiplies_matrices()
         ("megatron-lm", "2022-05", True),
         ("megatron-lm", "2022-11", False),
         ("megatron-lm", "0.12.1", False),
-        ("megatron-deepspeed", "2022-05", False),
+        ("megatron-deepspeed", "2022-11", True),
+        ("megatron-deepspeed", "2023-10", False),
+        ("internevo", "2022-05", False),
         ("meshwright", "0.1", False),
     ],
 )

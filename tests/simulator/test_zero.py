@@ -89,10 +89,10 @@ def test_gradients_are_summed_whole_on_every_rank():
         assert large == {"all_reduce", "all_gather"}
 
 
-def megatron(dtype: str) -> Scenario:
+def megatron(dtype: str, release: str = "2022-02") -> Scenario:
     """Return 96 layers of 12,288 in 12 stages on 48 nodes, as BLOOM's first trials had them."""
     model = replace(load_model("gpt3-175b"), layers=96, hidden=12288)
-    stated = {"name": "megatron-deepspeed", "release": "2022-02", "param_dtype": dtype, "compute_dtype": dtype}
+    stated = {"name": "megatron-deepspeed", "release": release, "param_dtype": dtype, "compute_dtype": dtype}
     return Scenario(
         model=model,
         cluster=cluster("dgx-a100", 384),
@@ -116,3 +116,21 @@ def test_bfloat16_has_whole_float32_sums_besides_its_gradients():
     more = brain.peak_bytes[0] - half.peak_bytes[0]
     assert 4 * layers < more < 4 * (layers + (50257 + 2048) * 12288 / 4 + 1e9)
     assert brain.step_s[0] / half.step_s[0] == pytest.approx(116.54 / 110.96, abs=0.03)
+
+
+def test_flat_gradients_at_the_end_of_a_step_take_fixed_segments_of_their_own():
+    """Before torch 2.1 a tensor lies within one segment, and no segment of a middle stage is as large as what
+    DeepSpeed's ZeRO-1 flattens: a bucket, its copy, what a rank owns, and that in float32.
+    """
+    plan = Plan(dp_replicate=8, zero_stage=1, tp=4, pp=12, micro_batch_size=2, schedule="1F1B", sequence_parallel=False)
+    plan = replace(plan, recompute="full")
+    then, now = MemoryReplay(megatron("float16"), plan), MemoryReplay(megatron("float16", "2024-06"), plan)
+    middle = [unit for stage in then.schedule.stages_of(5) for unit in then.tensors.stages[stage]]
+    layers = 8 * 12 * 12288**2 / 4  # without biases and norms
+    reduced, updated = then.tensors.flattened_at_end(middle)
+    replayed, growing = then.rank(5), now.rank(5)
+
+    assert reduced == [2 * BUCKET, 2 * BUCKET]
+    assert updated == pytest.approx([2 * layers / 8, 4 * layers / 8], rel=1e-3)
+    assert replayed.allocated_bytes == growing.allocated_bytes
+    assert replayed.reserved_bytes - growing.reserved_bytes > sum(reduced)
