@@ -42,7 +42,7 @@ def _limit(words: list[str]) -> float | None:
 
 
 def _run() -> int:
-    gc.set_threshold(50_000)  # imports make many objects that stay: collecting more often finds nothing
+    gc.set_threshold(200_000)  # imports make many objects that stay: collecting more often finds nothing
     from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
     from topology.cores import several_cores  # noqa: PLC0415 - the same
 

@@ -21,6 +21,7 @@ import numpy as np
 from planner.question.prediction import INSTRUCTION_S, Method, simulated_length
 from planner.question.question import Question
 from planner.search.finalists import Finalist, certainty
+from simulator.analytical.counted import Counted
 from simulator.config.estimate import Fit, sure_bytes
 from simulator.config.plan import Plan
 from topology.cluster import Cluster
@@ -211,16 +212,16 @@ class _Rows:
         """Return the steps of the best plan and of another one just beyond a shift, by the methods of their
         predictions. Their allocations are the same as at present, and so is the cost of a full allocator.
         """
-        (knob, sign), row = key
+        (knob, sign), other = key
         there = replace(self.question, cluster=knob.scale(self.question.cluster, 2.0 ** (sign * (shift + PAST))))
-        both = self.best, self.others[row]
-        counted = [one.plan for one in both if one.method is Method.ANALYTICAL]
-        steps_s = iter(there.estimate(counted).step_s if counted else ())
+        both = self.best, self.others[other]
+        table = there.estimate([one.plan for one in both])
         return [
-            float(next(steps_s))
+            float(table.step_s[row])
             if one.method is Method.ANALYTICAL
-            else there.simulate(one.plan, spans=False).run.step_s + one.estimate.breakdown_s["allocator"]
-            for one in both
+            else there.simulate(one.plan, spans=False, counted=Counted(table, row)).run.step_s
+            + one.estimate.breakdown_s["allocator"]
+            for row, one in enumerate(both)
         ]
 
     def crossings(

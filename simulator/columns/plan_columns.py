@@ -71,7 +71,8 @@ class PlanColumns:
 
     def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
-        return type(self)(**{f.name: taken(getattr(self, f.name), which) for f in fields(self)})
+        rows = rows_of(which)
+        return type(self)(**{f.name: taken(getattr(self, f.name), rows) for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
         """Return one row as a Plan."""
@@ -117,16 +118,22 @@ def _is_one_value(column: NDArray[Any]) -> bool:
     return column.strides == (0,)
 
 
-def taken(column: NDArray[Any], which: Any) -> NDArray[Any]:
-    """Return the rows of a column that `which` (a mask, indices or a slice) selects."""
-    if not _is_one_value(column):
-        return np.asarray(column[which])
+def rows_of(which: Any) -> slice | NDArray[np.intp]:
+    """Return what `which` (a mask, indices or a slice) selects as indices or a slice: several columns need a mask's
+    indices once.
+    """
     if isinstance(which, slice):
-        count = len(range(len(column))[which])
-    else:
-        chosen = np.asarray(which)
-        count = int(np.count_nonzero(chosen)) if chosen.dtype == np.bool_ else len(chosen)
-    return np.broadcast_to(column[:1], (count,))
+        return which
+    chosen = np.asarray(which)
+    return np.nonzero(chosen)[0] if chosen.dtype == np.bool_ else chosen.astype(np.intp, copy=False)
+
+
+def taken(column: NDArray[Any], rows: slice | NDArray[np.intp]) -> NDArray[Any]:
+    """Return some rows of a column, as `rows_of` gives them."""
+    if isinstance(rows, slice):
+        return column[rows]  # one value for all rows remains so
+    # `take` is faster than an index, of words above all.
+    return np.broadcast_to(column[:1], rows.shape) if _is_one_value(column) else column.take(rows, axis=0)
 
 
 def words(column: NDArray[np.str_]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
-from simulator.columns.plan_columns import PlanColumns, plan_columns, taken, words
+from simulator.columns.plan_columns import PlanColumns, plan_columns, rows_of, taken, words
 from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import NONE, mode_at, modes_in
 from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
@@ -80,13 +80,14 @@ class PlanTable(PlanColumns):
 
     def take(self, which: Any) -> Self:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
+        rows = rows_of(which)
         found: dict[str, Any] = {
-            f.name: {k: taken(v, which) for k, v in value.items()} if isinstance(value, dict) else taken(value, which)
+            f.name: {k: taken(v, rows) for k, v in value.items()} if isinstance(value, dict) else taken(value, rows)
             for f in fields(self)
             if f.name != "plans" and (value := getattr(self, f.name)) is not None
         }
-        rows = np.arange(len(self))[which]
-        return type(self)(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **found)
+        plans = tuple(self.plans[row] for row in np.arange(len(self))[rows]) if self.plans else ()
+        return type(self)(plans=plans, **found)
 
 
 STATES = ("parameters", "gradients", "optimizer")

@@ -30,6 +30,7 @@ from simulator.program.program import (
     Copy,
     HostWork,
     Instruction,
+    Kernel,
     Launch,
     Program,
     RecordEvent,
@@ -252,7 +253,7 @@ class _Rank:
         for instruction, meeting_key in zip(
             self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
         ):
-            if not isinstance(instruction, Launch | Copy | Collective | Send | Recv):
+            if not isinstance(instruction, Kernel):
                 ops.append(_Op(instruction, costs.host_s(instruction)))
                 continue
             ranks: Ranks = (self.number,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
 from simulator.collectives.traffic import bottleneck_of, bottleneck_rates, port_share
@@ -32,6 +33,12 @@ class _LinkUses(dict[int, LinkUse]):
         return self[gpu]
 
 
+@lru_cache(maxsize=16)
+def _link_uses(medium: str, share: float) -> tuple[_LinkUses, _LinkUses]:
+    """Return the uses out of a GPU and into it, which all plans on as large a cluster have in common."""
+    return _LinkUses(medium, "out", share), _LinkUses(medium, "in", share)
+
+
 @dataclass(slots=True)
 class MachineCosts:
     """Costs of one lowered plan. `placement[r]` is the physical GPU of rank r (node * gpus_per_node + index)."""
@@ -48,7 +55,6 @@ class MachineCosts:
     held_by: Container[str] = DATA_FAMILIES
     factor: float = 1.0  # factor of collectives in the runtime's steps, over their time alone
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
-    _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
     _one_kind: str = field(init=False)  # empty if GPUs differ
     _link_rates: dict[str, float] = field(init=False)
@@ -103,9 +109,7 @@ class MachineCosts:
         physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
         per_node, nodes = self._spread(physical)
         medium, share = bottleneck_of(nodes=nodes, ranks_per_node=per_node)
-        if (medium, share) not in self._uses:
-            self._uses[medium, share] = _LinkUses(medium, "out", share), _LinkUses(medium, "in", share)
-        out, into = self._uses[medium, share]
+        out, into = _link_uses(medium, share)
         if len(ranks) == 2:
             return out[physical[0]], into[physical[1]]
         return (*[out[gpu] for gpu in physical], *[into[gpu] for gpu in physical])

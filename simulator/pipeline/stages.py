@@ -107,9 +107,12 @@ def needs_layout(model_layers: int, stages: int, spec: PipelineSpec) -> bool:
     return spec.ends_fill_stages and all((model_layers + ends) % stages for ends in (0, 1, 2))
 
 
+_V_SHAPED = frozenset(schedules_that(lambda kind: kind.v_shaped))
+
+
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
     """Return the pipeline rank that holds a stage: round robin, or a V for the schedules that fold back."""
-    return stage_rank(stage, pp, v_shaped=schedule in schedules_that(lambda kind: kind.v_shaped))
+    return stage_rank(stage, pp, v_shaped=schedule in _V_SHAPED)
 
 
 def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:

@@ -88,7 +88,7 @@ def meeting_keys(rank_class: RankClass) -> list[Hashable]:
     turns: dict[Hashable, int] = {}
     keys: list[Hashable] = []
     for instruction in rank_class.code.instructions:
-        if not isinstance(instruction, Collective | Send | Recv):
+        if not isinstance(instruction, Transfer):
             keys.append(None)
             continue
         tag = "" if isinstance(instruction, Collective) else instruction.tag
@@ -319,5 +319,5 @@ def _family(name: str, groups: tuple[Ranks, ...], ranks: int) -> _Family:
 
 
 def _endpoints(code: RankCode) -> tuple[Endpoint, ...]:
-    transfers = (i for i in code.instructions if isinstance(i, Collective | Send | Recv))
+    transfers = (i for i in code.instructions if isinstance(i, Transfer))
     return tuple(dict.fromkeys(endpoint(i) for i in transfers))
