@@ -80,7 +80,8 @@ def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -
     folder = tmp_path / "run"
     process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "200s", "--out", folder)
     beat = folder / "records" / "rank0.beat"
-    wait_until(lambda: beat.is_file() and '"step 5"' in beat.read_text(), 150)
+    # Of steps 5, 50 to 59 and 500 to 599 one is seen, however short they are.
+    wait_until(lambda: beat.is_file() and '"step 5' in beat.read_text(), 150)
 
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
