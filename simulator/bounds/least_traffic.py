@@ -84,8 +84,12 @@ class LeastTraffic:
         unit, elements = self._sharded_unit(block), shared + experts
         sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
         behind = (sharded & ~scattered & spec.ddp.sharded_overlap) | (~sharded & spec.ddp.overlap)
-        whole = self._reduced(shared, experts, sharded) if not full.all() else 0.0
-        reduced = np.where(full, unit.scatter_s, np.where(behind | scattered, whole, 0.0))
+        whole = last = np.zeros(len(table))
+        if not full.all():
+            whole, last = self._reduced(shared, experts, sharded), self._last_sent_s(block, sharded)
+        reduced, after = (
+            np.where(full, unit.scatter_s, np.where(behind | scattered, each, 0.0)) for each in (whole, last)
+        )
         added = np.zeros(len(table))
         if spec.state.gradient_dtype != "reduce":
             added = elements * np.where(full, self._compute + 2 * self._reduce, adding_bytes(self.context)[1])
@@ -96,6 +100,7 @@ class LeastTraffic:
             in_s=np.where(full, unit.in_s, 0.0),
             added_s=added,
             reduce_s=reduced,
+            after_s=after,
             replicate_s=np.where(full, unit.replicate_s, 0.0),
         )
 
@@ -181,7 +186,7 @@ class LeastTraffic:
         held = [self._first, *self._layers.values(), self._last]
         each = (count * one[:, None] for count, one in zip(held, [embedding, *layers, head], strict=True))
         reduced = sum(each, np.zeros(copies.shape))
-        drain = self._end(embedding, np.min(layers, axis=0))
+        drain = self._end(embedding, np.min([self._last_sent_s(name, sharded) for name in self._layers], axis=0))
         one_by_one = (behind | scattered)[:, None]
         late = np.where(
             sharded[:, None],
@@ -212,6 +217,15 @@ class LeastTraffic:
         if not sharded.any():
             return np.asarray(summed)
         return np.where(sharded, self.send_s("reduce_scatter", "dp", shared, experts, reduce), summed)
+
+    def _last_sent_s(self, block: str, sharded: Rows) -> Floats:
+        """Return the least that is reduced of one unit once it has computed: of buckets, one."""
+        shared, experts = self._blocks[block]
+        reduced, size = self._reduced(shared, experts, sharded), self.spec.ddp.bucket_bytes
+        if not size:
+            return reduced
+        buckets = np.maximum(np.ceil((shared + experts) * self._reduce / size), 1.0)
+        return np.where(sharded, reduced, reduced / buckets)
 
     def _of_all(self, op: str, width: float, family: str = "dp") -> Floats:
         """Return the seconds of a collective over all parameters that a rank holds, shape (plans, ranks)."""
@@ -253,7 +267,8 @@ def stages_of(table: PlanTable) -> Floats:
 @dataclass(frozen=True, slots=True)
 class UnitTraffic:
     """Seconds of one unit, shape (plans,): copies out of its gather (`out_s`), the gather, copies into its reduction
-    (`in_s`), gradients added to those of earlier micro batches, the reduction, and the sum over replicas.
+    (`in_s`), gradients added to those of earlier micro batches, the reduction, `after_s` of it once the unit has
+    computed, and the sum over replicas.
     """
 
     out_s: Floats
@@ -261,6 +276,7 @@ class UnitTraffic:
     in_s: Floats
     added_s: Floats
     reduce_s: Floats
+    after_s: Floats
     replicate_s: Floats
 
     def take(self, rows: NDArray[np.intp]) -> UnitTraffic:

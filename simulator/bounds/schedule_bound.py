@@ -148,10 +148,12 @@ class _LeastPasses:
             (traffic, busy), again, gathers = self._busy_s(unit, kind), unit.repeats - 1, fresh[number + 1]
             gather = self.units_s[units[number + 1].block].gather_s if gathers else nothing
             reduced, replicated = (traffic.reduce_s, traffic.replicate_s) if reduces else (nothing, nothing)
+            after = traffic.after_s if reduces else nothing
             out = self._if_sharded(traffic.out_s, nothing) if fresh[number] else nothing
             last = device + out  # when the last of several units in a row begins
             gathered = self._if_sharded(np.maximum(shards, last) + gather, shards) if gathers else shards
-            shards = np.maximum(gathered, last + busy) + reduced if reduces else gathered
+            begun = np.maximum(gathered, last) + reduced - after
+            shards = np.maximum(np.maximum(gathered, begun), last + busy) + after if reduces else gathered
             if again:
                 own = np.maximum(busy, self._if_sharded(traffic.gather_s, nothing)) if fresh[number] else busy
                 last, further = last + again * (out + own), again * (gather + reduced)

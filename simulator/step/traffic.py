@@ -195,7 +195,10 @@ class DataWriter:
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
     _in_buckets: bool = False  # gradients of this backward pass have gone through ZeRO's buckets
-    _summed: Value = 0.0  # elements of gradients copied into DDP's buckets in a backward pass
+    # Elements of gradients that go through DDP's buckets in a backward pass: of its last unit, and of those before.
+    _last: Value = 0.0
+    _summed: Value = 0.0
+    _sums_ready: str = ""  # event of the sums before the last unit's
 
     def before(self, unit: Unit, following: Unit | None) -> None:
         """Gather `unit` before it computes, and start the gather of `following`."""
@@ -237,8 +240,19 @@ class DataWriter:
         if self.traffic.fully_sharded and unit.name in self._resident and (last_use or not self.traffic.keeps_gathered):
             self._resident.discard(unit.name)
 
-    def after_backward(self, unit: Unit, *, reducing: bool) -> None:
-        """After a backward pass of `unit`: add its gradients to those of earlier micro batches, or reduce them."""
+    def before_gradients(self, unit: Unit, *, reducing: bool) -> None:
+        """All-reduce the buckets of a unit that fill up while it computes: DDP sends a bucket as soon as it is full,
+        and gradients come about evenly over a backward pass.
+        """
+        t = self.traffic
+        if reducing and t.overlap and not (t.fully_sharded or t.gradients_sharded or t.optimizer_sharded):
+            self.rank.after(STREAM, COMPUTE)
+            self._all_reduce(unit, early=True)
+
+    def after_backward(self, unit: Unit, *, reducing: bool, ends_pass: bool) -> None:
+        """After a backward pass of `unit`, with which the rank's pass may end: add its gradients to those of earlier
+        micro batches, or reduce them.
+        """
         t = self.traffic
         further = unit.name in self._accumulated
         self._accumulated.add(unit.name)
@@ -249,20 +263,24 @@ class DataWriter:
         elif not t.fully_sharded and (nbytes := t.adding_bytes[further]):
             self.rank.copy("accumulate", unit.trained.all * nbytes)
         if reducing and np.any(unit.trained.all):
-            self._send_off(unit)
+            self._send_off(unit, ends_pass=ends_pass)
 
     def wait_for_reductions(self) -> None:
         """End a backward pass: FSDP2 waits for all reductions here (`_root_post_backward_final_callback`), as do DDP
         (`Reducer::finalize_backward`) and ZeRO (`independent_gradient_partition_epilogue`).
         """
+        if self._sums_ready:  # a bucket is copied out once it is summed, while the next are under way
+            self.rank.wait(COMPUTE, self._sums_ready)
+            self._copy_out(self._summed)
+            self._summed, self._sums_ready = 0.0, ""
         if self.traffic.reduces_behind_compute or self._in_buckets:
             self.rank.after(COMPUTE, STREAM)
             if self.traffic.replicated_sharding:
                 self.rank.after(COMPUTE, REPLICAS)
             self._in_buckets = False
-        if self.traffic.copies_buckets and np.any(self._summed):
-            self.rank.copy("copy_out", 2 * self._summed * self.traffic.reduce_bytes)
-            self._summed = 0.0
+        if np.any(self._last):
+            self._copy_out(self._last)
+            self._last = 0.0
         if self.traffic.sends:  # `finalize_backward` makes the host wait for copies of gradients to it
             self.rank.on_host("wait", 0.0, after=OFFLOAD)
 
@@ -316,14 +334,15 @@ class DataWriter:
 
     # --- parts --------------------------------------------------------------------------------------------------
 
-    def _send_off(self, unit: Unit) -> None:
+    def _send_off(self, unit: Unit, *, ends_pass: bool) -> None:
         t, elements = self.traffic, unit.trained.all
         if t.has_buckets:
             self._in_buckets = True
             self.rank.copy(f"copy_in {unit.name}", elements * t.bucket_bytes_moved)
         elif t.copies_buckets:
             self.rank.copy(f"copy_in {unit.name}", 2 * elements * t.reduce_bytes)
-            self._summed = self._summed + unit.repeats * elements
+            self._summed = self._summed + self._last
+            self._last = unit.repeats * elements
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
             if t.copies and not t.has_buckets:
@@ -334,6 +353,8 @@ class DataWriter:
         fresh = unit.name not in self._with_gradient
         self._with_gradient.add(unit.name)
         if t.reduces_behind_compute or t.gradients_sharded:
+            if t.copies_buckets and ends_pass:
+                self._sums_ready = self.rank.record(STREAM)
             self.rank.after(STREAM, COMPUTE)
             self._reduce(unit)
             if not t.overlap:
@@ -345,6 +366,9 @@ class DataWriter:
             self.rank.host_copy(f"d2h {unit.name}", moved, stream=OFFLOAD)
             if not fresh and t.every_micro_batch:
                 self.rank.on_host("accumulate", ADD_PASSES * moved, after=OFFLOAD)
+
+    def _copy_out(self, elements: Value) -> None:
+        self.rank.copy("copy_out", 2 * elements * self.traffic.reduce_bytes)
 
     def _shard(self, unit: Unit, kind: State) -> Floats:
         """Return the elements of a unit for which the rank itself has a kind of state."""
@@ -367,9 +391,16 @@ class DataWriter:
         elif t.optimizer_sharded:
             self._send_buckets(t.scattered_by, "dp", unit, t.reduce_bytes)
         else:
-            buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
-            self._send("all_reduce", "dp", shared / buckets, buckets)
-            self._send("all_reduce", "expert_dp", experts / buckets, buckets)
+            self._all_reduce(unit, early=False)
+
+    def _all_reduce(self, unit: Unit, *, early: bool) -> None:
+        """All-reduce a unit's gradients in buckets: those that are full before its last gradients, or the others."""
+        t = self.traffic
+        buckets, last = buckets_of(unit, t.bucket_bytes, t.reduce_bytes)
+        times = buckets - last if early else last
+        if np.any(times):
+            self._send("all_reduce", "dp", unit.trained.shared * t.reduce_bytes / buckets, times)
+            self._send("all_reduce", "expert_dp", unit.trained.experts * t.reduce_bytes / buckets, times)
 
     def _gather(self, unit: Unit) -> None:
         if unit.name in self._resident or unit.name in self._gathered:
@@ -408,6 +439,16 @@ class DataWriter:
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)
+
+
+def buckets_of(unit: Unit, bucket_bytes: float, reduce_bytes: float) -> tuple[Value, Value]:
+    """Return the number of buckets that a unit's gradients fill, 1 without a size, and how many of them wait for its
+    last tensor: of an embedding all, as its lookups come last.
+    """
+    if not bucket_bytes:
+        return 1.0, 1.0
+    buckets = np.maximum(np.ceil(unit.trained.all * reduce_bytes / bucket_bytes), 1.0)
+    return buckets, buckets if unit.block == "embedding" else np.ceil(buckets / max(unit.tensors, 1))
 
 
 def _sum(columns: object) -> Value:

@@ -105,6 +105,7 @@ class StepWalk:
         for position in reversed(range(len(units))):
             unit = units[position]
             rank.begin(unit)
+            data.before_gradients(unit, reducing=reducing)
             if kind is Kind.WEIGHT_GRAD:
                 rank.run(unit, Pass.WEIGHT)
             else:
@@ -114,7 +115,7 @@ class StepWalk:
                     away.backward(unit, following)
                 rank.run(unit, Pass.BACKWARD if kind is Kind.BACKWARD else Pass.INPUT)
             if kind is not Kind.INPUT_GRAD:
-                data.after_backward(unit, reducing=reducing)
+                data.after_backward(unit, reducing=reducing, ends_pass=not position)
                 data.after(unit, last_use=last)
             rank.ended(unit)
 

@@ -41,6 +41,7 @@ def plans_of(common, *, gpus, sharded):
         for reshard in (True, False):
             yield Plan(**axes, dp_shard=data, reshard_after_forward=reshard)
         yield Plan(**axes, dp_shard=data, offload="optimizer")
+        yield Plan(**axes, dp_replicate=data)  # DDP, in buckets
         if data > 1:
             yield Plan(**axes, dp_replicate=2, dp_shard=data // 2, reshard_after_forward=True)
 
