@@ -11,7 +11,7 @@ from planner.question.question import question_of
 from simulator.config.hf_config import load_model
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.overlap_sites import executor_name
-from simulator.config.plan import Plan
+from simulator.config.plan import COPY_ENGINE, NCCL, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
@@ -63,6 +63,7 @@ def drawn(rng: random.Random, model: Model) -> tuple[Plan, Workload, Runtime]:
         cp_method=rng.choice([None, "ring", "all_gather", "all_to_all", "by hand"]) if cp > 1 else None,
         zero_stage=rng.choice([None, None, None, None, 0, 1, 3]),
         capacity_factor=rng.choice([None, None, None, 1.25]),
+        fsdp_exchange=rng.choice([NCCL, NCCL, COPY_ENGINE]),
     )
     workload = Workload(seq_len=rng.choice([64, 64, 96, 36]), global_batch_size=rng.choice([8, 16, 32]))
     runtime = Runtime(

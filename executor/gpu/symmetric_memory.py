@@ -1,10 +1,10 @@
 """Symmetric memory: buffers that all GPUs of a group can access, and the protocol for writing to them.
 
-A `Workspace` belongs to one group and one purpose. It has two sets of buffers, used alternately, flags, and the words
-with which kernels count calls (see `executor.kernels.signals`). Double buffering makes a barrier between calls
-unnecessary: no call ends before every peer has delivered its part, so when a set is written again its reader has
-finished with it. A captured CUDA graph always uses the same addresses and cannot alternate: its copies use buffers that
-no eager call uses (`Workspace.for_graphs`), after a barrier.
+A `Workspace` belongs to one group and one purpose. It has sets of buffers, used in turn, flags, and the words with
+which kernels count calls (see `executor.kernels.signals`). Two sets make a barrier between calls unnecessary: no call
+ends before every peer has delivered its part, so when a set is written again its reader has finished with it. A
+captured CUDA graph always uses the same addresses and cannot alternate: its copies use buffers that no eager call uses
+(`Workspace.for_graphs`), after a barrier.
 
 All ranks must make the same calls in the same order, on one stream. NVLink multicast is never used, and it is an error
 if it is switched on: creating its objects can hang the fabric of virtual machines and shared hosts.
@@ -71,10 +71,10 @@ class Allocation:
 
 
 class Workspace:
-    """Double-buffered data, flags, and counters of one group and purpose."""
+    """Buffers in `sets`, flags, and counters of one group and purpose."""
 
-    def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device) -> None:
-        self.group, self.purpose, self.device = group, purpose, device
+    def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, sets: int = 2) -> None:
+        self.group, self.purpose, self.device, self.sets = group, purpose, device, sets
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.set_bytes, self.turns = 0, 0
         self.data: Allocation | None = None
@@ -93,7 +93,7 @@ class Workspace:
         self.epochs = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)  # for kernels with an epoch a program
 
     def reserve(self, set_bytes: int, flags: int) -> None:
-        """Ensure `set_bytes` in each of the two sets and `flags` int32 flags; a collective call when it has to grow."""
+        """Ensure `set_bytes` in each set and `flags` int32 flags; a collective call when it has to grow."""
         wanted_bytes, wanted_flags = self.lacks(set_bytes, flags)
         capturing = self.is_capturing()
         self.captured |= capturing
@@ -111,7 +111,7 @@ class Workspace:
             self.signals = Allocation(4 * max(1024, 1 << (flags - 1).bit_length()), self.group, self.device)
         if wanted_bytes:
             self.set_bytes = -(-max(set_bytes, 1 << 16) // STORE_ALIGNMENT) * STORE_ALIGNMENT
-            self.data = Allocation(2 * self.set_bytes, self.group, self.device)
+            self.data = Allocation(self.sets * self.set_bytes, self.group, self.device)
 
     def lacks(self, set_bytes: int, flags: int) -> tuple[bool, bool]:
         """Return whether the data buffers and the flags are too small."""
@@ -136,9 +136,9 @@ class Workspace:
         return self.graphs
 
     def turn(self) -> int:
-        """Return the set (0 or 1) that this call uses, alternating."""
+        """Return the number of the set that this call uses; each in turn."""
         self.turns += 1
-        return self.turns % 2
+        return self.turns % self.sets
 
     @staticmethod
     def is_capturing() -> bool:
@@ -176,12 +176,12 @@ def _cannot_grow(set_bytes: int, flags: int) -> SymmetricMemoryError:
 _workspaces: dict[tuple[dist.ProcessGroup, str, int], Workspace] = {}
 
 
-def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device) -> Workspace:
-    """Return the workspace of a group for a purpose; created at the first call."""
+def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device, *, sets: int = 2) -> Workspace:
+    """Return the workspace of a group for a purpose; created at the first call, with so many sets."""
     key = (group, purpose, device.index)
     found = _workspaces.get(key)
     if found is None:
-        found = _workspaces[key] = Workspace(group, purpose, device)
+        found = _workspaces[key] = Workspace(group, purpose, device, sets)
     return found
 
 

@@ -18,7 +18,8 @@ class MeshFacts:
 class ModelFacts:
     """Counts and names read from the modules themselves, not from the request.
 
-    `most_shards`: the number of parts of the most divided weight. `tp_overlap`: the mode by site.
+    `most_shards`: the number of parts of the most divided weight. `tp_overlap`: the mode by site. `fsdp_exchange`: what
+    exchanges blocks, empty if they are not sharded.
     """
 
     most_shards: int
@@ -31,3 +32,4 @@ class ModelFacts:
     micro_batches: int
     tp_overlap: dict[str, str]
     cp_method: str
+    fsdp_exchange: str = ""

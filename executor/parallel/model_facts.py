@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from executor.model.shards import local_tensor
+from executor.overlap.fsdp_exchange import applied_exchange
 from executor.parallel.facts import ModelFacts
 from executor.parallel.tensor_overlap import applied_overlap
 from executor.parallel.train_step import Trainer
@@ -33,4 +34,5 @@ def read_model_facts(trainer: Trainer) -> ModelFacts:
         micro_batches=getattr(schedule, "_n_microbatches", trainer.micro_batches),
         tp_overlap=applied_overlap(blocks),
         cp_method="/".join(sorted(methods)),
+        fsdp_exchange=applied_exchange(blocks),
     )

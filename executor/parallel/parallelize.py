@@ -19,6 +19,7 @@ from executor.model.adapters import train_only
 from executor.model.decoder import Decoder
 from executor.model.init_weights import init_weights
 from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
+from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
 from executor.parallel.context_parallel import RingAttention, positions
@@ -28,7 +29,7 @@ from executor.parallel.meshes import Meshes
 from executor.parallel.tensor_parallel import apply_tensor_parallel
 from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
-from simulator.config.plan import Plan
+from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS
 from simulator.config.workload import Workload
@@ -191,13 +192,17 @@ def _apply_fsdp(setup: Setup, part: Decoder) -> None:
     """
     plan, meshes = setup.plan, setup.meshes
     store, compute, reduce = setup.dtypes
+    mesh = _data_mesh(meshes.dense, "fsdp", plan)
+    precision = MixedPrecisionPolicy(param_dtype=None if compute is store else compute, reduce_dtype=reduce)
     apply_fsdp(
         part,
-        _data_mesh(meshes.dense, "fsdp", plan),
+        mesh,
         expert_mesh=None if meshes.sparse is None else _data_mesh(meshes.sparse, "efsdp", plan),
-        precision=MixedPrecisionPolicy(param_dtype=None if compute is store else compute, reduce_dtype=reduce),
+        precision=precision,
         reshard_after_forward=plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward,
     )
+    if plan.fsdp_exchange == COPY_ENGINE:
+        push_exchanges([*part.blocks().values()], mesh.get_group(), setup.device, precision)
 
 
 def _tp_mesh(setup: Setup) -> DeviceMesh | None:

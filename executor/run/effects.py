@@ -14,6 +14,7 @@ from executor.launch.legal import cp_method
 from executor.launch.request import Request
 from executor.parallel.facts import MeshFacts, ModelFacts
 from simulator.config.overlap_sites import mode_at, tp_overlap_label
+from simulator.config.plan import NCCL
 from simulator.program import trace as tr
 from simulator.program.trace import Trace
 
@@ -87,6 +88,9 @@ def _model_effects(request: Request, facts: ModelFacts) -> list[Effect]:
     if plan.cp > 1:
         requested = cp_method(plan, runtime)
         found.append(_effect("cp_method", requested, facts.cp_method, ok=requested == facts.cp_method))
+    if plan.fsdp_exchange != NCCL:
+        ok = plan.fsdp_exchange == facts.fsdp_exchange
+        found.append(_effect("FSDP's exchanges", plan.fsdp_exchange, facts.fsdp_exchange or "none", ok=ok))
     return found
 
 

@@ -17,7 +17,8 @@ from planner.search.deadline import over
 from simulator.analytical.counted import Counted, counted_rows
 from simulator.config.estimate import RATHER_SURE, SURE, Estimate
 from simulator.config.overlap_sites import NONE
-from simulator.config.plan import Plan
+from simulator.config.plan import NCCL, Plan
+from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
 from simulator.pipeline.schedules.registry import schedule_kind
@@ -27,6 +28,8 @@ from topology.cores import on_cores
 # more: vTrain (16 to 512 A100) 3 %, torchtitan on H200 4 to 5 %, BLOOM's 8 %, simumax on B200 7 %.
 TIE = 0.05
 ORDER_MARGIN = 0.02  # share of a step that another order of GPUs must save to be worth setting
+# Share of a step that other exchanges of FSDP must save: within it the analytical model and a simulation agree.
+EXCHANGE_MARGIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,37 @@ class Finalist:
     counted: Counted | None = field(default=None, compare=False)  # by the analytical model
 
 
-def counted_finalists(question: Question, plans: Sequence[Plan], replays: Replays) -> list[Finalist]:
-    """Return plans with their estimates by the analytical model and their replayed memory."""
-    return [
-        Finalist(plan=one.plan, estimate=with_replay(question, one.plan, one.estimate, replays[one.plan]), counted=one)
-        for one in counted_rows(question.estimate(plans))
-    ]
+def counted_finalists(
+    question: Question, plans: Sequence[Plan], others: Sequence[Plan], replays: Replays, *, exchanges: bool
+) -> list[Finalist]:
+    """Return plans, and those of the others that are faster than all of them, with their estimates by the analytical
+    model and their replayed memory.
+
+    With `exchanges`, FSDP's blocks are exchanged in other ways of the framework where this is faster by the analytical
+    model and fits as surely: it changes no other choice, so that the search itself need not vary it.
+    """
+    every = [*plans, *others]
+    tried = _other_exchanges(question, every) if exchanges else []
+    rows = counted_rows(question.estimate([*every, *(plan for _, plan in tried)]))
+    found = [_replayed(question, one, replays) for one in rows[: len(every)]]
+    for (number, _), other in zip(tried, rows[len(every) :], strict=True):
+        if other.step_s * (1 + EXCHANGE_MARGIN) < rows[number].step_s:
+            variant = _replayed(question, other, replays)
+            found[number] = min(found[number], variant, key=lambda one: (certainty(one), one.estimate.step_s.value))
+    fastest = min(one.estimate.step_s.value for one in found[: len(plans)])
+    return [*found[: len(plans)], *(one for one in found[len(plans) :] if one.estimate.step_s.value < fastest)]
+
+
+def _replayed(question: Question, one: Counted, replays: Replays) -> Finalist:
+    estimate = with_replay(question, one.plan, one.estimate, replays[one.plan])
+    return Finalist(plan=one.plan, estimate=estimate, counted=one)
+
+
+def _other_exchanges(question: Question, plans: Sequence[Plan]) -> list[tuple[int, Plan]]:
+    """Return (number, the plan with other exchanges) where these are legal."""
+    words = question.framework.fsdp_exchanges
+    changed = [(number, plan.with_(fsdp_exchange=word)) for number, plan in enumerate(plans) for word in words]
+    return [(number, plan) for number, plan in changed if is_legal(question.problems(plan))]
 
 
 def predict_all(
@@ -153,6 +181,7 @@ def mechanisms(plan: Plan) -> tuple[str, ...]:
         "layers or recomputation stated by stage": bool(plan.layers_per_stage or plan.recompute_per_stage),
         "overlapped tensor parallelism": plan.tp_overlap != NONE,
         "overlapped all-to-all of experts": plan.ep_overlap != NONE,
+        "exchanges of FSDP by copy engines": plan.fsdp_exchange != NCCL,
         "state in host memory": plan.offload != "none",
     }
     return tuple(name for name, used in named.items() if used)

@@ -131,9 +131,8 @@ def suggest(
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
-        finalists = counted_finalists(question, [*found.plans, *found.may_fit], replays)
-    fastest = min(one.estimate.step_s.value for one in finalists[: len(found.plans)])
-    finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < fastest]
+        free = options.objective not in {"memory", "pareto"} and "fsdp_exchange" not in options.bounds.stated
+        finalists = counted_finalists(question, found.plans, found.may_fit, replays, exchanges=free)
     simulated: list[Finalist] | None = finalists
     if options.simulate:
         try:

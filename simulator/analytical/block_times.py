@@ -338,9 +338,10 @@ class TrafficTimes:
         key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)
         if key not in self._seconds:
             size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.context.table),))
-            there = (groups.extent(axis)[0] > 1) & (size > 0)
+            ranks = groups.extent(axis)[0]
+            there = (ranks > 1) & (size > 0)
             seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
-            self._seconds[key] = seconds, np.where(there, self.context.spec.host.collective_s, 0.0)
+            self._seconds[key] = seconds, np.where(there, self.context.collective_host_s(op, ranks), 0.0)
         return self._seconds[key]
 
     def cost(self, op: str, family: str, nbytes: Value) -> Background:

@@ -324,7 +324,7 @@ def cost_context(
         ),
         runtime=scenario.runtime,
         spec=operators.spec,
-        site=overlap_of(calibration) if table.overlap_modes else SiteRates(),
+        site=overlap_of(calibration) if table.overlap_modes or table.pushed.any() else SiteRates(),
         calibration=measured,
         own_costs=shaped,
     )

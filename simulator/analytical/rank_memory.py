@@ -33,7 +33,7 @@ from simulator.step.held import (
     state_bytes,
 )
 from simulator.step.offload import held_bytes
-from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
 from simulator.step.zero import zero_buffers
 
 # Cached properties of `RankMemory` that depend on the recompute modes of layers.
@@ -226,9 +226,9 @@ class RankMemory:
     @cached_property
     def _buffered(self) -> NDArray[np.bool_]:
         """Rows whose units are gathered into a buffer that is kept until the next unit has been copied out of
-        its own.
+        its own. Of exchanges by copy engines, only ends have such buffers, which are not counted.
         """
-        ranks = (self.context.groups.extent("fsdp")[0] > 1)[:, None]
+        ranks = ((self.context.groups.extent("fsdp")[0] > 1) & ~self.table.pushed)[:, None]
         return self.full & ranks & (not self.flat_units)
 
     @cached_property
@@ -248,8 +248,8 @@ class RankMemory:
 
     @cached_property
     def symmetric(self) -> Floats:
-        """Bytes of the buffers of overlapped tensor parallelism."""
-        return symmetric_bytes(self.context, *self.layout.layers)
+        """Bytes of the buffers of overlapped tensor parallelism, and of FSDP's exchanges by copy engines."""
+        return symmetric_bytes(self.context, *self.layout.layers) + exchange_bytes(self.context, self.layer)
 
     @cached_property
     def in_flight(self) -> Floats:

@@ -16,7 +16,7 @@ from simulator.pipeline.stages import StageLayout
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
-from simulator.step.traffic import has_replicas
+from simulator.step.traffic import BLOCKS, has_replicas
 from simulator.step.update import host_update_bytes, update_bytes, update_rate
 from simulator.step.zero import adding_bytes
 
@@ -76,7 +76,7 @@ class LeastTraffic:
         return {name: self._unit(name) for name in self._blocks}
 
     def _sharded_unit(self, block: str) -> _Sharded:
-        return _Sharded(self, self._used[block], self._blocks[block])
+        return _Sharded(self, block, self._used[block], self._blocks[block])
 
     def _unit(self, block: str) -> UnitTraffic:
         full, spec, table = self.table.fully_sharded, self.spec, self.table
@@ -310,7 +310,9 @@ class _Sharded:
     `used` parameters are gathered, the gradients of `trained` ones reduced; each is a pair (shared, routed experts).
     """
 
-    def __init__(self, traffic: LeastTraffic, used: tuple[Floats, Floats], trained: tuple[Floats, Floats]) -> None:
+    def __init__(
+        self, traffic: LeastTraffic, block: str, used: tuple[Floats, Floats], trained: tuple[Floats, Floats]
+    ) -> None:
         context, table = traffic.context, traffic.table
         compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         shared, experts = trained
@@ -321,8 +323,16 @@ class _Sharded:
         copies = 1.0 if context.spec.fsdp.copy_in_copy_out else 0.0
         self.out_s = copies * sum(used) * 2 * compute / out_rate
         self.in_s = copies * sum(trained) * (whole + reduce) / in_rate
-        self.gather_s = traffic.send_s("all_gather", "fsdp", *used, compute)
-        self.scatter_s = traffic.send_s("reduce_scatter", "fsdp", shared, experts, reduce)
+        pushed = table.pushed & (block in BLOCKS)
+
+        def exchange_s(op: str, elements: tuple[Floats, Floats], width: float) -> Floats:
+            seconds = traffic.send_s(op, "fsdp", *elements, width)
+            if not pushed.any():
+                return seconds
+            return np.where(pushed, traffic.send_s(f"pushed_{op}", "fsdp", *elements, width), seconds)
+
+        self.gather_s = exchange_s("all_gather", used, compute)
+        self.scatter_s = exchange_s("reduce_scatter", trained, reduce)
         self.replicate_s = np.zeros(len(table))
         if has_replicas(table).any():
             groups = context.groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,11 +20,13 @@ from simulator.collectives.curves import Floats
 from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
 from simulator.collectives.measured import MeasuredCollectives, Ratios
+from simulator.collectives.pushed import COPY_SLOWDOWN, PUSHED, pushed_s
 from simulator.collectives.traffic import port_share
 from simulator.config.estimate import Interval
 from topology.cluster import Cluster, Source
 from topology.errors import BadInput, Infeasible
 from topology.rates.groups import GroupRates, GroupShape, group_rates
+from topology.rates.node_rates import node_rates
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
@@ -67,6 +70,7 @@ class CollectiveModel:
     crossing_s: float = 0.0
     network_factor: float = 1.0
     _rates: dict[GroupShape, GroupRates] = field(default_factory=dict)
+    _pairs: dict[GroupShape, float] = field(default_factory=dict)
     _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
     _ratios: Ratios = field(default_factory=dict)
     _times: dict[tuple[str, GroupShape, str | None], dict[float, float]] = field(default_factory=dict, init=False)
@@ -97,11 +101,11 @@ class CollectiveModel:
         `int8` is a reduction of 1-byte integers, which NVLS cannot do. `algorithm` forces one of ALGORITHMS; where
         it cannot do `op` on this machine the time is infinite.
         """
-        size = np.asarray(nbytes, dtype=np.float64)
+        size, op = np.asarray(nbytes, dtype=np.float64), self.run_as(op, shape)
         if shape.ranks <= 1:
             return np.zeros_like(size)
         flat = np.atleast_1d(size).ravel()
-        if self.measured is not None and algorithm is None:
+        if self.measured is not None and algorithm is None and op not in PUSHED:
             device, _ = self._blended(self.measured, op, flat, shape, int8=int8)
         else:
             device = self._options(op, flat, shape, int8=int8, algorithm=algorithm).time_s
@@ -145,7 +149,7 @@ class CollectiveModel:
         algorithm: str | None = None,
     ) -> tuple[CollectiveCost, ...]:
         """Return `choose` for every size."""
-        sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
+        sizes, op = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel(), self.run_as(op, shape)
         if shape.ranks <= 1:
             nothing = Interval(value=0.0, low=0.0, high=0.0, source=Source.DATASHEET)
             return tuple(
@@ -160,10 +164,10 @@ class CollectiveModel:
                 remedy="add a network to the cluster" if algorithm is None else "leave the algorithm open",
             )
         comm = self.communicator(shape)
-        spread, source = interval_width(comm, custom=algorithm in CUSTOM_ALGORITHMS)
+        spread, source = interval_width(comm, custom=algorithm in CUSTOM_ALGORITHMS or op in PUSHED)
         spreads = np.full_like(device, spread)
         sources = [source] * len(sizes)
-        if self.measured is not None and algorithm is None:
+        if self.measured is not None and algorithm is None and op not in PUSHED:
             device, known = self._blended(self.measured, op, sizes, shape, int8=int8)
             spreads = np.where(known, SPREAD_MEASURED, spreads)
             sources = [Source.MEASURED if k else source for k in known]
@@ -176,24 +180,25 @@ class CollectiveModel:
                 value=float(value), low=float(value / (1 + width)), high=float(value * (1 + width)), source=origin
             )
             costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=0.0, time_s=interval))
-        held = held_sms(comm, op, sizes, options, int8=int8, algorithm=algorithm)
+        held = self._held(op, sizes, shape, options, int8=int8, algorithm=algorithm)
         return tuple(replace(cost, sms=float(sms)) for cost, sms in zip(costs, held, strict=True))
 
     def loads(self, op: str, sizes: Floats, shape: GroupShape) -> Floats:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), shape (2, sizes), as
         `choose_many` runs it; sizes in one row, each of which is cached. Zero where the ranks are not connected.
         """
+        op = self.run_as(op, shape)
         known = self._loads.setdefault((op, shape), {})
         asked = sizes.tolist()
         if missing := [nbytes for nbytes in dict.fromkeys(asked) if nbytes not in known]:
-            some, comm = np.array(missing), self.communicator(shape)
+            some = np.array(missing)
             options = self._options(op, some, shape, int8=False, algorithm=None)
             if not np.isfinite(options.time_s[0]):
                 return np.zeros((2, len(asked)))
-            if self.measured is None:  # then these are also the times
+            if self.measured is None or op in PUSHED:  # then these are also the times
                 seconds = self._seconds(op, options.time_s, shape, LaunchMode.QUEUED).tolist()
                 self._times.setdefault((op, shape, None), {}).update(zip(missing, seconds, strict=True))
-            held = held_sms(comm, op, some, options).tolist()
+            held = self._held(op, some, shape, options).tolist()
             shares = [port_share(op, options.names[pick][0], shape) for pick in options.pick]
             for nbytes, sms, share in zip(missing, held, shares, strict=True):
                 known[nbytes] = sms, nbytes * share
@@ -211,7 +216,39 @@ class CollectiveModel:
 
         return measured.blend(op, sizes, shape, model, self._ratios)
 
+    def run_as(self, op: str, shape: GroupShape) -> str:
+        """Return what runs for `op`: of FSDP's exchanges by copy engines, NCCL's where NVLink does not join all
+        ranks.
+        """
+        return PUSHED[op] if op in PUSHED and not self._pair_bytes_per_s(shape) else op
+
+    def _pair_bytes_per_s(self, shape: GroupShape) -> float:
+        """Return the NVLink rate of the slowest pair of ranks in a group, 0 where a pair has none."""
+        if shape not in self._pairs:
+            gpus = self.rates(shape).gpus if shape.nodes == 1 else ()
+            rates, pairs = node_rates(self.cluster), combinations(gpus, 2)
+            self._pairs[shape] = min((rates.nvlink(a, b)[0] for a, b in pairs), default=0.0)
+        return self._pairs[shape]
+
+    def _held(
+        self,
+        op: str,
+        sizes: Floats,
+        shape: GroupShape,
+        options: Options,
+        *,
+        int8: bool = False,
+        algorithm: str | None = None,
+    ) -> Floats:
+        """Return the SMs that kernels alongside lose."""
+        if op in PUSHED:
+            return np.full_like(sizes, COPY_SLOWDOWN * self.cluster.slowest_kind.sm_count)
+        return held_sms(self.communicator(shape), op, sizes, options, int8=int8, algorithm=algorithm)
+
     def _options(self, op: str, sizes: Floats, shape: GroupShape, *, int8: bool, algorithm: str | None) -> Options:
+        if op in PUSHED:
+            seconds = pushed_s(sizes, ranks=shape.ranks, pair_bytes_per_s=self._pair_bytes_per_s(shape))
+            return Options((("copy_engine", "Simple"),), seconds, np.zeros(len(sizes), dtype=np.intp))
         if op not in OPS:
             raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
         if algorithm is not None and algorithm not in ALGORITHMS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from simulator.collectives.pushed import PUSHED
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
@@ -16,6 +17,7 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "broadcast": lambda _: 1.0,
     "send_recv": lambda _: 1.0,
 }
+TRAFFIC |= {op: TRAFFIC[plain] for op, plain in PUSHED.items()}
 
 # Algorithms that reduce inside a node before they send to other nodes.
 REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})

@@ -47,6 +47,7 @@ class PlanColumns:
     offload: NDArray[np.str_]
     offload_layers: NDArray[np.int64]
     ep_overlap: NDArray[np.str_]
+    fsdp_exchange: NDArray[np.str_]
     listed: NDArray[np.bool_]
     placing: NDArray[np.int64]
 

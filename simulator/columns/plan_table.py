@@ -17,7 +17,7 @@ from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns, rows_of, taken, words
 from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import NONE, mode_at, modes_in
-from simulator.config.plan import INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
+from simulator.config.plan import COPY_ENGINE, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE, SIZES, Plan
 from simulator.config.workload import Workload
 from topology.errors import BadPlan
 
@@ -61,6 +61,11 @@ class PlanTable(PlanColumns):
     def paired(self) -> NDArray[np.bool_]:
         """Rows of the plans that run forward and backward passes of two micro batches at the same time."""
         return np.asarray(self.ep_overlap != "none")
+
+    @property
+    def pushed(self) -> NDArray[np.bool_]:
+        """Rows of the plans in which copy engines exchange FSDP's blocks."""
+        return np.asarray(self.fsdp_exchange == COPY_ENGINE)
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]

@@ -16,6 +16,10 @@ OFFLOADS = ("none", "optimizer", "parameters")
 # weight gradients (`simulator.overlap.combined`).
 EP_OVERLAPS = ("none", "combined", "delay_wgrad")
 
+# What exchanges the parameters and gradients of FSDP's blocks: NCCL, or copies to peers (`executor.overlap`).
+NCCL, COPY_ENGINE = "nccl", "copy_engine"
+FSDP_EXCHANGES = (NCCL, COPY_ENGINE)
+
 # Mesh axes, slowest first: neighbours in rank share tensor-parallel groups, stages are furthest apart. This is the
 # order of torchtitan's mesh and of Megatron's default tp-cp-ep-dp-pp (which lists the fastest first).
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -47,7 +51,8 @@ class Plan:
     is the state kept in host memory (`OFFLOADS`), where the CPU updates it: see `simulator.step.offload`. What the
     first `offload_layers` layers save for backward waits there, too (`simulator.step.away`). `ep_overlap`
     is how the all-to-all of experts overlaps compute (`EP_OVERLAPS`). `etp` ranks split each expert; None is the
-    framework's default, which is `tp` in Megatron-LM. `tp_overlap` is one overlap mode, or one for each site of a
+    framework's default, which is `tp` in Megatron-LM. `fsdp_exchange` is what exchanges the parameters and gradients of
+    FSDP's blocks (`FSDP_EXCHANGES`). `tp_overlap` is one overlap mode, or one for each site of a
     block: see `simulator.config.overlap_sites`. With `capacity_factor` every expert computes that multiple of its mean
     load, padded or dropped; None is dropless.
     """
@@ -205,6 +210,15 @@ class Plan:
         " delay_wgrad.",
         search_help="Overlap of the experts' all-to-all with compute: none, combined, delay_wgrad (comma-separated).",
         needs="ep",
+    )
+
+    fsdp_exchange: str = entry(
+        NCCL,
+        "exchanges of FSDP",
+        choices=FSDP_EXCHANGES,
+        flag="--fsdp-exchange",
+        help="What exchanges FSDP's parameters and gradients: nccl, or copy_engine, which takes no SMs; default: nccl.",
+        search_help="What exchanges FSDP's parameters and gradients: nccl or copy_engine.",
     )
 
     @property

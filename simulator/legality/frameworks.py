@@ -18,6 +18,7 @@ from functools import cache
 from simulator.columns.plan_table import CP_METHODS
 from simulator.config.adapter import KINDS, PACKED
 from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
+from simulator.config.plan import COPY_ENGINE
 from simulator.config.runtime import LOW_PRECISION, TF32
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
@@ -70,6 +71,7 @@ class Framework:
     overlap_by_site: bool = False  # each communication of a layer may have its own
     ep_overlaps: tuple[str, ...] = ()  # modes of the experts' all-to-all besides "none"; the last hides most
     ep_overlap_versions: tuple[str, ...] = ()  # versions that have these; empty: all
+    fsdp_exchanges: tuple[str, ...] = ()  # what exchanges FSDP's parameters and gradients besides NCCL
     cp_methods: tuple[str, ...] = ()  # methods of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # uses torch.distributed.pipelining, with its checks
     undescribed_recomputes: tuple[str, ...] = ()  # its recompute modes, if `simulator.runtimes` does not describe it
@@ -214,6 +216,7 @@ MESHWRIGHT = Framework(
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     overlaps=tuple(mode for mode in MODES if mode != NONE),
     overlap_by_site=True,
+    fsdp_exchanges=(COPY_ENGINE,),  # executor/overlap/fsdp_exchange.py
     cp_methods=CP_METHODS,
     schedules=tuple(SCHEDULES),
     lists_layers=True,
@@ -333,6 +336,7 @@ ANY = Framework(
     lists_recompute=True,
     overlaps=("chunked", "async", "fused"),
     ep_overlaps=("combined", "delay_wgrad"),
+    fsdp_exchanges=(COPY_ENGINE,),
     cp_methods=CP_METHODS,
     zero_stages=(0, 1, 2, 3),
     parameter_offload=True,

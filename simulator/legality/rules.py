@@ -16,6 +16,7 @@ from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
 from simulator.legality.adapters import ADAPTER_RULES
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
+from simulator.legality.exchanges import EXCHANGE_RULES
 from simulator.legality.muon import MUON_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
 from simulator.legality.policy import POLICY_RULES
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     *SAVER_RULES,
     *PIPELINE_RULES,
     *POLICY_RULES,
+    *EXCHANGE_RULES,
 )
 
 

@@ -47,6 +47,7 @@ class MachineCosts:
     collectives: CollectiveModel
     kernels: Mapping[KernelKey, tuple[Cost, float]]
     collective_host_s: float
+    own_host_s: Mapping[str, float] = field(default_factory=dict)  # of collectives with other costs, by op
     placement: tuple[int, ...] = ()
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
@@ -93,7 +94,10 @@ class MachineCosts:
     def host_s(self, instruction: Instruction) -> float:
         if isinstance(instruction, Launch):
             return self.kernels[launch_key(instruction)][1]
-        return self.collective_host_s if isinstance(instruction, (Collective, Send, Recv)) else 0.0
+        if not isinstance(instruction, (Collective, Send, Recv)):
+            return 0.0
+        op = instruction.op if isinstance(instruction, Collective) else ""
+        return self.own_host_s.get(op, self.collective_host_s)
 
     def limits(self, rank: int) -> GpuLimits:
         kind = self.cluster.kind(self._gpu_kind(rank))

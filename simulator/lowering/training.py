@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
 from simulator.analytical.scenario import Scenario
+from simulator.collectives.pushed import PUSHED
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
 from simulator.lowering.block_code import Detail
@@ -118,7 +121,7 @@ class _Lowering:
                 last = leaf.micro_batch == last_turned[leaf.stage] and leaf.kind in TURNS
                 self.walk.action(writer, data, leaf.stage, leaf.kind, leaf.micro_batch, last=last)
 
-        per_rank = self.plan.gpus // self.plan.pp
+        per_rank, shards = self.plan.gpus // self.plan.pp, self.context.groups.extent("fsdp")[0]
         program = pipeline_program(
             schedule,
             body,
@@ -134,6 +137,7 @@ class _Lowering:
             collectives=self.context.groups.collectives,
             kernels=self.steps.kernels,
             collective_host_s=self.spec.host.collective_s,
+            own_host_s={op: float(np.max(self.context.collective_host_s(op, shards))) for op in PUSHED},
             placement=self.plan.placement,
             families={name: self.context.groups.shape(name) for name in FAMILIES},
             peer_copies=self.steps.peer_copies,

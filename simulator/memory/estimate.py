@@ -14,6 +14,8 @@ from simulator.config.plan import Plan
 from simulator.memory.plan_memory import PlanMemory
 from simulator.memory.replay import ReservedMemory
 
+THROUGHOUT = ("parameters", "optimizer", "symmetric_buffers")
+
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate, held: PlanMemory | None = None) -> Estimate:
     """Return the estimate of a plan with its replayed memory; pass `held` if it has been replayed."""
@@ -56,8 +58,8 @@ def _memory(
 
 
 def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
-    """Return categories that add up to `whole`: parameters and optimizer unchanged, the others in proportion."""
-    known = {name: nbytes for name, nbytes in categories.items() if name in {"parameters", "optimizer"}}
+    """Return categories that add up to `whole`: what is there throughout unchanged, the others in proportion."""
+    known = {name: nbytes for name, nbytes in categories.items() if name in THROUGHOUT}
     fixed, total = sum(known.values()), sum(categories.values())
     if not fixed < min(whole, total):
         return {name: nbytes * whole / total for name, nbytes in categories.items()} if total else dict(categories)

@@ -20,7 +20,8 @@ from simulator.memory.wrapped import Instance
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.cublas import workspace_bytes
 from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
-from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
+from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
 
@@ -86,7 +87,9 @@ class RankReplay(RankUnits):
         kinds = [*(operators.dense_layer if dense[0, 0] else ()), *(operators.moe_layer if moe[0, 0] else ())]
         if not self.traffic.fully_sharded:
             self._taken(float(placeholder_bytes(kinds, self.context)[0]))
-        self._taken(float(symmetric_bytes(self.context, dense, moe)[0, 0]), stream=PEERS)
+        block = max((float(unit.elements[0]) for unit in self.units if unit.block in BLOCKS), default=0.0)
+        shared = symmetric_bytes(self.context, dense, moe) + exchange_bytes(self.context, np.array([[block]]))
+        self._taken(float(shared[0, 0]), stream=PEERS)
         self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
         self._taken(self.zero["standing"])
         if self.spec.state.flattens_elements:  # stage_1_and_2.py: initialize_optimizer_states updates zeros at first

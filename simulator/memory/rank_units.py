@@ -23,6 +23,7 @@ from simulator.memory.allocator import Block, CachingAllocator, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.wrapped import Wrapped
+from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit
 
 COMPUTE, GATHER, REDUCE, REPLICATE = "compute", "gather", "reduce", "replicate"
@@ -81,7 +82,8 @@ class RankUnits:
         if ranks > 1 or self.flat_units:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, stream=GATHER) if self.param_bytes != t.compute_bytes else []
-            buffer = self._taken(whole, stream=GATHER)
+            # Blocks that copy engines exchange arrive in symmetric memory, which is there throughout.
+            buffer = [] if t.pushed and unit.block in BLOCKS else self._taken(whole, stream=GATHER)
             self._give(cast)
             if self.flat_units:
                 wrapped.gathered += buffer

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.collectives.pushed import COPY_SLOWDOWN
 from simulator.config.overlap_sites import MODES, USERBUFFERS, executor_name
 
 Value = Any  # a float, or a column (numpy array) of them
@@ -129,7 +130,7 @@ class OverlapRates:
     """Seconds to change from NCCL's stream to the product's and back."""
     step_gap_s: float = 1.3e-5
     """The same for each of many steps, in which collectives and products wait for each other kernel by kernel."""
-    product_slowdown: float = 0.07
+    product_slowdown: float = COPY_SLOWDOWN
     """Seconds that the library's products lose for each second of concurrent copies: memory and power are shared."""
     fused_product_slowdown: float = 0.02
     """The same for the fused kernel."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from simulator.calibration.by_plan import taken_host, taken_roofline
 from simulator.calibration.calibration import Calibration
 from simulator.collectives.group_times import GroupTimes
+from simulator.collectives.pushed import PUSHED, host_calls
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.adapter import BASE_BYTES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
@@ -64,7 +65,15 @@ class CostContext:
 
     def held_sms(self, op: str) -> float | None:
         """Return the SMs that data-parallel traffic takes from kernels; None where not measured."""
-        return self.calibration.held_sms(op) if self.calibration is not None else None
+        return self.calibration.held_sms(op) if self.calibration is not None and op not in PUSHED else None
+
+    def collective_host_s(self, op: str, ranks: Floats) -> Floats | float:
+        """Return the host's seconds to issue a collective: what layers do not count already (`HostSpec.fsdp_layer_s`),
+        and the calls of pushes beyond NCCL's one.
+        """
+        if op not in PUSHED:
+            return self.spec.host.collective_s
+        return np.asarray(self.spec.host.collective_s + (host_calls(op, ranks) - 1.0) * self.site.rates.host_s)
 
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number of a type named in descriptions. For low types: as products read it (`low`),

@@ -1,10 +1,13 @@
-"""Symmetric memory of the overlap modes, which exists outside the caching allocator for the whole run.
+"""Symmetric memory of the overlap modes and of FSDP's exchanges by copy engines, which exists outside the caching
+allocator for the whole run.
 
 Modes that push (`PUSHED_MODES`) have, for each tensor-parallel group, one buffer for all-gathers and one for
 reduce-scatters, shared by all layers. Each holds two sets of what one collective moves in total (the tokens of a micro
 batch times the width of the model), used in turn, and a page of flags (executor/gpu/symmetric_memory.py). Both buffers
 exist if one site of a block pushes, since a site's backward pass runs the other collective. Buffers of NCCL's modes
 belong to NCCL.
+
+FSDP's exchanges have sets for a gather and for a reduction of the largest block (executor/overlap/fsdp_exchange.py).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from topology.units import MIB
 Value = Any  # a number, or a column (numpy array) of them
 
 SETS = 2
+GATHER_SETS, SCATTER_SETS = 3, 2  # of FSDP's exchanges by copy engines
 FLAG_BYTES = 4096
 # Memory that peers map comes in pages of 2 MiB (cuMemGetAllocationGranularity on Hopper; torch rounds up to it).
 PAGE_BYTES = 2 * MIB
@@ -46,6 +50,15 @@ def symmetric_bytes(context: CostContext, dense: NDArray[np.int64], moe: NDArray
     pushing &= (table["tp"] > 1)[:, None]
     tokens = tensor_bytes("t h", context.sizes, context.dtype_bytes)[:, None]
     return np.where(pushing, 2 * buffer_bytes(tokens), 0.0)
+
+
+def exchange_bytes(context: CostContext, block: Floats) -> Floats:
+    """Return the bytes of FSDP's exchanges on ranks whose largest block has so many elements, shape (plans, pipeline
+    ranks) like the result.
+    """
+    pushed = (context.table.fully_sharded & context.table.pushed)[:, None] & (block > 0)
+    moved = GATHER_SETS * context.dtype_bytes("gathered"), SCATTER_SETS * context.dtype_bytes("reduce")
+    return np.where(pushed, sum(_pages(each * block) + _pages(FLAG_BYTES) for each in moved), 0.0)
 
 
 def _pages(nbytes: Value) -> Value:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.collectives.pushed import PUSHED, SUM_PASSES
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.program.program import COMPUTE
 from simulator.step.context import CostContext
@@ -32,6 +33,7 @@ from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
 DATA_FAMILIES = ("fsdp", "expert_fsdp", "replicate", "dp", "expert_dp")  # groups that carry it
+BLOCKS = ("dense", "moe")  # units that are layers
 DATA_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
 
@@ -46,6 +48,7 @@ class DataTraffic:
     """Data-parallel communication of plans that run the same operations; amounts have shape (plans,)."""
 
     fully_sharded: bool
+    pushed: bool  # copy engines exchange the blocks
     keeps_gathered: bool
     optimizer_sharded: bool
     sharded_overlap: bool  # whether gradients are reduced during backward passes
@@ -81,6 +84,10 @@ class DataTraffic:
     # `copy_bucket_to_grad`).
     copies_buckets: bool
 
+    def exchange(self, op: str, unit: Unit) -> str:
+        """Return what runs for a collective of a fully sharded unit: only blocks are pushed."""
+        return f"pushed_{op}" if self.pushed and unit.block in BLOCKS else op
+
     @property
     def reduces_behind_compute(self) -> bool:
         return self.fully_sharded or (self.sharded_overlap if self.optimizer_sharded else self.overlap)
@@ -104,6 +111,7 @@ def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
     full = table.fully_sharded
     flags = (
         full,
+        full & table.pushed,
         full & table.keeps_gathered,
         ~full & (table.state_shard["optimizer"] > 1),
         ~full & (table.state_shard["gradients"] > 1),
@@ -124,6 +132,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
     behind = spec.ddp.sharded_overlap and not scattered
     return DataTraffic(
         fully_sharded=full,
+        pushed=full and bool(table.pushed[0]),
         keeps_gathered=bool(table.keeps_gathered[0]),
         optimizer_sharded=not full and in_shards,
         sharded_overlap=behind,
@@ -161,7 +170,7 @@ def sharded_sends(context: CostContext, units: Iterable[Unit]) -> Iterator[tuple
     """Yield the collectives of units whose parameters are fully sharded: (op, family, bytes of each plan), no bytes of
     other plans.
     """
-    full = context.table.fully_sharded
+    full, by_copies = context.table.fully_sharded, context.table.pushed
     compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
     for unit in units:
         shared, experts = unit.trained.shared * reduce, unit.trained.experts * reduce
@@ -173,7 +182,10 @@ def sharded_sends(context: CostContext, units: Iterable[Unit]) -> Iterator[tuple
             ("reduce_scatter", "expert_fsdp", experts),
             ("all_reduce", "replicate", shard),
         ):
-            yield op, family, np.where(full, nbytes, 0.0)
+            pushed = full & by_copies & (unit.block in BLOCKS and op != "all_reduce")
+            yield op, family, np.where(full & ~pushed, nbytes, 0.0)
+            if pushed.any():
+                yield f"pushed_{op}", family, np.where(pushed, nbytes, 0.0)
 
 
 def bucket_elements(context: CostContext) -> Floats:
@@ -379,8 +391,12 @@ class DataWriter:
         t = self.traffic
         shared, experts = unit.trained.shared * t.reduce_bytes, unit.trained.experts * t.reduce_bytes
         if t.fully_sharded:
-            self._send("reduce_scatter", "fsdp", shared)
-            self._send("reduce_scatter", "expert_fsdp", experts)
+            op = t.exchange("reduce_scatter", unit)
+            self._send(op, "fsdp", shared)
+            self._send(op, "expert_fsdp", experts)
+            if op in PUSHED:  # its sums run next to passes, on a stream of their own, and take as long from them
+                part = shared / t.shard_ranks + experts / t.expert_shard_ranks
+                self.rank.copy("accumulate", SUM_PASSES * (t.shard_ranks - 1) * part)
             if t.replicated_sharding:
                 self.rank.after(REPLICAS, STREAM)
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
@@ -408,8 +424,9 @@ class DataWriter:
         t = self.traffic
         if t.from_host:  # in the stream of gathers, which wait for it
             self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=STREAM)
-        self._send("all_gather", "fsdp", unit.shared * t.compute_bytes)
-        self._send("all_gather", "expert_fsdp", unit.experts * t.compute_bytes)
+        op = t.exchange("all_gather", unit)
+        self._send(op, "fsdp", unit.shared * t.compute_bytes)
+        self._send(op, "expert_fsdp", unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:

@@ -1,15 +1,7 @@
 """FSDP2's exchanges by copy engines, which take no SMs, next to NCCL's: steps of Llama-like blocks on all GPUs.
 
 `python3 tests/bench/fsdp_exchanges.py OUT_DIR [--ranks 2] [--budget 90] [--compiled]` writes `fsdp_exchanges.jsonl` and
-prints a line a step. The exchanges are those that PyTorch calls low-contention collectives, through FSDP2's own
-interface for other implementations:
-
-    gather   a shard is pushed into its place in every peer's symmetric memory, where FSDP2 unpacks it
-    scatter  a part is pushed to its owner's slot; the owner adds its own part, in the order of ranks
-
-No barrier is needed. A rank that waits for its peers' push of call n knows that they have unpacked call n - 2 (the
-streams of gathers wait for the copy-out before the last, `_fsdp_param_group.py`) or added call n - 1, so three sets of
-buffers suffice for gathers and two for scatters. Flags hold the number of the call and need no reset.
+prints a line a step. The exchanges are the executor's (`executor/overlap/fsdp_exchange.py`).
 
 Parameters are float32, computed in bfloat16, gradients reduced in float32. Ways take turns; the median counts, the
 largest over ranks. `issued` is the host's time for a step without waiting for the GPU, `busy` what one profiled step
@@ -32,79 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from executor.gpu import stream_ops
-from executor.gpu import symmetric_memory as symmetric
 from executor.launch.local_ranks import launch
 from executor.launch.records import Deadline, Recorder, read_records
+from executor.overlap.fsdp_exchange import PushedGather, PushedScatter, Pushes
+from simulator.step.symmetric_memory import GATHER_SETS, SCATTER_SETS
 from tests.bench.overlap_end_to_end_worker import SIZES, Block, blocks_of, left, samples_of
 
 LAYERS, TOKENS, ROUNDS, STEPS = 6, (2048, 4096, 1024, 8192), 5, 3
-
-
-class Pushes:
-    """Sets of symmetric buffers that peers push into, and a flag a rank and set that holds the number of the call."""
-
-    def __init__(self, sets: int, set_bytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.sets, self.set_bytes, self.device, self.calls = sets, -(-set_bytes // 256) * 256, device, 0
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.data = symmetric.Allocation(sets * self.set_bytes, group, device)
-        self.flags = symmetric.Allocation(4096, group, device)
-
-    def offset(self) -> int:
-        """Return where this call's set begins."""
-        return self.calls % self.sets * self.set_bytes
-
-    def _flag(self, at: int, source: int) -> int:
-        return self.flags.at[at] + 4 * (self.calls % self.sets * self.world + source)
-
-    def exchange(self, sources: list[int], place: int, nbytes: int) -> None:
-        """Push `nbytes` from the address for each peer to `place` in its set, and wait for those of all peers."""
-        stream = stream_ops.current_stream(self.device)
-        number = self.calls // self.sets + 1
-        for step in range(1, self.world):
-            peer = (self.rank - step) % self.world
-            stream_ops.copy(self.data.at[peer] + self.offset() + place, sources[peer], nbytes, stream)
-            stream_ops.write_word(self._flag(peer, self.rank), number, stream)
-        for step in range(1, self.world):
-            stream_ops.wait_word(self._flag(self.rank, (self.rank + step) % self.world), number, stream)
-
-
-class PushedAllGather(AllGather):
-    def __init__(self, pushes: Pushes) -> None:
-        self.pushes = pushes
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.pushes.data.on(self.pushes.rank, size, dtype, self.pushes.offset())
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        nbytes, pushes = input_tensor.numel() * input_tensor.element_size(), self.pushes
-        pushes.exchange([input_tensor.data_ptr()] * pushes.world, pushes.rank * nbytes, nbytes)
-        pushes.calls += 1
-
-
-class PushedReduceScatter(ReduceScatter):
-    def __init__(self, pushes: Pushes) -> None:
-        self.pushes = pushes
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
-    ) -> None:
-        pushes, parts = self.pushes, input_tensor.view(self.pushes.world, -1)
-        nbytes = parts[0].numel() * parts.element_size()
-        pushes.exchange([part.data_ptr() for part in parts], pushes.rank * nbytes, nbytes)
-        slots = pushes.data.on(pushes.rank, tuple(parts.shape), parts.dtype, pushes.offset())
-        summed = [parts[rank] if rank == pushes.rank else slots[rank] for rank in range(pushes.world)]
-        torch.add(summed[0], summed[1], out=output_tensor)
-        for part in summed[2:]:
-            output_tensor.add_(part)
-        pushes.calls += 1
 
 
 class Blocks(nn.Module):
@@ -139,9 +66,9 @@ class Steps:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if gathers is not None:
-                module.set_custom_all_gather(PushedAllGather(gathers))
+                module.set_custom_all_gather(PushedGather(gathers))
             if scatters is not None:
-                module.set_custom_reduce_scatter(PushedReduceScatter(scatters))
+                module.set_custom_reduce_scatter(PushedScatter(scatters))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def __call__(self) -> Tensor:
@@ -187,10 +114,11 @@ def busy(step: Steps) -> dict[str, float]:
 
 def alone(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> dict[str, float]:
     """Seconds of a block's exchanges with nothing next to them."""
-    numel = sum(p.numel() for p in Block(SIZES[0]).parameters()) // gathers.world
+    world = dist.get_world_size(group)
+    numel = sum(p.numel() for p in Block(SIZES[0]).parameters()) // world
     shard = torch.randn(numel, device="cuda", dtype=torch.bfloat16)
-    whole, wide = shard.new_empty(numel * gathers.world), torch.randn(numel * gathers.world, device="cuda")
-    part, gather, scatter = torch.empty(numel, device="cuda"), PushedAllGather(gathers), PushedReduceScatter(scatters)
+    whole, wide = shard.new_empty(numel * world), torch.randn(numel * world, device="cuda")
+    part, gather, scatter = torch.empty(numel, device="cuda"), PushedGather(gathers), PushedScatter(scatters)
     calls = {
         "gather, nccl": lambda: dist.all_gather_into_tensor(whole, shard),
         "gather, pushed": lambda: gather(whole, shard, group),
@@ -203,8 +131,9 @@ def alone(gathers: Pushes, scatters: Pushes, group: dist.ProcessGroup) -> dict[s
 def measure(recorder: Recorder, deadline: Deadline, *, compiled: bool) -> None:
     device, group, size = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD, SIZES[0]
     numel = sum(p.numel() for p in Block(size).parameters())
-    gathers, scatters = Pushes(3, 2 * numel, group, device), Pushes(2, 4 * numel, group, device)
-    recorder.write("alone", world=gathers.world, parameters=numel, seconds=alone(gathers, scatters, group))
+    gathers = Pushes("all-gather", GATHER_SETS, 2 * numel, group, device)
+    scatters = Pushes("reduce-scatter", SCATTER_SETS, 4 * numel, group, device)
+    recorder.write("alone", world=dist.get_world_size(group), parameters=numel, seconds=alone(gathers, scatters, group))
     half = size.width // size.heads // 2
     for tokens in TOKENS:
         if not left(deadline, 12):

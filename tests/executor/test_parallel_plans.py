@@ -26,6 +26,7 @@ TWO = {
     "ddp-tied": ({"model": "tied"}, {"dp_replicate": 2, "micro_batch_size": 2}),
     "fsdp": ({}, {"dp_shard": 2, "micro_batch_size": 2}),
     "fsdp-float32": ({"dtype": "float32"}, {"dp_shard": 2, "micro_batch_size": 2}),
+    "fsdp-copies": ({}, {"dp_shard": 2, "micro_batch_size": 2, "fsdp_exchange": "copy_engine"}),
     "fsdp-tied": ({"model": "tied"}, {"dp_shard": 2, "micro_batch_size": 4}),
     "tp": ({}, {"tp": 2, "micro_batch_size": 8}),
     "tp-sp": ({"model": "qk_norm"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),

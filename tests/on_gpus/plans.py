@@ -19,7 +19,7 @@ from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from simulator.config.adapter import Adapter
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
-from simulator.config.plan import Plan
+from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
@@ -95,10 +95,14 @@ OVERLAPPED = {
 PLAIN = {
     "DDP": Case(plan=Plan(dp_replicate=2, **PAIR), batch=4),
     "FSDP": Case(plan=Plan(dp_shard=2, **PAIR), batch=4),
+    "FSDP, copy engines": Case(plan=Plan(dp_shard=2, fsdp_exchange=COPY_ENGINE, **PAIR), batch=4),
     "TP, whole tokens": Case(plan=Plan(tp=2, **PAIR)),
     "TP": Case(plan=Plan(**SP)),
     "CP ring": Case(plan=Plan(cp=2, cp_method="ring", **PAIR)),
     "CP all-gather": Case(plan=Plan(cp=2, cp_method="all_gather", **PAIR)),
+    "CP all-gather, copy engines": Case(
+        plan=Plan(cp=2, cp_method="all_gather", fsdp_exchange=COPY_ENGINE, **PAIR),
+    ),
     "CP by heads": Case(plan=Plan(cp=2, cp_method="all_to_all", **PAIR)),
     "PP 1F1B": Case(plan=Plan(pp=2, schedule="1F1B"), batch=4),
     "PP interleaved": Case(plan=Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B"), batch=4),
@@ -107,7 +111,7 @@ PLAIN = {
 }
 COMPILED = {
     f"{name}, compiled": replace(PLAIN[name], compiled=True)
-    for name in ("DDP", "FSDP", "TP", "CP all-gather", "PP 1F1B", "EP")
+    for name in ("DDP", "FSDP", "FSDP, copy engines", "TP", "CP all-gather", "PP 1F1B", "EP")
 }
 ADAPTED = {
     "FSDP, LoRA": Case(plan=Plan(dp_shard=2, **PAIR), batch=4, adapter=LORA),

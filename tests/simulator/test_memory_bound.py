@@ -14,7 +14,7 @@ from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import plan_columns
 from simulator.config.hf_config import load_model
-from simulator.config.plan import Plan
+from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import FRAMEWORKS
 from simulator.memory.plan_memory import PlanMemory
@@ -54,6 +54,8 @@ def plans(draw, runtime: str):
         reshard_after_forward=draw(st.sampled_from((None, True, False))) if zero is None else None,
     )
     plan = replace(plan, sequence_parallel=plan.tp > 1 and draw(st.booleans()))
+    if runtime == "meshwright" and pp == 1 and plan.dp_shard * plan.cp > 1 and draw(st.booleans()):
+        plan = replace(plan, fsdp_exchange=COPY_ENGINE, tp=1, ep=1, dp_replicate=1, sequence_parallel=False)
     stated = resolve({"name": runtime, "param_dtype": draw(st.sampled_from(("bfloat16", "float32")))})[0]
     question = question_of(
         model,

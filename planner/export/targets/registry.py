@@ -17,7 +17,7 @@ from planner.export.savers import saver_needs
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
-from simulator.config.plan import MESH_AXES
+from simulator.config.plan import MESH_AXES, NCCL
 from simulator.config.runtime import TF32
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.runtimes.called import called
@@ -88,7 +88,13 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
+    # Targets with keys of their own, and those of tuning, run other programs than our executor.
+    other, elsewhere = job.plan.fsdp_exchange, bool(target.table) or target in TUNING
+    job = job.with_plan(job.plan.with_(fsdp_exchange=NCCL)) if elsewhere else job
     draft = target.write(job)
+    if elsewhere and other != NCCL:
+        left_out = f"FSDP's exchanges by {other}: {target.title} exchanges by NCCL"
+        draft = replace(draft, not_expressed=(*draft.not_expressed, left_out))
     if job.question.runtime.compute_dtype == TF32 and job.question.framework is not MESHWRIGHT:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
     runtime = job.question.runtime
