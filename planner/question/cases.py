@@ -28,7 +28,7 @@ from planner.question.case_runtime import described_runtime, implied_runtime, re
 from planner.question.case_words import PLAN_KEYS, in_sections
 from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags
-from planner.question.notes import watts_noted
+from planner.question.notes import card_memory_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
@@ -49,7 +49,7 @@ from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
-from topology.catalog.gpus import of_power
+from topology.catalog.gpus import of_memory, of_power
 from topology.cluster import ASSUMED, Cluster
 from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
@@ -105,7 +105,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     model = _model(data.get("model"), name)
     assumed = list(model.assumed)
     note = str(data.get("note") or "")
-    cluster, from_cluster = _cluster(_of_power(data.get("cluster"), watts_noted(note), assumed), name)
+    cluster, from_cluster = _cluster(_of_card(data.get("cluster"), note, assumed), name)
     assumed += from_cluster
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
@@ -430,12 +430,13 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     )
 
 
-def _of_power(value: Any, watts: int | None, assumed: list[str]) -> Any:
-    """Return the cluster of a case with the card of the power that the note names, if the catalogue has one."""
-    if watts is None or not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
+def _of_card(value: Any, note: str, assumed: list[str]) -> Any:
+    """Return the cluster of a case with the card of the power or memory that the note names, if the catalogue has it."""
+    if not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
         return value
-    variant = of_power(value["gpu"], watts)
-    if variant is None:
-        return value
-    assumed.append(f"{variant.title} (the note speaks of {watts} W)")
-    return {**value, "gpu": variant.name}
+    watts, gib = watts_noted(note), card_memory_noted(note)
+    for said, unit, find, size in ((watts, "W", of_power, 1.0), (gib, "GiB", of_memory, 2.0**30)):
+        if said is not None and (variant := find(value["gpu"], said * size)) is not None:
+            assumed.append(f"{variant.title} (the note speaks of {said} {unit})")
+            return {**value, "gpu": variant.name}
+    return value
