@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
-from planner.question.notes import bf16_moments_noted, compile_noted, graph_scopes_noted, month_of
+from planner.question.notes import bf16_moments_noted, compile_noted, float8_noted, graph_scopes_noted, month_of
 from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.config.savers import optimizer_said, savers_of_some, savers_said
@@ -53,6 +53,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("compile")) and compile_noted(note):
         stated["compile"] = True
         assumed.append("runtime.compile = True (the note says so)")
+    if float8_noted(note) and stated.get("compute_dtype") not in LOW_PRECISION:
+        stated["compute_dtype"] = "float8"  # a 16-bit type is that of everything but products
+        assumed.append("products in float8 (the note says so)")
     if bf16_moments_noted(note) and canonical_optimizer(str(stated.get("optimizer") or "adamw")) in {"adam", "adamw"}:
         stated["optimizer"] = "adamwbf16moments"
         assumed.append("moments in bfloat16 (the note says so)")

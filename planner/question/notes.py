@@ -13,6 +13,7 @@ _NATURAL = re.compile(r"\bnatural\b|\bnot balanced\b")
 _PACKED = re.compile(r"(?<!not )\bpacked\b")
 _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
 _CARD = re.compile(r"\b(\d{2,3}) ?GiB (?:card|GPU)s?\b")
+_FLOAT8 = re.compile(r"\b(?:compile|fsdp2?|tp)[ +]+float8\b")
 _MONTHS = (  # 2024-12 or 202412, and the number of a paper, whose first four digits are year and month
     re.compile(r"(?<![0-9A-Za-z])(20[12]\d)-?(0[1-9]|1[0-2])(?![0-9A-Za-z])"),
     re.compile(r"\barXiv[: ]?([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"),
@@ -34,6 +35,11 @@ def bf16_moments_noted(note: str) -> bool:
 def compile_noted(note: str) -> bool:
     """Return whether a note states that layers were compiled."""
     return bool(_COMPILED.search(note.lower())) and not _EAGER.search(note.lower())
+
+
+def float8_noted(note: str) -> bool:
+    """Return whether a note lists float8 among what a run used, as in FSDP+compile+Float8."""
+    return _FLOAT8.search(note.lower()) is not None
 
 
 def routing_noted(note: str) -> str:
