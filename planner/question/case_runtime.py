@@ -125,7 +125,7 @@ def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
 _RUN_BY = {
     **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "ms-swift", "swift", "unsloth"), "transformers"),
     **dict.fromkeys(("fms-hf-tuning", "fms-acceleration", "open-r1"), "trl"),
-    **dict.fromkeys(("pai-megatron", "pai-megatron-patch", "flagscale", "megatron-swift"), "megatron-lm"),
+    **dict.fromkeys(("flagscale", "megatron-swift"), "megatron-lm"),
 }
 
 
