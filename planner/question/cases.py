@@ -445,7 +445,7 @@ def _published_recompute(word: Any, runtime: str, assumed: list[str]) -> JsonObj
 
 
 def _of_card(value: Any, note: str, assumed: list[str]) -> Any:
-    """Return the cluster of a case with the card of the power or memory that the note names, if the catalogue has it."""
+    """Return the cluster of a case with the card of the power or memory that a note names, if the catalogue has it."""
     if not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
         return value
     watts, gib = watts_noted(note), card_memory_noted(note)

@@ -11,7 +11,18 @@ import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan, default_schedule
-from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, policy_rule, rule, with_nearest
+from simulator.legality.rule import (
+    Grade,
+    Level,
+    Mask,
+    Rule,
+    RuleFacts,
+    divisors,
+    one_of,
+    policy_rule,
+    rule,
+    with_nearest,
+)
 from simulator.pipeline.schedules.kind import ScheduleKind
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.pipeline.stages import stage_layers
@@ -241,8 +252,9 @@ PIPELINE_RULES: list[Rule] = [
         "recompute",
         lambda c, q: _that(c, lambda kind: kind.splits_backward) & (c.recompute != "none"),
         lambda p, q: (
-            f"schedule {_name(p)} with recompute {p.recompute}: it splits the backward pass, in which torch runs a recomputed"
-            " block again for each of its weights, and fails if operators are selected; recompute none, or another schedule"
+            f"schedule {_name(p)} with recompute {p.recompute}: it splits the backward pass, in which torch runs a"
+            " recomputed block again for each of its weights, and fails if operators are selected; recompute none, or"
+            " another schedule"
         ),
         applies=lambda q: q.framework.torch_pipelining,
     ),

@@ -137,8 +137,8 @@ class PlanTensors:
         """Return the same of a backward pass that is split: the second half computes gradients of weights, and frees
         what is there from the forward pass and the gradients that it needs.
 
-        What runs again is freed in the first half: torch's checkpoints run again in the second. Source:
-        torch/distributed/pipelining/_backward.py: stage_backward_input keeps the graph, and a gradient for every weight.
+        What runs again is freed in the first half: torch's checkpoints run again in the second. Source: torch,
+        distributed/pipelining/_backward.py: stage_backward_input keeps the graph, and a gradient for every weight.
         """
         key = id(events), from_forward
         if key not in self._halves:

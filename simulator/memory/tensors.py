@@ -251,7 +251,7 @@ class BlockTensors:
                 if residuals == 1:  # the gradient goes to both branches unchanged
                     continue
             before = list(tape.live)
-            if operator.weight_gradient and self._weight(operator) or operator.name.endswith(NORM):
+            if (operator.weight_gradient and self._weight(operator)) or operator.name.endswith(NORM):
                 tape.events.append((Act.NEEDED, self._output_gradient(tape, operator, last, stream), 0))
             outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
             if operator.attention:  # gradients of queries are summed in float32

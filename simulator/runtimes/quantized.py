@@ -21,8 +21,9 @@ class LowPrecisionSpec:
     `after_norm`: products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel ranks
     gather quantised tokens. `gathers_weights`: parameters are stored, and gathered over data-parallel ranks, in the low
     type; otherwise 16-bit parameters are quantised once per step, or with `every_pass` for each micro batch. `keeps`:
-    inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an earlier operator
-    saves. `by_direction`: recipes whose copies for the two directions are written by a kernel each, which reads again.
+    inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an earlier
+    operator saves. `by_direction`: recipes whose copies for the two directions are written by a kernel each, which
+    reads again.
     `saves_wide`: recipes that save 16-bit inputs and quantise them again in the backward pass.
     """
 

@@ -75,7 +75,8 @@ def update_rate(runtime: Runtime, roofline: Roofline) -> float:
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:
-    """Return the bytes moved to quantise a weight for both directions of products. A weight gathered in the low type already has one direction; the other is a transposition.
+    """Return the bytes moved to quantise a weight for both directions of products. A weight gathered in the low type
+    already has one direction; the other is a transposition.
     """
     recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
     if recipe is None or low is None:

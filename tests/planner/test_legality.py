@@ -116,7 +116,8 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and p.virtual_stages != 2:
             return False
-        if p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"} and (compiled or p.recompute != "none"):
+        split = p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
+        if split and (compiled or p.recompute != "none"):
             return False
         if p.schedule == "DualPipeV" and m < stages:
             return False
@@ -313,7 +314,7 @@ def test_split_backward_schedules_refuse_compiled_stages():
 
 @pytest.mark.parametrize("recompute", ["full", "selective-op"])
 def test_split_backward_schedules_refuse_recomputation(recompute):
-    """torch runs a checkpoint again for every weight (tests/executor/test_split_backward_memory.py)."""
+    """A checkpoint runs again for every weight (tests/executor/test_split_backward_memory.py)."""
     plan = Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="InterleavedZeroBubble", recompute=recompute)
 
     assert "schedule-recompute" in rules(plan, framework="torchtitan")
