@@ -31,7 +31,7 @@ from planner.question.flags import Flags
 from planner.question.notes import card_memory_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
-from planner.question.recipe_settings import recipe_settings
+from planner.question.recipe_settings import published_recompute, recipe_settings
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
@@ -44,7 +44,6 @@ from simulator.config.verify import verify_lists, verify_plan, verify_runtime, v
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.runtimes.library import is_described, runtime_spec
 from simulator.step.away import away_assumed
 from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
@@ -114,7 +113,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     workload, from_note = noted_workload(workload, note, model, stated_runtime["name"])
     assumed += from_note
     if data.get("source"):
-        stated_plan |= _published_recompute(stated_plan.get("recompute"), stated_runtime["name"], assumed)
+        stated_plan |= published_recompute(stated_plan.get("recompute"), stated_runtime["name"], assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):
         assumed += fill_gpus(stated_plan, framework, cluster.gpu_count)
@@ -431,17 +430,6 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
         why="a cluster is {gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu} or a name or file",
         remedy='for example "dgx-h100"',
     )
-
-
-def _published_recompute(word: Any, runtime: str, assumed: list[str]) -> JsonObject:
-    """Return the recompute mode that a publication means by `word`, where it is another than the runtime's default of
-    that name.
-    """
-    means = runtime_spec(runtime).published_recompute if is_described(runtime) else {}
-    if not isinstance(word, str) or word not in means:
-        return {}
-    assumed.append(f"recompute {means[word]} (what {runtime}'s configurations of networks set for {word})")
-    return {"recompute": means[word]}
 
 
 def _of_card(value: Any, note: str, assumed: list[str]) -> Any:
