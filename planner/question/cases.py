@@ -112,7 +112,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     workload = case_workload(data.get("workload"), name)
     workload, from_note = noted_workload(workload, note, model, stated_runtime["name"])
     assumed += from_note
-    if data.get("source"):
+    if data.get("source") and unsaid(section_of(data, "runtime", name).get("version")):
         stated_plan |= published_recompute(stated_plan.get("recompute"), stated_runtime["name"], assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):

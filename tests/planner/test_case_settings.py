@@ -454,6 +454,8 @@ def test_publications_on_torchtitan_call_selection_by_operator_selective():
 
     assert load_case(stated).plan.recompute == "selective"
     assert load_case(stated | {"source": "a page"}).plan.recompute == "selective-op"
+    recorded = stated | {"source": "a run", "runtime": {"name": "torchtitan", "version": "0.2.2"}}
+    assert load_case(recorded).plan.recompute == "selective"
 
 
 def test_pai_megatron_patch_keeps_experts_whole():
