@@ -10,13 +10,13 @@ from typing import Any
 
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
-from planner.question.notes import bf16_moments_noted, compile_noted, graph_scopes_noted
+from planner.question.notes import bf16_moments_noted, compile_noted, float8_noted, graph_scopes_noted, month_of
 from simulator.config.optimizers import canonical_optimizer
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.config.savers import optimizer_said, savers_of_some, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.called import CALLED, called
-from simulator.runtimes.library import is_described, lineage, runtime_names
+from simulator.runtimes.library import is_described, lineage, runtime_names, runtime_spec
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
@@ -53,6 +53,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     if unsaid(stated.get("compile")) and compile_noted(note):
         stated["compile"] = True
         assumed.append("runtime.compile = True (the note says so)")
+    if float8_noted(note) and stated.get("compute_dtype") not in LOW_PRECISION:
+        stated["compute_dtype"] = "float8"  # a 16-bit type is that of everything but products
+        assumed.append("products in float8 (the note says so)")
     if bf16_moments_noted(note) and canonical_optimizer(str(stated.get("optimizer") or "adamw")) in {"adam", "adamw"}:
         stated["optimizer"] = "adamwbf16moments"
         assumed.append("moments in bfloat16 (the note says so)")
@@ -90,7 +93,19 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
     else:
         stated |= described_runtime(stated, section_of(data, "plan", name), assumed)
-    return _of_release(stated, assumed)
+    return _as_of(str(data.get("source") or ""), _of_release(stated, assumed), assumed)
+
+
+def _as_of(source: str, stated: JsonObject, assumed: list[str]) -> JsonObject:
+    """Return the runtime with the month of the publication that the row is from as its version, if the row states no
+    release: newer software cannot have run.
+    """
+    dated = is_described(stated["name"]) and runtime_spec(stated["name"]).earlier
+    month = month_of(source) if dated and unsaid(stated.get("version")) and unsaid(stated.get("release")) else None
+    if month is None:
+        return stated
+    assumed.append(f"{stated['name']} as of {month} (no release is stated; its source is of that month)")
+    return {**stated, "version": month}
 
 
 def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
@@ -110,7 +125,7 @@ def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
 _RUN_BY = {
     **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "ms-swift", "swift", "unsloth"), "transformers"),
     **dict.fromkeys(("fms-hf-tuning", "fms-acceleration", "open-r1"), "trl"),
-    **dict.fromkeys(("pai-megatron", "pai-megatron-patch", "flagscale", "megatron-swift"), "megatron-lm"),
+    **dict.fromkeys(("flagscale", "megatron-swift"), "megatron-lm"),
 }
 
 

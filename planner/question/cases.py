@@ -28,10 +28,10 @@ from planner.question.case_runtime import described_runtime, implied_runtime, re
 from planner.question.case_words import PLAN_KEYS, in_sections
 from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags
-from planner.question.notes import watts_noted
+from planner.question.notes import card_memory_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
-from planner.question.recipe_settings import recipe_settings
+from planner.question.recipe_settings import published_recompute, recipe_settings
 from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
@@ -49,7 +49,7 @@ from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
 from topology.catalog.cluster_file import load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
-from topology.catalog.gpus import of_power
+from topology.catalog.gpus import of_memory, of_power
 from topology.cluster import ASSUMED, Cluster
 from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
@@ -105,13 +105,15 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     model = _model(data.get("model"), name)
     assumed = list(model.assumed)
     note = str(data.get("note") or "")
-    cluster, from_cluster = _cluster(_of_power(data.get("cluster"), watts_noted(note), assumed), name)
+    cluster, from_cluster = _cluster(_of_card(data.get("cluster"), note, assumed), name)
     assumed += from_cluster
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
     workload = case_workload(data.get("workload"), name)
     workload, from_note = noted_workload(workload, note, model, stated_runtime["name"])
     assumed += from_note
+    if data.get("source") and unsaid(section_of(data, "runtime", name).get("version")):
+        stated_plan |= published_recompute(stated_plan.get("recompute"), stated_runtime["name"], assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):
         assumed += fill_gpus(stated_plan, framework, cluster.gpu_count)
@@ -430,12 +432,13 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     )
 
 
-def _of_power(value: Any, watts: int | None, assumed: list[str]) -> Any:
-    """Return the cluster of a case with the card of the power that the note names, if the catalogue has one."""
-    if watts is None or not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
+def _of_card(value: Any, note: str, assumed: list[str]) -> Any:
+    """Return the cluster of a case with the card of the power or memory that a note names, if the catalogue has it."""
+    if not isinstance(value, dict) or not isinstance(value.get("gpu"), str):
         return value
-    variant = of_power(value["gpu"], watts)
-    if variant is None:
-        return value
-    assumed.append(f"{variant.title} (the note speaks of {watts} W)")
-    return {**value, "gpu": variant.name}
+    watts, gib = watts_noted(note), card_memory_noted(note)
+    for said, unit, find, size in ((watts, "W", of_power, 1.0), (gib, "GiB", of_memory, 2.0**30)):
+        if said is not None and (variant := find(value["gpu"], said * size)) is not None:
+            assumed.append(f"{variant.title} (the note speaks of {said} {unit})")
+            return {**value, "gpu": variant.name}
+    return value

@@ -12,6 +12,12 @@ _FORCED = re.compile(r"\bforced?( load)?[ -]balanc|\bbalanc\w* forced|\brout\w+ 
 _NATURAL = re.compile(r"\bnatural\b|\bnot balanced\b")
 _PACKED = re.compile(r"(?<!not )\bpacked\b")
 _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
+_CARD = re.compile(r"\b(\d{2,3}) ?GiB (?:card|GPU)s?\b")
+_FLOAT8 = re.compile(r"\b(?:compile|fsdp2?|tp)[ +]+float8\b")
+_MONTHS = (  # 2024-12 or 202412, and the number of a paper, whose first four digits are year and month
+    re.compile(r"(?<![0-9A-Za-z])(20[12]\d)-?(0[1-9]|1[0-2])(?![0-9A-Za-z])"),
+    re.compile(r"\barXiv[: ]?([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"),
+)
 
 
 def graph_scopes_noted(note: str) -> tuple[str, ...]:
@@ -31,6 +37,11 @@ def compile_noted(note: str) -> bool:
     return bool(_COMPILED.search(note.lower())) and not _EAGER.search(note.lower())
 
 
+def float8_noted(note: str) -> bool:
+    """Return whether a note lists float8 among what a run used, as in FSDP+compile+Float8."""
+    return _FLOAT8.search(note.lower()) is not None
+
+
 def routing_noted(note: str) -> str:
     """Return how tokens are distributed over experts according to a note, as a workload's word; empty if not stated."""
     if _NATURAL.search(note.lower()):
@@ -47,3 +58,15 @@ def watts_noted(note: str) -> int | None:
     """Return the power of a GPU in a note, the first if there are several, or None."""
     found = _WATTS.search(note)
     return int(found.group(1)) if found else None
+
+
+def card_memory_noted(note: str) -> int | None:
+    """Return the memory of a GPU in a note, in GiB as torch counts it, or None."""
+    found = _CARD.search(note)
+    return int(found.group(1)) if found else None
+
+
+def month_of(source: str) -> str | None:
+    """Return the latest month that a reference to a publication names, as 2024-12, or None."""
+    found = [(year[-2:], month) for pattern in _MONTHS for year, month in pattern.findall(source)]
+    return "20{}-{}".format(*max(found)) if found else None

@@ -12,7 +12,7 @@ from simulator.config.model import Model
 from simulator.config.runtime import LOW_PRECISION
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import has_no_bfloat16
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import RecipeSpec, RuntimeDefaults
 from topology.cluster import Cluster, GpuKind
 from topology.codec import JsonObject
@@ -40,6 +40,17 @@ def recipe_settings(
             planned |= recipe.plan
             assumed += [f"{key} {_shown(value)} ({spec.names[0]}'s recipes)" for key, value in recipe.plan.items()]
     return chosen, planned, assumed
+
+
+def published_recompute(word: Any, runtime: str, assumed: list[str]) -> JsonObject:
+    """Return the recompute mode that a publication means by `word`, where it is another than the runtime's default of
+    that name.
+    """
+    means = runtime_spec(runtime).published_recompute if is_described(runtime) else {}
+    if not isinstance(word, str) or word not in means:
+        return {}
+    assumed.append(f"recompute {means[word]} (what {runtime}'s configurations of networks set for {word})")
+    return {"recompute": means[word]}
 
 
 def _types_of_the_gpus(

@@ -87,6 +87,7 @@ RULE_WORDS = {
     "schedule": "schedule not supported",
     "schedule-stages": "number of stages not supported by the schedule",
     "schedule-compile": "schedule not supported with torch.compile",
+    "schedule-recompute": "schedule not supported with recomputation",
     "micro-batches": "too few micro batches for the pipeline",
     "interleaved-micro-batches": "micro batches cannot be divided over stages",
     "recompute": "kind of recomputation not supported",

@@ -40,7 +40,7 @@ from simulator.runtimes.library import RuntimeSpec, canonical_recompute, wraps_o
 from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters, trained_flops_per_token
-from simulator.step.host import compiled, graphed
+from simulator.step.host import compiled, graphed, on_grace
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -237,6 +237,8 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
 
 def _calibrated_spec(described: RuntimeSpec, scenario: Scenario) -> RuntimeSpec:
     spec = calibrated_host(described, scenario.host_calibration, compiled=scenario.runtime.compile)
+    if scenario.host_calibration is None and scenario.cluster.slowest_kind.c2c_bytes_per_s:
+        spec = replace(spec, host=on_grace(spec.host))
     if scenario.runtime.compile:
         spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph and not scenario.runtime.graph_scopes:

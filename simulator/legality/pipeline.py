@@ -11,7 +11,18 @@ import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan, default_schedule
-from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, rule, with_nearest
+from simulator.legality.rule import (
+    Grade,
+    Level,
+    Mask,
+    Rule,
+    RuleFacts,
+    divisors,
+    one_of,
+    policy_rule,
+    rule,
+    with_nearest,
+)
 from simulator.pipeline.schedules.kind import ScheduleKind
 from simulator.pipeline.schedules.registry import SCHEDULES, schedules_that
 from simulator.pipeline.stages import stage_layers
@@ -233,6 +244,19 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: f"schedule {_name(p)} splits the backward pass, which torch.compile'd stages cannot: --no-compile",
         level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining and q.compile,
+    ),
+    # torch/distributed/pipelining/_backward.py: stage_backward_weight asks autograd for each operator's weights by
+    # themselves, and every such call runs a checkpoint again (torch/utils/checkpoint.py), nine times a Llama block.
+    policy_rule(
+        "schedule-recompute",
+        "recompute",
+        lambda c, q: _that(c, lambda kind: kind.splits_backward) & (c.recompute != "none"),
+        lambda p, q: (
+            f"schedule {_name(p)} with recompute {p.recompute}: it splits the backward pass, in which torch runs a"
+            " recomputed block again for each of its weights, and fails if operators are selected; recompute none, or"
+            " another schedule"
+        ),
+        applies=lambda q: q.framework.torch_pipelining,
     ),
     rule(
         "micro-batches",

@@ -135,12 +135,16 @@ class PlanTensors:
         self, events: tuple[Event, ...], from_forward: frozenset[int]
     ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
         """Return the same of a backward pass that is split: the second half computes gradients of weights, and frees
-        what is there from the forward pass.
+        what is there from the forward pass and the gradients that it needs.
+
+        What runs again is freed in the first half: torch's checkpoints run again in the second. Source: torch,
+        distributed/pipelining/_backward.py: stage_backward_input keeps the graph, and a gradient for every weight.
         """
         key = id(events), from_forward
         if key not in self._halves:
-            second = [e for e in events if e[0] is Act.GRADIENT or (e[0] is Act.FREE and e[1] in from_forward)]
-            first = [e for e in events if e[0] is Act.ALLOCATE or (e[0] is Act.FREE and e[1] not in from_forward)]
+            stay = from_forward | {slot for act, slot, _ in events if act is Act.NEEDED}
+            second = [e for e in events if e[0] is Act.GRADIENT or (e[0] is Act.FREE and e[1] in stay)]
+            first = [e for e in events if e[0] is Act.ALLOCATE or (e[0] is Act.FREE and e[1] not in stay)]
             self._halves[key] = _in_pieces(first), _in_pieces(second)
         return self._halves[key]
 
@@ -296,6 +300,6 @@ def _in_pieces(events: Iterable[Event]) -> tuple[Piece, ...]:
         if act is Act.GRADIENT:
             found.append(Piece(tuple(piece), slot))
             piece = []
-        else:
+        elif act is not Act.NEEDED:
             piece.append((slot, whole_blocks(nbytes) if act is Act.ALLOCATE else 0))
     return (*found, Piece(tuple(piece)))

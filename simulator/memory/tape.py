@@ -13,6 +13,7 @@ class Act(IntEnum):
     ALLOCATE = 0
     FREE = 1
     GRADIENT = 2  # the gradient of the weight `slot` has been computed
+    NEEDED = 3  # the gradient in `slot` is needed for that of a weight
 
 
 Event = tuple[Act, int, int]  # (act, slot of a tensor or of a weight, bytes)

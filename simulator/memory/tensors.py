@@ -24,6 +24,7 @@ from simulator.step.held import head_tensor_bytes
 TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
 STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
+NORM = "norm"  # how the names of operators end whose vector of weights has a gradient
 
 
 class Weight(NamedTuple):
@@ -250,6 +251,8 @@ class BlockTensors:
                 if residuals == 1:  # the gradient goes to both branches unchanged
                     continue
             before = list(tape.live)
+            if (operator.weight_gradient and self._weight(operator)) or operator.name.endswith(NORM):
+                tape.events.append((Act.NEEDED, self._output_gradient(tape, operator, last, stream), 0))
             outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
             if operator.attention:  # gradients of queries are summed in float32
                 tape.free(tape.allocate(round(2 * self._size("t q"))))
@@ -272,6 +275,12 @@ class BlockTensors:
         tape.held.clear()
         tape.free_rest({last})
         return last
+
+    def _output_gradient(self, tape: Tape, operator: OperatorSpec, last: int, stream: int) -> int:
+        """Return the slot of the gradient of an operator's result: the earliest that its backward pass may read."""
+        sizes = self._results(operator)
+        unsaved = (slot for slot in tape.live if slot not in tape.held and slot != stream)
+        return next((slot for slot in (*unsaved, last, stream) if tape.live.get(slot) in sizes), NOTHING)
 
     # --- sizes --------------------------------------------------------------------------------------------------
 

@@ -50,8 +50,9 @@ class RuntimeSpec:
     expandable segments. `recompute_modules` are parts of a layer
     that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens the router's choice;
-    `unbalanced` that of families whose router has no balancing loss. `recipes`: settings of its own recipes, and of
-    those of the description `recipes_of`. `splits_experts`: how tensor-parallel ranks split experts
+    `unbalanced` that of families whose router has no balancing loss. `published_recompute`: recompute modes of its
+    configurations of networks by the words that its publications have for them. `recipes`: settings of its own
+    recipes, and of those of the description `recipes_of`. `splits_experts`: how tensor-parallel ranks split experts
     (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
     (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA
     graphs may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory
@@ -89,6 +90,7 @@ class RuntimeSpec:
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
     unbalanced: dict[str, float] = field(default_factory=dict)
+    published_recompute: dict[str, str] = field(default_factory=dict)
     recipes: tuple[RecipeSpec, ...] = ()
     recipes_of: str = ""
     splits_experts: Literal["whole", "tp", "alone"] = "whole"

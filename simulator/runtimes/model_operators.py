@@ -70,7 +70,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
         if recipe is None or spec.low_precision is None or not in_layer:
             return tuple(kept)
-        return quantized(kept, spec.low_precision, recipe)
+        return quantized(kept, spec.low_precision, recipe, runtime.low_precision_recipe)
 
     embedding, head = active(spec.layer.embedding), active(spec.layer.head)
     if runtime.adapter is not None:

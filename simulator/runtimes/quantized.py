@@ -20,8 +20,11 @@ class LowPrecisionSpec:
 
     `after_norm`: products whose input a norm may write in the low type itself. `gathers_tokens`: tensor-parallel ranks
     gather quantised tokens. `gathers_weights`: parameters are stored, and gathered over data-parallel ranks, in the low
-    type; otherwise 16-bit parameters are quantised once per step. `keeps`: inputs of products, by name, that are saved
-    in the low type in addition to the 16-bit tensor that an earlier operator saves.
+    type; otherwise 16-bit parameters are quantised once per step, or with `every_pass` for each micro batch. `keeps`:
+    inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an earlier
+    operator saves. `by_direction`: recipes whose copies for the two directions are written by a kernel each, which
+    reads again.
+    `saves_wide`: recipes that save 16-bit inputs and quantise them again in the backward pass.
     """
 
     recipe: str
@@ -29,42 +32,53 @@ class LowPrecisionSpec:
     after_norm: tuple[str, ...] = ()
     gathers_tokens: bool = False
     gathers_weights: bool = False
+    every_pass: bool = False
     keeps: dict[str, str] | None = None
+    by_direction: tuple[str, ...] = ()
+    saves_wide: tuple[str, ...] = ()
+
+    def reads(self, name: str, recipe: Recipe) -> float:
+        """Return how often a 16-bit tensor is read to quantise it by the recipe called `name`."""
+        return recipe.reads * (2.0 if name in self.by_direction else 1.0)
 
 
-def quantized(operators: Sequence[OperatorSpec], spec: LowPrecisionSpec, recipe: Recipe) -> tuple[OperatorSpec, ...]:
-    """Return `operators` with products, and the operators that write their inputs, in the recipe's type."""
+def quantized(
+    operators: Sequence[OperatorSpec], spec: LowPrecisionSpec, recipe: Recipe, name: str = ""
+) -> tuple[OperatorSpec, ...]:
+    """Return `operators` with products, and the operators that write their inputs, in the type of the recipe `name`."""
     out: list[OperatorSpec] = []
     for operator in operators:
         if not operator.matmul or any(fnmatch.fnmatchcase(operator.name, pattern) for pattern in spec.wide):
             gathers = spec.gathers_tokens and operator.over == "tp" and bool(operator.collective)
             out.append(replace(operator, low=True) if gathers else operator)
             continue
-        quantise = _quantise(operator, recipe, fused=recipe.fused and operator.name in spec.after_norm)
+        fused = recipe.fused and operator.name in spec.after_norm
+        quantise = _quantise(operator, spec.reads(name, recipe), fused=fused)
         out.insert(_before_gather(out, operator), quantise)
         also = (spec.keeps or {}).get(operator.name)
-        saved = (*operator.saves, *((also,) if also and not recipe.wide_weight_gradient else ()))
-        saves = saved if recipe.wide_weight_gradient else tuple(f"{tensor}:low" for tensor in saved)
+        wide = recipe.wide_weight_gradient or name in spec.saves_wide
+        saved = (*operator.saves, *((also,) if also and not wide else ()))
+        saves = saved if wide else tuple(f"{tensor}:low" for tensor in saved)
         out.append(replace(operator, low=True, saves=saves, wide_weight_gradient=recipe.wide_weight_gradient))
     return tuple(out)
 
 
-def _quantise(product: OperatorSpec, recipe: Recipe, *, fused: bool) -> OperatorSpec:
-    """Return the operator that writes a product's input in the low type, and in the backward pass its result's
-    gradient.
+def _quantise(product: OperatorSpec, reads: float, *, fused: bool) -> OperatorSpec:
+    """Return the operator that reads a product's input `reads` times and writes it in the low type, and in the backward
+    pass its result's gradient.
     """
     operands, _, result = product.matmul.partition("->")
     given, wanted = _own_tokens(operands.split(",")[0]), _own_tokens(result)
-    passes = int(recipe.reads)
+    passes = int(reads)
     return OperatorSpec(
         name=f"{product.name}_quantise",
         when=product.when,
         reads=() if fused else (given,) * passes,
         writes=() if fused else (f"{given}:low_copies",),
-        launches=recipe.reads,
+        launches=reads,
         backward_reads=(wanted,) * passes,
         backward_writes=(f"{wanted}:low_copies",),
-        backward_launches=recipe.reads,
+        backward_launches=reads,
     )
 
 

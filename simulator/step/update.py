@@ -30,11 +30,16 @@ COPY_BYTES = 6.0
 
 
 def update_bytes(
-    runtime: Runtime, owned: Floats | float, held: Floats | float, matrices: Floats | float = 0.0
+    runtime: Runtime,
+    owned: Floats | float,
+    held: Floats | float,
+    matrices: Floats | float = 0.0,
+    micro_batches: Floats | float = 1.0,
 ) -> Floats | float:
     """Return the bytes that the end of a step moves: clipping and updating the `owned` parameters of a rank after
     sharding, hidden `matrices` among them, and the runtime's passes over the gradients of the `held` parameters before
-    sharding. Parameters count as float32, whatever type they are stored in.
+    sharding. Parameters count as float32, whatever type they are stored in. Weights that each of the `micro_batches`
+    quantises count here, too.
     """
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
@@ -46,7 +51,9 @@ def update_bytes(
     per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     more = (optimizer.matrices.moved(wide) - moved) * MOMENT_BYTES / 2 if optimizer.matrices is not None else 0.0
     passes = state.gradient_passes * DTYPE_BYTES[runtime.reduce_dtype]
-    return matrices * more + owned * per_owned + held * (passes + weight_cast_bytes(runtime))
+    low = spec_for(runtime).low_precision
+    casts = weight_cast_bytes(runtime) * (micro_batches if low is not None and low.every_pass else 1.0)
+    return matrices * more + owned * per_owned + held * (passes + casts)
 
 
 def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float:
@@ -68,13 +75,13 @@ def update_rate(runtime: Runtime, roofline: Roofline) -> float:
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:
-    """Return the bytes moved once per step to quantise a weight for both directions of products; all micro batches use
-    these copies. A weight gathered in the low type already has one direction; the other is a transposition.
+    """Return the bytes moved to quantise a weight for both directions of products. A weight gathered in the low type
+    already has one direction; the other is a transposition.
     """
     recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
     if recipe is None or low is None:
         return 0.0
-    read = recipe.element_bytes if low.gathers_weights else 2.0 * recipe.reads
+    read = recipe.element_bytes if low.gathers_weights else 2.0 * low.reads(runtime.low_precision_recipe, recipe)
     return read + recipe.element_bytes * (1.0 if low.gathers_weights else 2.0)
 
 

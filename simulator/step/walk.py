@@ -146,7 +146,7 @@ class StepWalk:
             rank.update(update_bytes(runtime, 0.0, whole), owned)
             data.update_on_host(owned, host_update_bytes(runtime, owned))
         else:
-            rank.update(update_bytes(runtime, owned, whole, matrices), owned)
+            rank.update(update_bytes(runtime, owned, whole, matrices, self.context.table.micro_batches), owned)
         data.redistribute(units)
 
     def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:

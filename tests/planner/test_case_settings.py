@@ -399,3 +399,74 @@ def test_a_release_gives_the_number_of_the_runtime_among_other_software():
 
     assert case.question.runtime.version == "0.0.2"
     assert other.question.runtime.version is None
+
+
+@pytest.mark.parametrize(
+    ("source", "version"),
+    [
+        ("benchmarks/llama3_h100_202412_torchtitan.md Table 3", "2024-12"),
+        ("a table of 2025-06, again in 2025-07", "2025-07"),
+        ("A paper (arXiv 2407.21783), table 4", "2024-07"),
+        ("owner/repository@a2024123 README.md of 1202412", None),
+    ],
+)
+def test_a_row_without_a_release_ran_what_there_was_when_it_was_published(source, version):
+    assert load_case(changed() | {"source": source}).question.runtime.version == version
+    stated = changed(runtime={"version": "0.2.2"}) | {"source": source}
+    assert load_case(stated).question.runtime.version == "0.2.2"
+
+
+@pytest.mark.parametrize(
+    ("note", "dtype"),
+    [
+        ("FSDP+torch.compile+Float8. memory in GiB", "float8"),
+        ("4D FSDP+TP+PP+CP 1F1B compile Float8 AsyncTP", "float8"),
+        ("torch.compile, FSDP2; tensorwise with float8 all-gather", "bfloat16"),
+        ("vanilla TP, compile; baseline float8 rowwise slow", "bfloat16"),
+    ],
+)
+def test_float8_that_a_note_lists_is_that_of_products(note, dtype):
+    """The 16-bit type that such a row states is that of all else."""
+    case = load_case(changed(runtime={"compute_dtype": "bfloat16"}) | {"note": note})
+
+    assert case.question.runtime.compute_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("stated", "note", "gpu"),
+    [
+        ("b200-sxm", "184 GiB card (SM100)", "gb200"),
+        ("b200-sxm", "178 GiB card", "b200-sxm"),
+        ("h100-sxm", "184 GiB card", "h100-sxm"),
+    ],
+)
+def test_the_memory_that_a_note_gives_a_card_says_which_it_was(stated, note, gpu):
+    """Torch prints 178.35 GiB of a B200 and 184.31 of a GB200, both of compute capability 10.0."""
+    machine = {"gpu": stated, "gpus_per_node": 4, "nodes": 1, "interconnect": "nvswitch"}
+    case = load_case(changed(cluster=machine, plan={"dp_shard": 4}) | {"note": note})
+
+    assert case.question.cluster.slowest_kind.name == gpu
+
+
+def test_publications_on_torchtitan_call_selection_by_operator_selective():
+    """Its configurations of networks set selective_ac_option to op; a plan's own word is the default option."""
+    stated = changed(plan={"recompute": "selective"})
+
+    assert load_case(stated).plan.recompute == "selective"
+    assert load_case(stated | {"source": "a page"}).plan.recompute == "selective-op"
+    recorded = stated | {"source": "a run", "runtime": {"name": "torchtitan", "version": "0.2.2"}}
+    assert load_case(recorded).plan.recompute == "selective"
+
+
+def test_pai_megatron_patch_keeps_experts_whole():
+    """Parameters of Qwen3-235B on 256 GPUs with TP 4, EP 8 and PP 8 take 6.6 GiB a GPU (xtuner's chart); with experts
+    split over four ranks they would take 2.
+    """
+    megatron = {"name": "megatron-lm", "release": "Pai-Megatron-Patch 2b201af (2025-05)"}
+    plan = {"tp": 4, "pp": 8, "ep": 8, "dp_replicate": 8, "dp_shard": 1, "zero_stage": 1, "micro_batch_size": 1}
+    machine = {"gpu": "h800-sxm", "gpus_per_node": 8, "nodes": 32, "interconnect": "nvswitch"}
+    case = load_case(changed(model="qwen3-235b-a22b", runtime=megatron, plan=plan, cluster=machine))
+
+    assert case.plan.etp == 1
+    held = answer_plan(case).estimate.memory.by_category["parameters"]
+    assert held / 2**30 == pytest.approx(6.6, rel=0.1)

@@ -250,3 +250,11 @@ def test_layers_stay_where_the_runtime_puts_them_when_dense_ones_lie_between_spa
 
     assert not stage_freedom(framework, Plan(pp=2), mixed, ("none", "full")).layers
     assert stage_freedom(framework, Plan(pp=2), leading, ("none", "full")).layers
+
+
+def test_stages_of_a_schedule_that_splits_the_backward_pass_recompute_nothing_in_torch():
+    plan = Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
+    whole = plan.with_(schedule="Interleaved1F1B")
+    modes = [stage_freedom(framework_named("pytorch"), one, TINY, ("none", "full")).modes for one in (plan, whole)]
+
+    assert modes == [("none",), ("none", "full")]

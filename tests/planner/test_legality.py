@@ -116,7 +116,8 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and p.virtual_stages != 2:
             return False
-        if p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"} and compiled:
+        split = p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
+        if split and (compiled or p.recompute != "none"):
             return False
         if p.schedule == "DualPipeV" and m < stages:
             return False
@@ -309,6 +310,15 @@ def test_split_backward_schedules_refuse_compiled_stages():
 
     assert "schedule-compile" in rules(plan, framework="torchtitan", runtime=Runtime(compile=True))
     assert "schedule-compile" not in rules(plan, framework="torchtitan", runtime=Runtime(compile=False))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective-op"])
+def test_split_backward_schedules_refuse_recomputation(recompute):
+    """A checkpoint runs again for every weight (tests/executor/test_split_backward_memory.py)."""
+    plan = Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="InterleavedZeroBubble", recompute=recompute)
+
+    assert "schedule-recompute" in rules(plan, framework="torchtitan")
+    assert "schedule-recompute" not in rules(plan.with_(schedule="Interleaved1F1B"), framework="torchtitan")
 
 
 def test_tensor_parallelism_across_nodes_is_legal_but_slow():

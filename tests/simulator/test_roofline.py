@@ -290,6 +290,23 @@ def test_a_weight_gradient_in_16_bits_gains_nothing(gpu: str) -> None:
     assert saves["rowwise_with_gw_hp"] == saves["bfloat16"] != saves["rowwise"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "moved"), [("tensorwise", 6.0), ("rowwise", 8.0), ("rowwise_with_gw_hp", 3.0), ("mxfp8", 6.0)]
+)
+def test_torchao_moves_what_its_roofline_counts_to_quantise_a_number(recipe: str, moved: float) -> None:
+    """Of an input or a gradient (pytorch/ao, torchao/testing/training/roofline_utils.py)."""
+    runtime = Runtime(name="torchtitan", compute_dtype="float8", low_precision_recipe=recipe)
+    known = recipe_of(runtime)
+    assert known is not None
+    low = runtime_spec("torchtitan").low_precision
+    spec = OperatorSpec(name="w", matmul="t h, h f -> t f", saves=("t h",))
+    quantise = quantized([spec], low, known, recipe)[0]
+
+    written = known.written_bytes("hopper" if recipe != "mxfp8" else "blackwell")
+    assert 2.0 * len(quantise.reads) + written == pytest.approx(moved, rel=0.02)
+    assert len(quantise.backward_reads) == len(quantise.reads)
+
+
 def dtype_bytes(name: str) -> float:
     return {"low": 1.0, "compute": 2.0}[name]
 

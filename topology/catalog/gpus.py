@@ -105,6 +105,21 @@ def of_power(name: str, watts: float) -> GpuKind | None:
     return next((k for k in gpu_kinds() if k.power_w == watts and k.name.startswith(f"{base.name}-")), None)
 
 
+def of_memory(name: str, memory_bytes: float) -> GpuKind | None:
+    """Return the only card of the GPU's compute capability with `memory_bytes`, if the GPU `name` has another size."""
+    base = _index().get(_key(name))
+    if base is None or _near(base.memory_bytes, memory_bytes):
+        return None
+    alike = [k for k in gpu_kinds() if k.compute_capability == base.compute_capability]
+    found = [k for k in alike if _near(k.memory_bytes, memory_bytes) and k.architecture == base.architecture]
+    return found[0] if len(found) == 1 else None
+
+
+def _near(memory_bytes: float, said_bytes: float) -> bool:
+    """Return whether a size said in whole GiB may be that of a card."""
+    return abs(memory_bytes - said_bytes) < 2**30
+
+
 def match_driver_name(text: str) -> GpuKind | None:
     """Return the model for a name as nvidia-smi, NVML or rocm-smi print it, or None if the catalogue does not have it.
 

@@ -26,6 +26,7 @@ from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
+from simulator.pipeline.schedules.registry import schedule_kind
 from simulator.pipeline.stages import StageLayout, rank_of_stage, stage_layers
 from simulator.runtimes.library import canonical_recompute
 
@@ -49,13 +50,14 @@ def stage_freedom(framework: Framework, plan: Plan, model: Model, recomputes: Se
     """Return what `framework` allows to differ between the stages of `plan`.
 
     If dense layers are between MoE layers, the cost of a stage depends on which layers it has, not only on how many;
-    then the runtime's split of layers is kept.
+    then the runtime's split of layers is kept. Torch recomputes under no schedule that splits the backward pass.
     """
     if plan.pp == 1:
         return StageFreedom(layers=False, modes=(plan.recompute,))
+    split = framework.torch_pipelining and schedule_kind(plan.schedule_name).splits_backward
     return StageFreedom(
         layers=framework.lists_layers and model.dense_layers_lead,
-        modes=tuple(recomputes) if framework.lists_recompute else (plan.recompute,),
+        modes=tuple(recomputes) if framework.lists_recompute and not split else (plan.recompute,),
     )
 
 
