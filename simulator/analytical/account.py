@@ -18,7 +18,7 @@ from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
 from simulator.analytical.course import Course, Hops
 from simulator.analytical.layer_cost import BlockCost
-from simulator.analytical.pipeline_account import Counter, finish, passes_of_ranks
+from simulator.analytical.pipeline_account import Counter, KnownPasses, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
 from simulator.analytical.table_walk import Clocks, walk_tables
@@ -104,14 +104,19 @@ def account_plans(inputs: AccountInputs) -> Account:
     return _at_working_clocks(inputs, _grouped)
 
 
-def account_assignments(inputs: AccountInputs, plans: Sequence[Plan]) -> Account:
+def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
     """Return the account of `plans`, which differ only in the layers and recompute modes of their stages.
 
-    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description.
+    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description. `known`
+    has the passes that were counted for earlier plans with these inputs, and is added to.
     """
     rows = np.zeros(len(plans), dtype=np.intp)
     inputs = inputs.take(rows, inputs.context.take(rows))
-    return _at_working_clocks(inputs, lambda some: account_pipelines([PipelinePlans(some, plans)])[0])
+
+    def count(some: AccountInputs) -> Account:  # at clocks of their own, plans have passes of their own
+        return account_pipelines([PipelinePlans(some, plans, known if some is inputs else None)])[0]
+
+    return _at_working_clocks(inputs, count)
 
 
 def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
@@ -261,7 +266,9 @@ class PipelinePlans:
     through two where micro batches repeat.
     """
 
-    def __init__(self, inputs: AccountInputs, assigned: Sequence[Plan] = ()) -> None:
+    def __init__(
+        self, inputs: AccountInputs, assigned: Sequence[Plan] = (), known: KnownPasses | None = None
+    ) -> None:
         columns, plan = inputs.context.table, plan_of(inputs.context.table)
         name, m = plan.schedule_name, columns.micro_batches
         self.inputs = inputs
@@ -279,8 +286,9 @@ class PipelinePlans:
             [walk.with_stages(units) for units in stages],
             tables,
             lambda several: RankTimeline(blocks, traffic, several=several),
+            known,
         )
-        self._ranks = counter.ranks(tables[0].schedule)
+        self._endings = counter.endings(tables[0].schedule)
         self._passes = [counter.passes(table) for table in tables]
         sent = message_bytes(inputs.context, inputs.scenario.model.hidden)
         hops = HopTimes(inputs.context, sent, traffic.sms).of(np.arange(len(columns)), plan.pp)
@@ -289,7 +297,7 @@ class PipelinePlans:
                 table=table,
                 passes=passes,
                 hops=hops,
-                begins_s=self._ranks[0].host_s,
+                begins_s=self._endings[0].host_s,
                 synchronizes=walk.synchronizes,
             )
             for table, passes in zip(tables, self._passes, strict=True)
@@ -304,7 +312,7 @@ class PipelinePlans:
             end, late_s = end.longer_by(self._rounds, shorter[0])
             for part, seconds in late_s.items():
                 parts[:, PARTS.index(part)] += seconds
-        ends = finish(self._ranks, end)
+        ends = finish(self._endings, end)
         parts += ends.parts
         done_s = ends.done.max(axis=0)
         busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]

@@ -20,7 +20,7 @@ from simulator.analytical.table_walk import Clocks
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table
 from simulator.pipeline.schedules.table import Kind, Schedule
-from simulator.pipeline.waves import Ints
+from simulator.pipeline.waves import Flags, Ints
 from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
 from simulator.step.units import Unit
@@ -39,19 +39,32 @@ class PassCounts(PassClocks):
 
     parts: Floats
 
+    def of_plans(self, count: int) -> PassCounts:
+        """Return the counts of the first plan for `count` that are equal to it."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        alike = {name: np.broadcast_to(each[..., :1], (*each.shape[:-1], count)) for name, each in arrays.items()}
+        return PassCounts(**values | alike)
+
 
 Local = tuple[Kind, bool, bool, Gathered, bool]  # a PassKind without its stage
+KnownPasses = dict[object, Mapping[Local, PassCounts]]  # by the units of a stage and its kinds of passes
 
 
 class Counter:
     """Counts each kind of pass in the tables of some plans, once for all stages with the same units.
 
     `walks` has one walk for all plans, or one for each plan where the layers of their stages differ. Each pass is
-    walked from three states at once (`BEGINS`), which together show how it moves the clocks.
+    walked from three states at once (`BEGINS`), which together show how it moves the clocks. `known` has what was
+    counted of earlier plans, and is added to, where all plans are equal but for their stages.
     """
 
     def __init__(
-        self, walks: Sequence[StepWalk], tables: Sequence[Table], new_timeline: Callable[[int], RankTimeline]
+        self,
+        walks: Sequence[StepWalk],
+        tables: Sequence[Table],
+        new_timeline: Callable[[int], RankTimeline],
+        known: KnownPasses | None = None,
     ) -> None:
         self.walks, self.new_timeline = walks, new_timeline
         shapes = {id(units): shape_of(units) for walk in walks for units in walk.stages}
@@ -60,27 +73,32 @@ class Counter:
         # The number of each stage's list of units under each walk, shape (stages, walks): equal numbers for equal
         # units.
         self._shapes = np.array([[number_of[shapes[id(units)]] for units in of_walks] for of_walks in by_stage])
+        blocks = [tuple((block, repeats) for block, _, repeats, _ in shape) for shape in number_of]
+        contents = {one: number for number, one in enumerate(dict.fromkeys(blocks))}
+        self._blocks = np.array([contents[one] for one in blocks])[self._shapes]
         self._kinds: dict[int, set[Local]] = {}
         for kind in {kind for table in tables for kind in table.kinds}:
             for shape in set(self._shapes[kind.stage].tolist()):
                 self._kinds.setdefault(shape, set()).add(local_kind(kind))
-        self._known: dict[int, dict[Local, PassCounts]] = {}
+        self._known: dict[int, Mapping[Local, PassCounts]] = {}
+        self._known_before = known
 
-    def ranks(self, schedule: Schedule) -> list[AlikeRanks]:
-        """Return the ranks of a schedule, grouped by equal units of their stages."""
-        alike: dict[bytes, list[int]] = {}
-        for rank in range(schedule.ranks):
-            alike.setdefault(self._shapes[[*schedule.stages_of(rank)]].tobytes(), []).append(rank)
-        return [self._alike(ranks, schedule.stages_of(ranks[0])) for ranks in alike.values()]
+    def endings(self, schedule: Schedule) -> list[Ending]:
+        """Return how ranks end a step, once for all whose stages have the same blocks: recomputation ends nothing."""
+        stages = np.array([schedule.stages_of(rank) for rank in range(schedule.ranks)])
+        lists = self._blocks[stages].swapaxes(1, 2).reshape(-1, stages.shape[1])
+        _, firsts, which = np.unique(lists, axis=0, return_index=True, return_inverse=True)
+        which = which.reshape(schedule.ranks, len(self.walks))
+        return [
+            self._ending(which == number, self.walks[first % len(self.walks)], stages[first // len(self.walks)])
+            for number, first in enumerate(firsts.tolist())
+        ]
 
-    def _alike(self, ranks: Sequence[int], stages: Sequence[int]) -> AlikeRanks:
-        _, firsts, contents = np.unique(self._shapes[[*stages]], axis=1, return_index=True, return_inverse=True)
-        endings = []
-        for first in firsts:
-            timeline = self.new_timeline(len(ranks))
-            data = self.walks[first].begin(timeline)
-            endings.append((self.walks[first], timeline, data))
-        return AlikeRanks(np.array(ranks), stages, endings[0][1].host[0], endings, contents.ravel())
+    def _ending(self, here: Flags, walk: StepWalk, stages: Ints) -> Ending:
+        ranks = np.nonzero(here.any(axis=1))[0]
+        timeline = self.new_timeline(len(ranks))
+        data = walk.begin(timeline)
+        return Ending(ranks, here[ranks], stages.tolist(), walk, timeline, data, timeline.host[0])
 
     def passes(self, table: Table) -> list[PassCounts]:
         """Return the counts of each kind of pass in a table, in the order of `table.kinds`."""
@@ -92,12 +110,21 @@ class Counter:
         shapes, firsts, which = np.unique(self._shapes[stage], return_index=True, return_inverse=True)
         for shape, first in zip(shapes.tolist(), firsts, strict=True):
             if shape not in self._known:
-                self._known[shape] = self._passes(self._kinds[shape], self.walks[first], stage)
+                self._known[shape] = self._counted_before(self._kinds[shape], self.walks[first], stage)
             found.append(self._known[shape])
         if len(found) == 1:
             return found[0]
         shared = set(found[0]).intersection(*found[1:])
         return {kind: _counts_of_each(which, [passes[kind] for passes in found]) for kind in shared}
+
+    def _counted_before(self, kinds: set[Local], walk: StepWalk, stage: int) -> Mapping[Local, PassCounts]:
+        if self._known_before is None:
+            return self._passes(kinds, walk, stage)
+        units = tuple((unit.block, unit.wrapped, unit.repeats, str(unit.words[0])) for unit in walk.stages[stage])
+        key = units, frozenset(kinds), stage == 0
+        if key not in self._known_before:
+            self._known_before[key] = self._passes(kinds, walk, stage)
+        return {kind: counts.of_plans(len(self.walks)) for kind, counts in self._known_before[key].items()}
 
     def _passes(self, kinds: set[Local], walk: StepWalk, stage: int) -> dict[Local, PassCounts]:
         units = walk.stages[stage]
@@ -122,17 +149,19 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
-class AlikeRanks:
-    """Pipeline ranks with the same units on their `stages`. `host_s` is when their hosts begin. `endings` has a walk,
-    with its timeline, for each distinct list of units, which count the end of the step; `contents` says which of them
-    each plan has.
+class Ending:
+    """The end of a step on the `ranks` that have the same blocks in all or some plans: those `here`, shape (ranks,
+    plans), or (ranks, 1) where all plans have the same stages. `stages` are those of one of them, and `host_s` is when
+    hosts begin.
     """
 
     ranks: Ints
-    stages: Sequence[int]  # of the first rank
+    here: Flags
+    stages: Sequence[int]
+    walk: StepWalk
+    timeline: RankTimeline
+    data: DataWriter
     host_s: Floats
-    endings: Sequence[tuple[StepWalk, RankTimeline, DataWriter]]
-    contents: Ints
 
 
 def _of_each(which: Ints, values: Sequence[Floats]) -> Floats:
@@ -153,8 +182,10 @@ def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:
     return PassCounts(**found)
 
 
-def shape_of(units: Sequence[Unit]) -> object:
-    """Return a key that is equal for stages with equal units."""
+def shape_of(units: Sequence[Unit]) -> tuple[tuple[str, bool, int, int], ...]:
+    """Return a key that is equal for stages with equal units: the block of each, whether it is wrapped, how often it
+    repeats, and which recompute modes it has.
+    """
     return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 
@@ -236,10 +267,10 @@ class Ends:
     parts: Floats
 
 
-def finish(ranks: Sequence[AlikeRanks], clocks: Clocks) -> Ends:
+def finish(endings: Sequence[Ending], clocks: Clocks) -> Ends:
     """Return how the ranks end the step. They meet to sum the norm of the gradients."""
-    alone = _ends_of(ranks, clocks.compute, clocks.sent, clocks.host)
-    return _ends_of(ranks, clocks.compute, clocks.sent, clocks.host, alone.met.max(axis=0))
+    alone = _ends_of(endings, clocks, None)
+    return _ends_of(endings, clocks, alone.met.max(axis=0))
 
 
 def passes_of_ranks(table: Table, passes: Sequence[PassCounts]) -> tuple[Floats, list[PassCounts]]:
@@ -252,22 +283,25 @@ def passes_of_ranks(table: Table, passes: Sequence[PassCounts]) -> tuple[Floats,
     return times, [passes[numbers.index(number)] for number in range(len(number_of))]
 
 
-def _ends_of(
-    ranks: Sequence[AlikeRanks], compute_s: Floats, wire_s: Floats, host_s: Floats, meeting: Floats | None = None
-) -> Ends:
-    found = [_end_of(some, compute_s[some.ranks], wire_s[some.ranks], host_s[some.ranks], meeting) for some in ranks]
-    order = np.argsort(np.concatenate([some.ranks for some in ranks]))
-    return Ends(*(np.concatenate([getattr(one, each.name) for one in found])[order] for each in fields(Ends)))
+def _ends_of(endings: Sequence[Ending], clocks: Clocks, meeting: Floats | None) -> Ends:
+    ranks, plans = clocks.compute.shape
+    met, compute, done = np.zeros((3, ranks, plans))
+    found = Ends(met, compute, done, np.zeros((ranks, len(PARTS), plans)))
+    for some in endings:
+        end = _end_of(some, clocks, meeting)
+        for one in fields(Ends):
+            all_ranks, here = getattr(found, one.name), some.here[:, None] if one.name == "parts" else some.here
+            all_ranks[some.ranks] = np.where(here, getattr(end, one.name), all_ranks[some.ranks])
+    return found
 
 
-def _end_of(some: AlikeRanks, compute_s: Floats, wire_s: Floats, host_s: Floats, meeting: Floats | None) -> Ends:
-    ends = []
-    for walk, timeline, data in some.endings:
-        timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
-        timeline.meeting = meeting
-        walk.end(timeline, data, some.stages)
-        before = timeline.at_pass
-        spent_s = timeline.spent_s()
-        parts = np.stack([spent_s[name] - before[name] for name in PARTS], axis=1)
-        ends.append(Ends(timeline.met, timeline.compute, timeline.done, parts))
-    return Ends(*(_of_each(some.contents, [getattr(end, one.name) for end in ends]) for one in fields(Ends)))
+def _end_of(some: Ending, clocks: Clocks, meeting: Floats | None) -> Ends:
+    timeline = some.timeline
+    compute_s, wire_s, host_s = (each[some.ranks] for each in (clocks.compute, clocks.sent, clocks.host))
+    timeline.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+    timeline.meeting = meeting
+    some.walk.end(timeline, some.data, some.stages)
+    before = timeline.at_pass
+    spent_s = timeline.spent_s()
+    parts = np.stack([spent_s[name] - before[name] for name in PARTS], axis=1)
+    return Ends(timeline.met, timeline.compute, timeline.done, parts)

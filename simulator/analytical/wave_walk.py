@@ -148,7 +148,7 @@ class WaveWalk:
         self.began[here] = begins = compute
         compute = begins + self._device[here]
         if self.lags is not None:
-            rows = np.nonzero(self._latest[state] > begins)[0]
+            rows = (self._latest[state] > begins).nonzero()[0]
             if len(rows):
                 left_s = self._until.take(state[rows], axis=1) - begins[rows]
                 held = self.table.held.take(state[rows], axis=1)
@@ -191,10 +191,10 @@ def any_of(flags: NDArray[np.bool_], starts: Sequence[int]) -> list[bool]:
 def _beside_messages(left_s: Floats, held: Floats, kernels_s: Floats) -> Floats:
     """Return how much longer kernels take while messages hold SMs; rows are messages, on their way for so long."""
     # Of the time that they take, each message takes its share for as long as it is on its way.
-    kernel, message = np.nonzero(left_s.T > 0.0)
+    kernel, message = (left_s.T > 0.0).nonzero()
     left_s, held = left_s[message, kernel], held[message, kernel]
     lost: Floats = np.zeros(len(kernels_s))
-    one_each = np.array_equal(kernel, np.arange(len(kernels_s)))
+    one_each = len(kernel) == len(kernels_s) and not (kernel[1:] == kernel[:-1]).any()
     for _ in range(ROUNDS):
         takes = kernels_s + lost
         if one_each:

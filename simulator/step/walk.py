@@ -49,6 +49,7 @@ class StepWalk:
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
+        self.host_passes = bool(np.any(self.spec.host.pp_pass_s))  # whether passes take host time of their own
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
         """Return a walk of the same plans with other units in their stages."""
@@ -63,7 +64,7 @@ class StepWalk:
 
     def action(self, rank: Rank, data: DataWriter, stage: int, kind: Kind, micro_batch: int, *, last: bool) -> None:
         """Run one action of a schedule; `last`: it belongs to the step's last micro batch."""
-        if kind is not Kind.WEIGHT_GRAD and np.any(self.spec.host.pp_pass_s):
+        if kind is not Kind.WEIGHT_GRAD and self.host_passes:
             rank.host_work("pass", pass_host_s(self.spec.host, self.context.table))
         if kind is Kind.FORWARD:
             if micro_batch and self.waits_for_tokens:

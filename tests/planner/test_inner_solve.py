@@ -187,12 +187,15 @@ def test_no_assignment_is_quicker_than_its_bound_and_many_are_accounted_for_as_o
     bounds = AssignmentBounds(pipeline)
     every, _ = bounds.below(float("inf"), 48)
     plans = [pipeline.plan_with(pipeline.options.take(rows)) for rows in every]
-    step_s = account_assignments(pipeline.inputs, [pipeline.accounted(one) for one in plans]).total_s
+    accounted, known = [pipeline.accounted(one) for one in plans], {}
+    step_s = account_assignments(pipeline.inputs, accounted).total_s
+    in_turn = [account_assignments(pipeline.inputs, accounted[start::2], known).total_s for start in (0, 1)]
     bound_s = np.array([bounds.bound_s(rows) for rows in every])
     alone = estimate_plans(screening.scenario, plans[-2:])
     least = bounds.least(float("inf"))
 
     assert (bound_s <= step_s * (1 + 1e-12)).all()
+    assert [each.tolist() for each in in_turn] == [step_s[start::2].tolist() for start in (0, 1)]
     assert least is None or least[0] <= bound_s.min() * (1 + 1e-12)
     np.testing.assert_allclose(step_s[-2:], alone.step_s - alone.breakdown_s["allocator"], rtol=1e-12)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import permutations
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from planner.search.stages.options import CostedPlans, Ints, Pipeline, RankOptions, build_pipeline, stage_freedom
 from simulator.analytical.account import account_assignments
+from simulator.analytical.pipeline_account import KnownPasses
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
@@ -104,6 +106,7 @@ class _Assignments:
         # The fastest assignment accounted for, below the cutoff or not. Every single option of a rank fits.
         self._nearest, self._nearest_s = np.zeros(0, dtype=np.intp), np.inf
         self._seen: set[bytes] = set()
+        self._passes: KnownPasses = {}
         options = pipeline.options
         keys = zip(options.rank, options.layers, options.dense, options.mode_mix, strict=True)
         self._row_of = {tuple(int(part) for part in key): row for row, key in enumerate(keys)}
@@ -138,7 +141,7 @@ class _Assignments:
         pipeline = self.pipeline
         plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in new]
         with np.errstate(invalid="ignore"):
-            account = account_assignments(pipeline.inputs, plans)
+            account = account_assignments(pipeline.inputs, plans, self._passes)
         step_s = np.nan_to_num(account.total_s, nan=np.inf)
         number = int(np.argmin(step_s))
         if step_s[number] >= self._nearest_s:
@@ -257,24 +260,33 @@ class AssignmentBounds:
     def _latest(self, limit_s: float) -> list[Floats]:
         """Return for every rank, and after the last one, the latest time to begin in each state."""
         layers, leading = self.pipe.layers, self.pipe.leading_dense_layers
-        options, begins_by = self.options, self._begins_by(limit_s)
-        after = np.full((layers + 1, leading + 1), -np.inf)
+        begins_by = self._begins_by(limit_s)
+        begins_by[begins_by < 0.0] = -np.inf
+        after = np.full((layers + 2, leading + 1), -np.inf)  # no state has more than all layers
         after[layers, leading] = np.inf
         tables = [after]
-        dense = np.arange(leading + 1)
-        for rows in reversed(self.of_rank):
+        for rows, (onward, allowed) in zip(reversed(self.of_rank), reversed(self._onward), strict=True):
             check_time()
-            before = np.full((layers + 1, leading + 1), -np.inf)
-            for row in rows[begins_by[rows] >= 0.0]:
-                count = int(options.layers[row])
-                onward = np.minimum(dense + options.first_stage_layers[row], leading)
-                some = np.nonzero(onward - dense == options.dense[row])[0]
-                time = np.minimum(begins_by[row], after[count:, onward[some]] - options.passing_s[row])
-                source = slice(0, layers + 1 - count)
-                before[source, some] = np.maximum(before[source, some], time)
-            tables.append(before)
-            after = before
+            begins, passing_s = (each[rows, None, None] for each in (begins_by, self.options.passing_s))
+            after = np.where(allowed, np.minimum(begins, after[onward] - passing_s), -np.inf).max(axis=0, initial=-np.inf)
+            tables.append(after)
         return tables[::-1]
+
+    @cached_property
+    def _onward(self) -> list[tuple[tuple[Ints, Ints], NDArray[np.bool_]]]:
+        """Return for the options of each rank, and each state before it, the state after it, and whether the option is
+        one of that state.
+        """
+        layers, leading, options = self.pipe.layers, self.pipe.leading_dense_layers, self.options
+        before, dense = np.arange(layers + 2)[:, None], np.arange(leading + 1)
+        found = []
+        for rows in self.of_rank:
+            count, first, own = (
+                each[rows, None, None] for each in (options.layers, options.first_stage_layers, options.dense)
+            )
+            onward = np.minimum(dense + first, leading)
+            found.append(((np.minimum(before + count, layers + 1), onward), onward - dense == own))
+        return found
 
     def _paths(self, latest: list[Floats], limit_s: float) -> Iterator[Rows]:
         """Yield the assignments that meet the latest times of all ranks."""
