@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from simulator.memory.allocator import Block, TensorEvent, play_one_by_one
+from simulator.memory.allocator import BLOCK, Block, TensorEvent, play_one_by_one
 from simulator.memory.growing import GrowingAllocator, PoolKey
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank import RankReplay
@@ -138,23 +138,23 @@ class PassLog:
 
     def room_bytes(self) -> dict[PoolKey, int]:
         """Return for each pool the bytes of a run of free addresses that hold all that was asked for."""
-        return {key: min(_room_bytes(asked, most) for most in (0, 1)) for key, asked in self._asked.items()}
+        return {key: _room_bytes(asked) for key, asked in self._asked.items()}
 
 
-def _room_bytes(asked: Iterable[int], most: int) -> int:
+def _room_bytes(asked: Iterable[int]) -> int:
     """Return the bytes of a run of free addresses in which there is always room for the next of some requests, wherever
     those before it were placed.
 
-    Requests that add up to no more than a run have room in it. Where they begin, `count` tensors may be there, `most`
-    as many, `held` bytes, and the longest run that they leave of another is (bytes of that - held) / (count + 1).
+    Requests that add up to no more than a run have room in it. So has one where `count` tensors are there, of `held`
+    bytes: they leave `count` + 1 runs at most, and if each were a block too short for the request, then no more than
+    this would be free in all.
     """
-    room = since = count = held = at_count = at_held = 0
+    room = since = count = held = 0
     for nbytes in asked:
-        held += nbytes
-        count += 1 if nbytes > 0 else -1
         if nbytes > 0:
             since += nbytes
-            room = max(room, (at_count + 1) * since + at_held)
-        if count <= most:
-            since, at_count, at_held = 0, count, held
+            room = max(room, min(since, held + nbytes + count * (nbytes - BLOCK)))
+        held += nbytes
+        count += 1 if nbytes > 0 else -1
+        since = since if count else 0
     return room
