@@ -19,7 +19,7 @@ from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, on_fullest_rank, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
-from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
+from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
 from simulator.serving.sparse_attention import SparseAttention
@@ -341,7 +341,7 @@ class ForwardPass:
         """Return the mean seconds of a layer for attention of answers with hardly any keys."""
         linear = self.model.linear_layers
         full = self.kernels.attention_start_s(latent=self.model.latent is not None)
-        return (full * (self.model.layers - linear) + 2 * self.kernels.start_s * linear) / self.model.layers
+        return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp
@@ -390,7 +390,16 @@ class ForwardPass:
         if not self._sends_rows:  # all tokens come to all ranks
             routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
-        return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
+        return time + self._shared_experts(local, moe.shared_ffn) if moe.shared_ffn else time
+
+    def _shared_experts(self, rows: Floats, width: float) -> Floats:
+        """Return the seconds by which shared experts make a layer longer: next to routed ones what they read, else all."""
+        apart = self._mlp(rows, width) + self.kernels.moved(0.0 * rows, 3.0 if self.model.moe and self.model.moe.shared_gate else 0.0)
+        matrices = 3 if self.model.gated_mlp else 2
+        stored = WEIGHT_BYTES[dense_format(self.deployment.weights)]
+        reading = matrices * self.model.hidden * width / self.pool.tp * stored / self.kernels.bytes_per_s
+        summed = self.kernels.moved(6.0 * rows * self.model.hidden, 1.0)
+        return summed + np.where(rows <= self.engine.shared_beside, np.minimum(reading, apart), apart)
 
     @property
     def _sends_rows(self) -> bool:

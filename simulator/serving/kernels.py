@@ -156,7 +156,8 @@ class Kernels:
         if listed is None:
             return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
         reading = moved / (listed.read * self.gpu.memory_bytes_per_s) + listed.depth_s * depth
-        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s)
+        cast = listed.cast * rows * depth / self.gpu.memory_bytes_per_s
+        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s + cast)
 
     def listed_products(self, format_: str) -> ProductKernels | None:
         """Return what product_kernels.toml says of weights in a format; None where it says nothing. Such products
