@@ -68,7 +68,7 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
-            apart=self.pool.dp_attention > 1,
+            apart=self.pool.dp_attention > 1 and self.deployment.prefill is None,
             attention=self.engine.attention,
         )
         self.launches = Launches(self.model, self.engine, self.pool, self.deployment.weights, self.kernels.generation)
