@@ -13,7 +13,7 @@ import numpy as np
 
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, Model
+from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
@@ -390,14 +390,16 @@ class ForwardPass:
         if not self._sends_rows:  # all tokens come to all ranks
             routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
-        return time + self._shared_experts(local, moe.shared_ffn) if moe.shared_ffn else time
+        return time + self._shared_experts(local, moe) if moe.shared_ffn else time
 
-    def _shared_experts(self, rows: Floats, width: float) -> Floats:
-        """Return the seconds by which shared experts make a layer longer: next to routed ones what they read, else all."""
-        apart = self._mlp(rows, width) + self.kernels.moved(0.0 * rows, 3.0 if self.model.moe and self.model.moe.shared_gate else 0.0)
-        matrices = 3 if self.model.gated_mlp else 2
-        stored = WEIGHT_BYTES[dense_format(self.deployment.weights)]
-        reading = matrices * self.model.hidden * width / self.pool.tp * stored / self.kernels.bytes_per_s
+    def _shared_experts(self, rows: Floats, moe: MixtureOfExperts) -> Floats:
+        """Return the seconds by which shared experts make a layer longer, and the kernel that adds what they give: what
+        they read where they run next to routed ones, else all.
+        """
+        gate = 3.0 if moe.shared_gate else 0.0  # a product, its sigmoid, and what it multiplies
+        apart = self._mlp(rows, moe.shared_ffn) + gate * self.kernels.start_s
+        weights = (3 if self.model.gated_mlp else 2) * self.model.hidden * moe.shared_ffn / self.pool.tp
+        reading = weights * WEIGHT_BYTES[dense_format(self.deployment.weights)] / self.kernels.bytes_per_s
         summed = self.kernels.moved(6.0 * rows * self.model.hidden, 1.0)
         return summed + np.where(rows <= self.engine.shared_beside, np.minimum(reading, apart), apart)
 

@@ -129,9 +129,9 @@ def test_shared_experts_next_to_routed_ones_cost_what_they_read(tokens: int) -> 
         costs = ForwardPass(network, cluster("dgx-b200", 8), deployment, Pool(tp=8))
         return costs.parts(prompt_tokens=0, pairs=0.0, sequences=tokens, keys=1.0)["experts"]
 
-    beside, without = experts_s(DEEPSEEK, "sglang"), experts_s(alone, "sglang")
+    parallel, without = experts_s(DEEPSEEK, "sglang"), experts_s(alone, "sglang")
     after = experts_s(DEEPSEEK, "torch") - experts_s(alone, "torch")
-    assert 0 < beside - without < 0.5 * after
+    assert 0 < parallel - without < 0.5 * after
 
 
 def test_where_no_kernels_are_listed_sums_are_as_anywhere() -> None:
