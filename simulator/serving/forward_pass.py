@@ -393,9 +393,7 @@ class ForwardPass:
         return time + self._shared_experts(local, moe) if moe.shared_ffn else time
 
     def _shared_experts(self, rows: Floats, moe: MixtureOfExperts) -> Floats:
-        """Return the seconds by which shared experts make a layer longer, and the kernel that adds what they give: what
-        they read where they run next to routed ones, else all.
-        """
+        """Return what shared experts add: a sum, and what they read where they run next to routed ones, else all."""
         gate = 3.0 if moe.shared_gate else 0.0  # a product, its sigmoid, and what it multiplies
         apart = self._mlp(rows, moe.shared_ffn) + gate * self.kernels.start_s
         weights = (3 if self.model.gated_mlp else 2) * self.model.hidden * moe.shared_ffn / self.pool.tp
