@@ -304,8 +304,16 @@ def _value(flag: Flag, value: Any) -> Any:
         raise UserError(f"{flag.name} is {value!r}", remedy=f"give {_KINDS[flag.kind]}")
     low, high = -math.inf if flag.least is None else flag.least, math.inf if flag.most is None else flag.most
     if flag.kind in {int, float} and not low <= float(cast("float", value)) <= high:
-        raise UserError(f"{flag.name} is {value!r}", why=f"it must be from {low:g} to {high:g}")
+        raise UserError(f"{flag.name} is {value!r}", remedy=f"give a number {_within(low, high)}")
     return value
+
+
+def _within(low: float, high: float) -> str:
+    """Return a range in words, with whole numbers written out."""
+    least, most = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (low, high))
+    if math.isinf(high):
+        return f"of {least} or more"
+    return f"of {most} or less" if math.isinf(low) else f"from {least} to {most}"
 
 
 _KINDS: dict[type, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a word"}

@@ -25,6 +25,7 @@ BALANCE_EVERY = 60
 # and more from 1.2 on. Neither cuts prompts.
 BEYOND_PROMPT = 1500
 HALVES_FROM = 48  # answers on a rank, from which one and a half times a power of two is a setting as well
+MOST_ANSWERS = 1024  # the most answers on a rank in any of those recipes
 TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
 
 
@@ -61,7 +62,7 @@ def answers_of_rank(clients: int, pool: Pool) -> int:
     (`batch64`; SemiAnalysisAI/InferenceX @843c6254, configs/nvidia-master.yaml and deprecated/nvidia-1k1k-master.yaml);
     most of the others have room for many more than their clients.
     """
-    places = max(1, clients // (pool.engines * pool.dp_attention))
+    places = min(MOST_ANSWERS, max(1, clients // (pool.engines * pool.dp_attention)))
     power = 1 << (places.bit_length() - 1)
     half_more = power * 3 // 2
     return half_more if HALVES_FROM <= half_more <= places else power

@@ -13,13 +13,13 @@ import numpy as np
 
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
-from simulator.config.model import LayerKind, Model
+from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, on_fullest_rank, token_grid, visited_share
 from simulator.serving.launches import TO_EXPERTS, Launches
-from simulator.serving.linear_attention import CHUNK_S, DELTA_CHUNK, delta_rule_s
+from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
 from simulator.serving.request_bytes import cache_elements, state_bytes
 from simulator.serving.sparse_attention import SparseAttention
@@ -68,7 +68,7 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
-            apart=self.pool.dp_attention > 1,
+            apart=self.pool.dp_attention > 1 and self.deployment.prefill is None,
             attention=self.engine.attention,
         )
         self.launches = Launches(self.model, self.engine, self.pool, self.deployment.weights, self.kernels.generation)
@@ -341,7 +341,7 @@ class ForwardPass:
         """Return the mean seconds of a layer for attention of answers with hardly any keys."""
         linear = self.model.linear_layers
         full = self.kernels.attention_start_s(latent=self.model.latent is not None)
-        return (full * (self.model.layers - linear) + 2 * self.kernels.start_s * linear) / self.model.layers
+        return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp
@@ -390,7 +390,16 @@ class ForwardPass:
         if not self._sends_rows:  # all tokens come to all ranks
             routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)
         time = self.kernels.product(local, moe.experts, h, stored="bfloat16") + routed
-        return time + self._mlp(local, moe.shared_ffn) if moe.shared_ffn else time
+        return time + self._shared_experts(local, moe) if moe.shared_ffn else time
+
+    def _shared_experts(self, rows: Floats, moe: MixtureOfExperts) -> Floats:
+        """Return what shared experts add: a sum, and what they read where they run next to routed ones, else all."""
+        gate = 3.0 if moe.shared_gate else 0.0  # a product, its sigmoid, and what it multiplies
+        apart = self._mlp(rows, moe.shared_ffn) + gate * self.kernels.start_s
+        weights = (3 if self.model.gated_mlp else 2) * self.model.hidden * moe.shared_ffn / self.pool.tp
+        reading = weights * WEIGHT_BYTES[dense_format(self.deployment.weights)] / self.kernels.bytes_per_s
+        summed = self.kernels.moved(6.0 * rows * self.model.hidden, 1.0)
+        return summed + np.where(rows <= self.engine.shared_beside, np.minimum(reading, apart), apart)
 
     @property
     def _sends_rows(self) -> bool:

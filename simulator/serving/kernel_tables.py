@@ -37,6 +37,7 @@ class ProductKernels:
     fixed_s: float
     depth_s: float
     read: float
+    cast: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

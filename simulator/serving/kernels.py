@@ -48,6 +48,9 @@ LATENT_READ = {
     ("hopper", 8): {16: 0.60, 32: 0.60, 64: 0.58, 128: 0.31},
     ("hopper", 16): {16: 0.88, 32: 0.86, 64: 0.82, 128: 0.52},
 }
+# Engines that compile casts of rows into the kernels before them: norms and activations (fuse_norm_quant and
+# fuse_act_quant of vllm/config/compilation.py).
+CASTS_BEFORE = {"vllm"}
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
 # measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
@@ -156,7 +159,8 @@ class Kernels:
         if listed is None:
             return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
         reading = moved / (listed.read * self.gpu.memory_bytes_per_s) + listed.depth_s * depth
-        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s)
+        cast = 0.0 if self.program in CASTS_BEFORE else listed.cast * rows * depth / self.gpu.memory_bytes_per_s
+        return np.asarray(np.maximum(arithmetic, reading) + listed.fixed_s + cast)
 
     def listed_products(self, format_: str) -> ProductKernels | None:
         """Return what product_kernels.toml says of weights in a format; None where it says nothing. Such products

@@ -66,7 +66,16 @@ class Launches:
         latent = 6.0 if self.model.latent else 0.0
         latent += INDEX_KERNELS if self.model.latent and self.model.latent.indexer else 0.0
         norms = 0.0 if self._norms_in_sums else 2.0
-        return 2.0 + norms + self.casts + latent + (TO_EXPERTS if kind.sparse else 0.0)
+        return 2.0 + norms + self.casts + latent + self._of_gates + (TO_EXPERTS if kind.sparse else 0.0)
+
+    @property
+    def _of_gates(self) -> float:
+        """Kernels of a layer in the mean, around linear attention (projections split, its gated norm) and around
+        attention with a gate (the split, norms of queries and keys, the gate): sgl-project/sglang models/qwen3_5.py.
+        """
+        linear = self.model.linear_layers
+        gated = 3.0 * (self.model.layers - linear) if self.model.attention_gate else 0.0
+        return (2.0 * linear + gated) / self.model.layers
 
     @property
     def _norms_in_sums(self) -> bool:

@@ -14,6 +14,9 @@ DELTA_KERNELS = 15.0
 # 0.27, 0.32, 0.43, 0.60 and 0.93 ms of a prompt of 8,192 tokens with 4 to 64 heads of 128 on B200, 0.24 to 1.31 on H200
 # (SGLang 0.5.14 by themselves, ai-dynamo/aiconfigurator systems/data, gdn_perf.parquet).
 DELTA_SHARE, CHUNK_S = 0.10, 1.9e-6
+# Seconds of a layer for the next token of few answers: its convolution and the step of the state take 4.5 and 6.6 us
+# (SGLang 0.5.9 and 0.5.10 on B200 and B300, 1 to 4 answers, there; 2.1 and 4.6 with 0.5.14).
+ANSWER_S = 1.1e-5
 
 
 def delta_rule_s(kernels: Kernels, linear: LinearAttention, tp: int) -> float:

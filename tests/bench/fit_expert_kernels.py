@@ -21,6 +21,7 @@ from topology.catalog.gpus import gpu_kind
 
 FAR = 0.2  # of a relative error, beyond which it counts less
 MOST_TOKENS = 65_536
+FASTEST = 0.95  # of the time that memory takes by its datasheet, below which loads are not as they are said to be
 
 
 def rows_of(path: str, listed: str, kernels: str) -> pd.DataFrame:
@@ -31,6 +32,18 @@ def rows_of(path: str, listed: str, kernels: str) -> pd.DataFrame:
     return rows[rows.kernel_source == kernels] if kernels else rows
 
 
+def as_loaded(rows: pd.DataFrame, weight_bytes: float, bytes_per_s: float) -> pd.DataFrame:
+    """Return the rows of networks whose experts are read no faster than memory allows, if loads are as even as they are
+    said to be. Others' routers keep half of the groups of experts, which all tie under such loads, so half the experts
+    are read (collector/trtllm/collect_moe.py, "all use deepseek setting"), or have two products instead of three.
+    """
+    touched = np.minimum(rows.num_experts, rows.num_tokens * rows.topk)
+    least = touched * 3 * rows.hidden_size * rows.inter_size / rows.moe_tp_size * weight_bytes / bytes_per_s
+    network = list(zip(rows.hidden_size, rows.inter_size, rows.topk, rows.num_experts, strict=True))
+    faster = {kind for kind, fast in zip(network, rows.latency / 1e3 < FASTEST * least, strict=True) if fast}
+    return rows[[kind not in faster for kind in network]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path")
@@ -39,7 +52,8 @@ def main() -> None:
     parser.add_argument("--kernels", default="")
     options = parser.parse_args()
     gpu = gpu_kind(options.gpu)
-    table = rows_of(options.path, options.listed, options.kernels)
+    stored = WEIGHT_BYTES[options.stored]
+    table = as_loaded(rows_of(options.path, options.listed, options.kernels), stored, gpu.memory_bytes_per_s)
     rows, width = (table.num_tokens * table.topk).to_numpy(float), (table.inter_size / table.moe_tp_size).to_numpy()
     hidden, experts = table.hidden_size.to_numpy(float), table.num_experts.to_numpy(float)
     elements = 3 * hidden * width
@@ -47,7 +61,7 @@ def main() -> None:
         [
             np.ones_like(rows),
             experts,
-            np.minimum(experts, rows) * elements * WEIGHT_BYTES[options.stored] / gpu.memory_bytes_per_s,
+            np.minimum(experts, rows) * elements * stored / gpu.memory_bytes_per_s,
             2 * rows * elements / gpu.peak_flops[options.multiplied],
             rows * hidden / gpu.memory_bytes_per_s,
         ]

@@ -55,6 +55,8 @@ stated), medians and means of absolute errors:
 | steps of TensorRT-LLM 1.0 and 1.1 as its makers limit them (below) | 7.9 (14.8), joint engines; first tokens 19.7 (29.2) to 19.1 (28.3) % | first tokens of Llama 3.1 8B 46 to 39 %, Qwen3 235B 21 to 19; tokens of Qwen3 235B 13 (13) to 14 (13) |
 | kernels of experts pass tokens of other ranks (below) | 8.0 (14.8), joint engines; first tokens 19.0 (28.3) % | tokens of DeepSeek-R1 with SGLang on B300 11.4 to 10.6 %; worse: its first tokens 29 (41) to 31 (41), separated ones on B300 45 (76) to 45 (79) |
 | latent attention of answers by its heads and the cache's bits (`LATENT_READ`) | 7.9 (14.8), joint engines; separated ones 11.3 (19.0) to 11.0 (17.6) % | DeepSeek-R1 with SGLang on B200 10 to 8 %, with TensorRT-LLM on H200 4 (4) to 3 (5), separated on B300 15 to 12 and its first tokens 45 to 39, separated on H200 10 to 8; worse: DeepSeek-R1 with SGLang on B300 10.6 to 11.1 %, throughput of separated engines 7 (16) to 11 (17) |
+| experts read as fast as memory allows, sums with their norm on Blackwell, SGLang's experts on Hopper, shared experts next to routed ones, casts of many rows (below) | 8.3 (14.4), joint engines; first tokens 19.0 (28.1) to 18.6 (27.7) % | means: DeepSeek-R1 with SGLang on B200 13.5 to 12.3 %, with TensorRT-LLM there 35.8 to 33.8, Qwen3.5 on B300 16.6 to 14.3, GLM-5 13.1 to 9.3, separated on H100 11.6 to 9.5; worse in the median: DeepSeek-R1 with SGLang on H200 3.2 to 5.7 %, with TensorRT-LLM there 3.1 to 4.6, separated there 8 to 12, with SGLang on B300 11 to 15, Kimi K2.5 on H200 2.2 to 4.8, on B300 8 to 10, Qwen3.5 on B200 9.6 to 10.5 |
+| at most 1,024 answers on a rank of separated engines, and none of them with Cutlass' experts (below) | separated ones: first tokens 43 (61) to 42 (54) %, tokens 10.6 (18.0) to 9.3 (14.0), throughput 10.6 (16.7) to 9.4 (16.3), with the row above | first tokens on B300 39 (71) to 39 (44) %, tokens there 12 (33) to 7 (18); worse: first tokens with SGLang on H200 43 (44) to 44 (48), where queues of prompts are near what one more percent of a step fills |
 
 The largest term of what is off, by group:
 
@@ -74,13 +76,17 @@ The largest term of what is off, by group:
   short steps takes in the server's process (below) is not described. Points of 1.1 on H200 state lengths that vary
   by a fifth, so the release does not tell, and the fitted host stays. Its ranges are the
   widest that its points have with a group left out (a token's 21 %, the first token's 92 %).
-- **Shared experts** are computed next to the routed ones, on a stream of their own, with few tokens: vLLM up to 256 (pull requests 26440, which
-  measured 6 % of a token of DeepSeek-R1 on B200, and 28406), SGLang up to 1,024 where it does not take them as one more routed expert
-  (`forward_normal_dual_stream`). They are priced one after the other. Priced next to each other but for what they read, Kimi K2.5 on B300 goes
-  from 8 to 6 %, DeepSeek-R1 with SGLang on B300 from 11 to 8, separated on H100 from 13 to 7 and on B300 from 15 to 11, but on H200 from
-  3 to 5 and separated from 10 to 14, Kimi K2.5 on H200 from 2 to 6, SGLang on B200 from 10 to 13, Qwen3.5 on B300 from 15 to 21: tokens of joint
-  engines from 8 to 9 %. So something else of every layer is missing by as much, and neither was changed. Kimi K2.5 and DeepSeek-R1 on
-  B300, separated ones on H100 and DeepSeek-R1 with TensorRT-LLM on B200, which came late with the fullest rank, would be where they were before.
+- **Shared experts** are computed next to the routed ones, on a stream of their own, with few tokens (`shared_beside` of `engines.toml`), and
+  cost what they read; they were priced one after the other. By itself that made tokens early wherever it was right, so something else of
+  every layer was missing by as much. On Blackwell it is the norm in FlashInfer's sums, 12 us a layer with eight GPUs (`reduce_kernels.toml`),
+  and experts, which were priced as read at the datasheet's rate: the tables' even loads choose an expert of each of eight groups, and
+  where a router keeps four groups, all of which tie, half the experts are read (64 tokens of DeepSeek-R1, TensorRT-LLM 1.2: 64 % of the
+  time that all would take at the datasheet's rate). So were both releases' tables of SGLang on H200 apart by a factor of two; without
+  DeepSeek-R1 they agree within a tenth, and are taken (`expert_kernels.toml`). Around Qwen3.5's attention and experts, two to four kernels
+  a layer had not been counted. Still missing where neither is known: TensorRT-LLM on H200 and Kimi K2.5 with vLLM there are 5 to 8 % early
+  with up to four clients. Checked and not the cause: products with the compressed vectors of latent attention (two kernels of 4.3 us each,
+  mla_bmm_perf.parquet; with fewer small ones the block takes as long as it does by itself), and SGLang's are in 16 bits whatever the weights
+  (block_quant_dequant of its loader).
 
 - **The first burst**, which is a tenth of the requests where a client sends ten: DeepSeek-R1 with SGLang 0.5.9 on H200, four
   clients, has a mean of 260 ms, a median of 156 and a p99 of 1,048. Where a source states mean and median, the first burst's
@@ -149,8 +155,7 @@ The largest term of what is off, by group:
   tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 48 % too high, with
   64 requests 4 %. Random tokens may load its experts unevenly, which is not described for a router that is trained to load evenly.
 - **DeepSeek-R1 in nvfp4 and on B200**: with SGLang 0.5.9, of whose points in 8 bits some are sooner by what drafted tokens bring, the others'
-  tokens are within 6 % up to 64 clients and prompts of 1,024 tokens; in nvfp4 all are predicted 5 to 15 % early, with as few clients
-  as four. The measured GPU's idle time between steps is one figure of one request (0.24 ms, or 2 ms a year before).
+  tokens are within 6 % up to 64 clients; in nvfp4 between 7 % early and 8 % late. The measured GPU's idle time between steps is one figure of one request (0.24 ms, or 2 ms a year before).
 - **Narrow experts**: Qwen3.5's 512 experts cut over four GPUs take 123 us of 64 tokens in nvfp4 by themselves where loads are skewed (SGLang
   0.5.14 on B200, ai-dynamo/aiconfigurator 0.12), priced 74: 2.9 ms a step of what B300's points are early by (3.4 ms with 64 clients).
   Refuted as a cause of its own: a time for each expert with rows, 0.05 to 0.3 us by the tables, which describes them a little
@@ -158,9 +163,7 @@ The largest term of what is off, by group:
   and 5 to 8 % and left Qwen3.5 at 15 %. The rest is how many
   experts a skewed router meets.
 - **Kernels of experts** are priced from tables of kernels by themselves where there are some (`simulator/serving/expert_kernels.toml`).
-  Not taken are SGLang's in 16 bits on Blackwell, and those in 8 bits on H200, of which the tables of two releases differ by up to
-  a factor of two (64 tokens of DeepSeek-R1 on eight GPUs 473 us with 0.5.10, 249 with 0.5.14): GLM-5 would be 2 % off with one of them
-  instead of 12, and DeepSeek-R1 13 instead of 3. First tokens of gpt-oss-120b with vLLM are early by 8 %, by 20 to 40 % with 32 clients and more: prompts of
+  Not taken are SGLang's in 16 bits on Blackwell. First tokens of gpt-oss-120b with vLLM are early by 8 %, by 20 to 40 % with 32 clients and more: prompts of
   all clients are tokenized one after the other, which is not counted.
   Throughput of gpt-oss-120b on H200 is 23 % too high with the kernels in Triton that its router loads unevenly. In nvfp4 with
   attention of its own on each rank TensorRT-LLM takes Cutlass', which are half as fast as its own: throughput of Qwen3 235B on
@@ -175,9 +178,9 @@ The largest term of what is off, by group:
   a whole answer. Six clients of three engines with a place each (H100) wait 12.7 s in the median, which is an answer; 30 with 24 places
   5.0 s in the mean, predicted 4.7; nine with seven (H200) 3.0 and 2.7. And engines get requests in turn, as Dynamo's frontend routes by
   default, not the least loaded one first: of nine clients with seven places half wait, 1.65 s in the median, predicted 1.63, where the
-  least loaded first would give 0.36. What is left: recipes with other numbers of places (16,384 clients of 8,192 places wait 136 s,
-  predicted 9, since the rule gives 16,384 places), prompts read by TensorRT-LLM in 8 bits on B300, 40 to 47 a second on four GPUs, predicted 56,
-  and first transfers between each two engines. Refuted: a `stream_interval` of 20 or 100 tokens, which the time between chunks shows, does
+  least loaded first would give 0.36. No recipe has more than 1,024 on a rank: 16,384
+  clients of 8,192 places wait 135 s in the mean, predicted 134, with a token each 146 ms, predicted 148. What is left: recipes with other numbers of places, prompts read by TensorRT-LLM in 8 bits on B300, and SGLang's first tokens
+  on H200, which with 32 clients and more take 0.3 to 0.5 s longer than predicted whatever the load and the length, and first transfers between each two engines. Refuted: a `stream_interval` of 20 or 100 tokens, which the time between chunks shows, does
   not delay first tokens (72 clients on H200: 0.22 s, 100 tokens 1.5 s). SGLang's router, besides, passes
   nothing on until the engine that reads has answered, between two of its batches (sgl-project/sglang issue 22853: 0.2 s with prompts of
   12,000 tokens), which is not described. Their source counts output by the GPUs that write and all tokens by all GPUs, so
@@ -258,9 +261,9 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
 together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 83841724.
+made with. Ours are of commit 83841724, before experts and sums were priced anew.
 
-aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
+So compared, aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
 and nvfp4 points are predicted early by more the more clients there are, by four of DeepSeek-R1 with SGLang on B300, four points that both answer
 of ten drawn, of which two are of a release whose kernels were compiled while requests waited, and by two of Qwen3 235B with
 TensorRT-LLM 1.0, whose host is above.

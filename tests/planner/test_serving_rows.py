@@ -177,6 +177,7 @@ def test_rows_of_the_most_throughput_with_tensorrt_llm_are_runs_of_its_benchmark
         (4916, Pool(dp_attention=16, ep=16), 256),  # ctx2_gen1_dep16_batch256
         (1280, Pool(engines=3, dp_attention=8), 48),  # ctx1_gen3_dp8_batch48
         (4, Pool(engines=5, tp=4), 1),
+        (16384, Pool(engines=1, tp=1, dp_attention=8), 1024),  # as many as no recipe exceeds
     ],
 )
 def test_separated_engines_have_the_places_of_their_makers_recipes(clients: int, pool: Pool, most: int) -> None:

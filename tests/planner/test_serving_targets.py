@@ -47,6 +47,16 @@ def test_a_load_that_holds_is_not_more_than_the_most_load() -> None:
     assert way.most.load >= 12.0
 
 
+def test_a_target_below_a_step_of_one_answer_is_held_by_no_load_and_simulated_at_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = serving_question(ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=1, concurrency=4, tpot=1e-4))
+    tried: list[float] = []
+    monkeypatch.setattr("planner.serving.targets.most_load.estimate_of", lambda *_, **__: tried.append(1.0))
+    assert most_load(question, [plan.deployment for plan in search_serving(question).plans]) is None
+    assert tried == []
+
+
 def test_a_format_that_an_engine_lacks_on_a_gpu_is_refused() -> None:
     """TensorRT-LLM's support matrix: 4-bit products on Blackwell, 8-bit ones from Ada on."""
     for cluster, weights, runs in (

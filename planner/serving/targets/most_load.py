@@ -10,6 +10,7 @@ from planner.serving.answer import estimate_of, meets
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan
 from simulator.serving.deployment import Deployment
+from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.server import OutOfTime
 from simulator.serving.steady import most_answered
 from simulator.serving.traffic import with_clients
@@ -82,6 +83,8 @@ def most_load(
 
 def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | None, until_s: float) -> MostLoad | None:
     """Return the most load that a deployment holds if it exceeds the best of the others, or None."""
+    if _never_holds(question, deployment):
+        return None
     asked, whole = asked_load(question), bool(question.traffic.concurrency)
     begin = asked if best is None else max(best.load * STEP, best.load + whole)
     found = _holds(question, deployment, begin, until_s)
@@ -95,6 +98,17 @@ def _more(question: ServingQuestion, deployment: Deployment, best: MostLoad | No
             return _between(found, high, until_s)
         found = further
     return replace(found, more=whole)
+
+
+def _never_holds(question: ServingQuestion, deployment: Deployment) -> bool:
+    """Return whether one answer alone, with its shortest prompt in the cache, already takes longer for a token than the
+    target. No load makes steps shorter (tests/simulator/serving/test_monotone.py).
+    """
+    if not question.tpot_s:
+        return False
+    costs = ForwardPass(question.model, question.cluster, deployment, deployment.pool)
+    keys = float(max(1, int(question.traffic.prompt.low * question.traffic.prompt.mean)))
+    return costs.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=keys) > question.tpot_s
 
 
 def _less(question: ServingQuestion, deployment: Deployment, asked: float, until_s: float) -> MostLoad | None:
