@@ -171,7 +171,8 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
 
     If no whole degree does it, nothing is set, and the world-size rule reports that.
     """
-    by_stage = bool(framework.zero_stages) and not unsaid(stated.get("zero_stage"))
+    stage = stated.get("zero_stage")
+    by_stage = stage == 0 or (bool(framework.zero_stages) and not unsaid(stage))
     filled = "dp_replicate" if by_stage else framework.fills
     degree, rest = divmod(gpus, _product(stated))
     if rest or degree <= 1 or not unsaid(stated.get(filled)):
@@ -180,6 +181,23 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
         return []
     stated[filled] = degree
     return [f"{filled} {degree} (fills {gpus} GPUs)"]
+
+
+def unsharded(values: JsonObject, framework: Framework) -> list[str]:
+    """State what is not sharded, and return the assumption: with ZeRO stage 0 every rank of `dp_shard` is a replica,
+    and runtimes that start from replicas keep them over context-parallel ranks, too.
+    """
+    shards, context = values.get("dp_shard", 1), values.get("cp", 1)
+    if values.get("zero_stage") == 0:
+        if not framework.zero_stages and context == 1:
+            del values["zero_stage"]  # replicas, as dp_replicate says
+        if shards > 1:
+            values |= {"dp_replicate": values.get("dp_replicate", 1) * shards, "dp_shard": 1}
+            return [f"dp_shard {shards} are replicas: ZeRO stage 0 shards nothing"]
+    elif framework.fills == "dp_replicate" and shards == 1 and context > 1 and "zero_stage" not in values:
+        values["zero_stage"] = 0
+        return [f"zero_stage 0 ({framework.title}'s default)"]
+    return []
 
 
 def stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[str]:

@@ -22,6 +22,7 @@ from planner.question.case_fields import (
     stage_of_fsdp,
     stated_value,
     unsaid,
+    unsharded,
     with_modules,
 )
 from planner.question.case_runtime import described_runtime, implied_runtime, resolve_runtime, runtime_section
@@ -350,7 +351,7 @@ def complete_plan(
         name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
     ]
     assumed += [f"{name} 1 (not stated)" for name in unstated]
-    assumed += stage_of_fsdp(values, framework, where)
+    assumed += [*unsharded(values, framework), *stage_of_fsdp(values, framework, where)]
     tp, pp = values.get("tp", 1), values.get("pp", 1)
     if "sequence_parallel" not in values:
         needed = experts and framework.sequential_experts
