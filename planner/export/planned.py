@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
+from planner.export.frameworks.accelerate_fields import TABLE as ACCELERATE
 from planner.export.job import ExportJob
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, WORKLOAD_FACTS, Facts, Settings, Table, read
 from planner.export.named_models import model_said
@@ -25,6 +26,7 @@ SECTION = "meshwright"  # of a file without comments
 LABEL = "planned"
 MOST_OF_A_HEADER = 20_000  # characters
 _LINE = re.compile(rf"^# {LABEL}: (\{{.*\}})$", re.MULTILINE)
+RUNTIMES = frozenset({"pytorch", "trl"})  # of programs that accelerate starts, whose file is the same for all
 _FACTS = (PLAN_FACTS | WORKLOAD_FACTS | RUNTIME_FACTS | {"gpus"}) - {"placement"}
 
 
@@ -50,6 +52,7 @@ class Planned:
     """The plan for which a file was written, as stated in its header."""
 
     model: Model | None = None
+    runtime: str = ""  # where the file is one of several runtimes'
     facts: Facts = field(default_factory=dict)
 
     def model_of(self, said: Model | None) -> Model | None:
@@ -79,6 +82,8 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
     }
     again = _read(table, settings, given | lacking)
     document |= {name: value for name, value in lacking.items() if again.get(name) == value}
+    runtime = job.question.runtime.name
+    document |= {"runtime": runtime} if table is ACCELERATE and runtime in RUNTIMES else {}
     return document | {"gpus": job.plan.gpus}
 
 
@@ -105,7 +110,7 @@ def planned_of(document: object) -> Planned:
     """Return the content of a header. Raises BadInput for impossible content."""
     if not isinstance(document, dict):
         return Planned()
-    said = document.get("model")
+    said, runtime = document.get("model"), document.get("runtime")
     try:
         if isinstance(said, dict):
             model: Model | None = codec.convert(said, Model, where=f"{LABEL}: model")
@@ -115,7 +120,7 @@ def planned_of(document: object) -> Planned:
         facts = {name: _typed(name, value) for name, value in document.items() if name in _FACTS}
     except PlannerError as error:
         raise BadInput(f"the header's line {LABEL!r} is damaged", why=error.what, remedy="take it out") from error
-    return Planned(model=model, facts=facts)
+    return Planned(model=model, runtime=runtime if type(runtime) is str and runtime in RUNTIMES else "", facts=facts)
 
 
 def _typed(name: str, value: object) -> Any:
