@@ -87,6 +87,15 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
     return document | {"gpus": job.plan.gpus}
 
 
+def types_note(job: ExportJob, table: Table, settings: Settings) -> tuple[str, ...]:
+    """Return what to say where a tool's own keys give parameters another type than the plan's."""
+    given = {**job.facts(), "gpus_per_node": job.question.cluster.gpus_per_node, "layers": job.question.model.layers}
+    planned = job.question.runtime.param_dtype
+    held = _read(table, settings, {name: value for name, value in given.items() if name not in RUNTIME_FACTS})
+    written = held.get("param_dtype", planned)
+    return () if written == planned else (f"parameters in {planned}: with these keys they are held in {written}",)
+
+
 def _read(table: Table, settings: Settings, given: Facts) -> Facts:
     try:
         return read(table, settings, given)

@@ -98,6 +98,7 @@ def _write_pipeline(facts: Facts) -> Settings:
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     pp = whole(settings, _PP, 1)
     if pp == 1:
+        _refuse_stages_of_one(settings, facts)
         return {"pp": 1, "virtual_stages": 1, "schedule": None, "layers_per_stage": ()}
     if _GROUP in settings and whole(settings, _GROUP) != pp:
         raise NotModelled(
@@ -138,6 +139,16 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         "schedule": schedule,
         "layers_per_stage": () if listed == even else listed,
     }
+
+
+def _refuse_stages_of_one(settings: Settings, facts: Facts) -> None:
+    """Raise BadInput for several stages on the only pipeline rank, at which `validate_args` stops."""
+    each = whole(settings, _PER_STAGE, 0)
+    virtual = facts.get("layers", 0) // each if each else whole(settings, _STAGES, 1)
+    if facts.get("arguments") and virtual > 1:
+        raise BadInput(
+            f"{_PER_STAGE if each else _STAGES} needs {_PP} of at least 2", why="Megatron-LM stops with one pipeline rank"
+        )
 
 
 def _spread(layers: int, pp: int, virtual: int) -> str:
@@ -283,6 +294,13 @@ def _read_batch(settings: Settings, facts: Facts) -> Facts:
         raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
     length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
+    most = settings.get("--max-position-embeddings")
+    if facts.get("arguments") and isinstance(most, int) and most < length:
+        raise BadInput(
+            f"--seq-length {length} is more than --max-position-embeddings {most}",
+            why="Megatron-LM stops at that",
+            remedy=f"--max-position-embeddings {length}",
+        )
     # The default global batch is one micro batch per data-parallel rank.
     return {
         "micro_batch_size": micro,
@@ -328,6 +346,12 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
     if _RECOMPUTE[0] not in settings:
         return {"recompute": "none"}
     mode = one_of(settings, _RECOMPUTE[0], {"full": "full", "selective": "selective"}, "selective")
+    if mode == "full" and (lacking := [flag for flag in _RECOMPUTE[1:3] if settings.get(flag) is None]):
+        raise BadInput(
+            f"{_RECOMPUTE[0]} full without {' and '.join(lacking)}",
+            why="Megatron-LM stops at that (TransformerConfig)",
+            remedy=f"{_RECOMPUTE[1]} uniform {_RECOMPUTE[2]} 1",
+        )
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
     blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
     held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
