@@ -88,7 +88,11 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
 
 
 def types_note(job: ExportJob, table: Table, settings: Settings) -> tuple[str, ...]:
-    """Return what to say where a tool's own keys give parameters another type than the plan's."""
+    """Return what to say where a tool's own keys give parameters another type than the plan's. Under accelerate the
+    program chooses it.
+    """
+    if not table or table is ACCELERATE:
+        return ()
     given = {**job.facts(), "gpus_per_node": job.question.cluster.gpus_per_node, "layers": job.question.model.layers}
     planned = job.question.runtime.param_dtype
     held = _read(table, settings, {name: value for name, value in given.items() if name not in RUNTIME_FACTS})

@@ -16,6 +16,7 @@ from planner.export.mapping import (
     Entry,
     Facts,
     NotModelled,
+    NotStated,
     Settings,
     Table,
     layers_of,
@@ -289,7 +290,12 @@ def _write_batch(facts: Facts) -> Settings:
 
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
-    micro = whole(settings, "--micro-batch-size", 1)
+    beside = facts.get("micro_beside")
+    if facts.get("arguments") and "--micro-batch-size" not in settings and not beside:
+        raise NotStated(
+            "--micro-batch-size is not stated", why="Megatron-LM has no default for it", remedy="--micro-batch SEQUENCES"
+        )
+    micro = whole(settings, "--micro-batch-size", beside or 1)
     if _STEPS in settings and "--global-batch-size" not in settings:
         raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
