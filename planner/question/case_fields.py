@@ -183,21 +183,26 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
     return [f"{filled} {degree} (fills {gpus} GPUs)"]
 
 
-def unsharded(values: JsonObject, framework: Framework) -> list[str]:
-    """State what is not sharded, and return the assumption: with ZeRO stage 0 every rank of `dp_shard` is a replica,
-    and runtimes that start from replicas keep them over context-parallel ranks, too.
-    """
-    shards, context = values.get("dp_shard", 1), values.get("cp", 1)
-    if values.get("zero_stage") == 0:
-        if not framework.zero_stages and context == 1:
-            del values["zero_stage"]  # replicas, as dp_replicate says
-        if shards > 1:
-            values |= {"dp_replicate": values.get("dp_replicate", 1) * shards, "dp_shard": 1}
-            return [f"dp_shard {shards} are replicas: ZeRO stage 0 shards nothing"]
-    elif framework.fills == "dp_replicate" and shards == 1 and context > 1 and "zero_stage" not in values:
-        values["zero_stage"] = 0
-        return [f"zero_stage 0 ({framework.title}'s default)"]
-    return []
+def replicas_of_stage_0(stated: JsonObject, framework: Framework) -> list[str]:
+    """State the replicas that ZeRO stage 0 means, and return the assumption: it shards nothing."""
+    if stated.get("zero_stage") != 0:
+        return []
+    if not framework.zero_stages and stated.get("cp", 1) == 1:
+        del stated["zero_stage"]
+    shards = stated.get("dp_shard", 1)
+    if shards == 1:
+        return []
+    stated |= {"dp_replicate": stated.get("dp_replicate", 1) * shards, "dp_shard": 1}
+    return [f"dp_shard {shards} are replicas: ZeRO stage 0 shards nothing"]
+
+
+def stage_of_replicas(values: JsonObject, framework: Framework) -> list[str]:
+    """State that runtimes which start from replicas keep them over context-parallel ranks, too."""
+    sharded = values.get("dp_shard", 1) > 1 or values.get("cp", 1) == 1
+    if framework.fills != "dp_replicate" or sharded or "zero_stage" in values:
+        return []
+    values["zero_stage"] = 0
+    return [f"zero_stage 0 ({framework.title}'s default)"]
 
 
 def stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[str]:

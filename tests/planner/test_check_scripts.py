@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from planner.configs.asked import ask
+from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.megatron import command_line
 from tests.planner.test_check_diffs import words_of
 
@@ -47,3 +49,24 @@ def test_bash_and_check_read_the_same_flags(layout: str, tmp_path: Path) -> None
             own = {flag: value for flag, value in said.items() if flag not in {"--nproc_per_node", "--after"}}
             assert own == as_bash_says(edited, tmp_path), (edited, changes)
             assert changes.keys() & own.keys() == {flag for flag, value in changes.items() if value is not None}
+
+
+SHAPE = f"{START} --num-layers 4 --hidden-size 256 --num-attention-heads 8 --max-position-embeddings 512 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [  # `validate_args` of megatron/training/arguments.py, and `TransformerConfig.__post_init__`
+        ("--seq-length 512 --micro-batch-size 1 --patch-tokenizer-type GPT2BPETokenizer", ""),
+        ("--seq-length 513 --micro-batch-size 1", "513 is more than"),
+        ("--seq-length 512", "--micro-batch-size is not stated"),
+        ("--seq-length 512 --micro-batch-size 1 --recompute-granularity full", "without --recompute-method"),
+        ("--seq-length 512 --micro-batch-size 1 --num-layers-per-virtual-pipeline-stage 2", "of at least 2"),
+        ("--seq-length 512 --micro-batch-size 1 --num-layers-per-virtual-pipeline-stage 4", ""),
+    ],
+)
+def test_what_megatron_stops_at_is_not_estimated(flags: str, said: str) -> None:
+    asked = ask(f"{SHAPE} {flags}\n", "a.sh", CheckFlags(gpus=8))
+
+    assert (asked.case is None) is bool(said)
+    assert said in " ".join(str(line) for line in (*asked.problems, *asked.questions))
