@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
-from planner.export.frameworks.accelerate_fields import TABLE as ACCELERATE
 from planner.export.job import ExportJob
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, WORKLOAD_FACTS, Facts, Settings, Table, read
 from planner.export.named_models import model_said
@@ -63,8 +62,10 @@ class Planned:
         return self.model if same and _experts(said) == _experts(self.model) else said
 
 
-def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[str, Any]:
-    """Return the model, and the facts that a reader of `settings` takes from its inputs."""
+def planned_document(job: ExportJob, table: Table, settings: Settings, *, launches: bool = False) -> dict[str, Any]:
+    """Return the model, and the facts that a reader of `settings` takes from its inputs; of a tool that `launches`
+    programs of several runtimes, the runtime as well.
+    """
     model = job.question.model
     known, _ = model_said(model.name)
     named = known is not None and replace(known, assumed=()) == replace(model, assumed=())
@@ -83,15 +84,13 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
     again = _read(table, settings, given | lacking)
     document |= {name: value for name, value in lacking.items() if again.get(name) == value}
     runtime = job.question.runtime.name
-    document |= {"runtime": runtime} if table is ACCELERATE and runtime in RUNTIMES else {}
+    document |= {"runtime": runtime} if launches and runtime in RUNTIMES else {}
     return document | {"gpus": job.plan.gpus}
 
 
 def types_note(job: ExportJob, table: Table, settings: Settings) -> tuple[str, ...]:
-    """Return what to say where a tool's own keys give parameters another type than the plan's. Under accelerate the
-    program chooses it.
-    """
-    if not table or table is ACCELERATE:
+    """Return what to say where a tool's own keys give parameters another type than the plan's."""
+    if not table:
         return ()
     given = {**job.facts(), "gpus_per_node": job.question.cluster.gpus_per_node, "layers": job.question.model.layers}
     planned = job.question.runtime.param_dtype

@@ -271,9 +271,7 @@ DATA_RULES: list[Rule] = [
     rule(
         "zero-stage",
         lambda c, q: (c.zero_stage == 0) & (c.cp > 1),
-        lambda p, q: (
-            f"{q.framework.title} shards with FSDP2 over context-parallel ranks, too (cp={p.cp}): leave ZeRO stage 0 out"
-        ),
+        lambda p, q: f"{q.framework.title} shards over context-parallel ranks, too (cp={p.cp}): leave ZeRO stage 0 out",
         applies=lambda q: not q.framework.zero_stages,
     ),
     rule(

@@ -343,7 +343,7 @@ def test_zero_0_is_replicas_however_it_is_said(runtime):
 
 
 def test_context_parallel_ranks_share_state_where_the_framework_shards():
-    """torchtitan's FSDP covers them (`fsdp_enabled`); Megatron-LM's distributed optimizer is a flag of its own."""
+    """FSDP of torchtitan covers them (`fsdp_enabled`); Megatron-LM's distributed optimizer is a flag of its own."""
     stated = {"micro_batch_size": 1, "cp": 8, "dp_replicate": 1, "dp_shard": 1}
     megatron = load_case(changed(plan=stated, runtime={"name": "megatron-lm"}))
     titan = load_case(changed(plan={**stated, "zero_stage": 0}, runtime={"name": "torchtitan"}))

@@ -38,8 +38,8 @@ def as_bash_says(text: str, folder: Path) -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash runs the scripts")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bash_and_check_read_the_same_flags(layout: str, tmp_path: Path) -> None:
-    for turned in (0, 3, 4):  # which flag is the last
-        flags = (*FLAGS[turned:], *FLAGS[:turned])
+    for first in (0, 3, 4):  # which flag is the last
+        flags = (*FLAGS[first:], *FLAGS[:first])
         last, text = flags[-1].split()[0], LAYOUTS[layout](flags)
         for changes in ({}, {"--use-mcore-models": True}, {last: None}, {last: None, "--seq-length": 512}):
             edited = command_line(text, "a.sh", {}).edited(changes)

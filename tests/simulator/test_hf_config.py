@@ -103,7 +103,7 @@ def test_irrelevant_and_null_fields_are_silent():
 
 
 def test_python_s_infinity_is_read(tmp_path):
-    """transformers writes `time_step_limit` of state-space models so."""
+    """Python writes `time_step_limit` of state-space models so."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")]}))
     assert load_model(str(path)).layers == 4

@@ -44,7 +44,6 @@ CONTINUED = re.compile(r"\\\r?\n")
 COMMENT = re.compile(r"(?m)(^|(?<=\s))#.*$")
 REDIRECTION = re.compile(r"(?<=\s)[\d&]?>{1,2}(&\d|[ \t]*[\w./:${}@%+~-]+)")  # 2>&1, > file
 END = "\0"  # in place of the removed last line of a command, which then ends with the line before
-ENDED = re.compile(r"[ \t]*\\\r?\n\0")
 MAX_WORDS = 20_000
 DEPTH = 8  # depth of variables within variables
 OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -247,7 +246,8 @@ class CommandLine(Document):
         text = self.text
         for start, end, instead in sorted(set(edits), reverse=True):
             text = text[:start] + instead + text[end:]
-        return ENDED.sub("", text)
+        *ended, rest = text.split(END)
+        return "".join(part.rstrip("\r\n").removesuffix("\\").rstrip(" ") for part in ended) + rest
 
     def _added(self, key: str, value: Any) -> str:
         return key if value is True else f"{key} {_words(key, value)}"

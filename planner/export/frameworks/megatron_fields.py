@@ -12,11 +12,11 @@ import re
 from planner.export.frameworks.megatron_experts import EXPERT_ENTRIES
 from planner.export.frameworks.megatron_graphs import GRAPH_ENTRY
 from planner.export.frameworks.megatron_model import set_flags
+from planner.export.frameworks.megatron_stops import read_stops
 from planner.export.mapping import (
     Entry,
     Facts,
     NotModelled,
-    NotStated,
     Settings,
     Table,
     layers_of,
@@ -99,7 +99,6 @@ def _write_pipeline(facts: Facts) -> Settings:
 def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
     pp = whole(settings, _PP, 1)
     if pp == 1:
-        _refuse_stages_of_one(settings, facts)
         return {"pp": 1, "virtual_stages": 1, "schedule": None, "layers_per_stage": ()}
     if _GROUP in settings and whole(settings, _GROUP) != pp:
         raise NotModelled(
@@ -140,16 +139,6 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         "schedule": schedule,
         "layers_per_stage": () if listed == even else listed,
     }
-
-
-def _refuse_stages_of_one(settings: Settings, facts: Facts) -> None:
-    """Raise BadInput for several stages on the only pipeline rank, at which `validate_args` stops."""
-    each = whole(settings, _PER_STAGE, 0)
-    virtual = facts.get("layers", 0) // each if each else whole(settings, _STAGES, 1)
-    if facts.get("arguments") and virtual > 1:
-        raise BadInput(
-            f"{_PER_STAGE if each else _STAGES} needs {_PP} of at least 2", why="Megatron-LM stops with one pipeline rank"
-        )
 
 
 def _spread(layers: int, pp: int, virtual: int) -> str:
@@ -290,23 +279,11 @@ def _write_batch(facts: Facts) -> Settings:
 
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
-    beside = facts.get("micro_beside")
-    if facts.get("arguments") and "--micro-batch-size" not in settings and not beside:
-        raise NotStated(
-            "--micro-batch-size is not stated", why="Megatron-LM has no default for it", remedy="--micro-batch SEQUENCES"
-        )
-    micro = whole(settings, "--micro-batch-size", beside or 1)
+    micro = whole(settings, "--micro-batch-size", facts.get("micro_beside") or 1)
     if _STEPS in settings and "--global-batch-size" not in settings:
         raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
     length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
-    most = settings.get("--max-position-embeddings")
-    if facts.get("arguments") and isinstance(most, int) and most < length:
-        raise BadInput(
-            f"--seq-length {length} is more than --max-position-embeddings {most}",
-            why="Megatron-LM stops at that",
-            remedy=f"--max-position-embeddings {length}",
-        )
     # The default global batch is one micro batch per data-parallel rank.
     return {
         "micro_batch_size": micro,
@@ -352,12 +329,6 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
     if _RECOMPUTE[0] not in settings:
         return {"recompute": "none"}
     mode = one_of(settings, _RECOMPUTE[0], {"full": "full", "selective": "selective"}, "selective")
-    if mode == "full" and (lacking := [flag for flag in _RECOMPUTE[1:3] if settings.get(flag) is None]):
-        raise BadInput(
-            f"{_RECOMPUTE[0]} full without {' and '.join(lacking)}",
-            why="Megatron-LM stops at that (TransformerConfig)",
-            remedy=f"{_RECOMPUTE[1]} uniform {_RECOMPUTE[2]} 1",
-        )
     count = whole(settings, _RECOMPUTE[2], 1, least=0)
     blocks = mode == "full" and settings.get(_RECOMPUTE[1]) == "block"
     held = layers_of(facts, _RECOMPUTE[1]) // (facts["pp"] * facts["virtual_stages"]) if blocks else 0
@@ -431,6 +402,7 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 
 
 TABLE: Table = (
+    Entry(read=read_stops),
     number(_TP, "tp"),
     Entry(
         keys=("--sequence-parallel",),

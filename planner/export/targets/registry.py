@@ -91,7 +91,8 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = target.write(job)
     if job.question.runtime.compute_dtype == TF32 and job.question.framework is not MESHWRIGHT:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
-    lost = types_note(job, target.table, draft.settings)
+    launches = target is accelerate.TARGET  # programs, which choose the type of their parameters
+    lost = () if launches else types_note(job, target.table, draft.settings)
     draft = replace(draft, not_expressed=(*draft.not_expressed, *lost))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
@@ -99,7 +100,7 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
-    facts[LABEL] = planned_document(job, target.table, draft.settings)
+    facts[LABEL] = planned_document(job, target.table, draft.settings, launches=launches)
     if isinstance(draft.body, dict):
         text = json.dumps({SECTION: facts, **draft.body}, indent=2) + "\n"
     else:
