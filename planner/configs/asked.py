@@ -193,9 +193,13 @@ def _machine(configuration: Configuration, flags: CheckFlags, assumed: list[str]
 
 
 def _spread(cluster: Cluster, name: str, gpus: int, machines: int, flags: CheckFlags) -> Cluster:
-    """Return `gpus` GPUs on the stated number of machines, if that is more than they need."""
+    """Return `gpus` GPUs on the stated number of machines, if that is more than they need.
+
+    A machine is a host: a node, or a tray of one that spans a rack.
+    """
     each = gpus // machines
-    if gpus % machines or machines <= cluster.node_count or each >= cluster.gpus_per_node:
+    hosts = {gpu.tray for gpu in cluster.groups[0].node.gpus}
+    if gpus % machines or machines <= cluster.node_count * len(hosts) or each * len(hosts) >= cluster.gpus_per_node:
         return cluster
     several = read_cluster(name, machines * read_cluster(name, gpu=flags.gpu).gpus_per_node, gpu=flags.gpu)
     node = read_cluster(name, each, gpu=flags.gpu).groups[0].node

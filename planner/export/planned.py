@@ -25,6 +25,7 @@ SECTION = "meshwright"  # of a file without comments
 LABEL = "planned"
 MOST_OF_A_HEADER = 20_000  # characters
 _LINE = re.compile(rf"^# {LABEL}: (\{{.*\}})$", re.MULTILINE)
+RUNTIMES = frozenset({"pytorch", "trl"})  # of programs that accelerate starts, whose file is the same for all
 _FACTS = (PLAN_FACTS | WORKLOAD_FACTS | RUNTIME_FACTS | {"gpus"}) - {"placement"}
 
 
@@ -50,6 +51,7 @@ class Planned:
     """The plan for which a file was written, as stated in its header."""
 
     model: Model | None = None
+    runtime: str = ""  # where the file is one of several runtimes'
     facts: Facts = field(default_factory=dict)
 
     def model_of(self, said: Model | None) -> Model | None:
@@ -60,8 +62,10 @@ class Planned:
         return self.model if same and _experts(said) == _experts(self.model) else said
 
 
-def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[str, Any]:
-    """Return the model, and the facts that a reader of `settings` takes from its inputs."""
+def planned_document(job: ExportJob, table: Table, settings: Settings, *, launches: bool = False) -> dict[str, Any]:
+    """Return the model, and the facts that a reader of `settings` takes from its inputs; of a tool that `launches`
+    programs of several runtimes, the runtime as well.
+    """
     model = job.question.model
     known, _ = model_said(model.name)
     named = known is not None and replace(known, assumed=()) == replace(model, assumed=())
@@ -79,7 +83,20 @@ def planned_document(job: ExportJob, table: Table, settings: Settings) -> dict[s
     }
     again = _read(table, settings, given | lacking)
     document |= {name: value for name, value in lacking.items() if again.get(name) == value}
+    runtime = job.question.runtime.name
+    document |= {"runtime": runtime} if launches and runtime in RUNTIMES else {}
     return document | {"gpus": job.plan.gpus}
+
+
+def types_note(job: ExportJob, table: Table, settings: Settings) -> tuple[str, ...]:
+    """Return what to say where a tool's own keys give parameters another type than the plan's."""
+    if not table:
+        return ()
+    given = {**job.facts(), "gpus_per_node": job.question.cluster.gpus_per_node, "layers": job.question.model.layers}
+    planned = job.question.runtime.param_dtype
+    held = _read(table, settings, {name: value for name, value in given.items() if name not in RUNTIME_FACTS})
+    written = held.get("param_dtype", planned)
+    return () if written == planned else (f"parameters in {planned}: with these keys they are held in {written}",)
 
 
 def _read(table: Table, settings: Settings, given: Facts) -> Facts:
@@ -105,7 +122,7 @@ def planned_of(document: object) -> Planned:
     """Return the content of a header. Raises BadInput for impossible content."""
     if not isinstance(document, dict):
         return Planned()
-    said = document.get("model")
+    said, runtime = document.get("model"), document.get("runtime")
     try:
         if isinstance(said, dict):
             model: Model | None = codec.convert(said, Model, where=f"{LABEL}: model")
@@ -115,7 +132,7 @@ def planned_of(document: object) -> Planned:
         facts = {name: _typed(name, value) for name, value in document.items() if name in _FACTS}
     except PlannerError as error:
         raise BadInput(f"the header's line {LABEL!r} is damaged", why=error.what, remedy="take it out") from error
-    return Planned(model=model, facts=facts)
+    return Planned(model=model, runtime=runtime if type(runtime) is str and runtime in RUNTIMES else "", facts=facts)
 
 
 def _typed(name: str, value: object) -> Any:

@@ -171,7 +171,8 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
 
     If no whole degree does it, nothing is set, and the world-size rule reports that.
     """
-    by_stage = bool(framework.zero_stages) and not unsaid(stated.get("zero_stage"))
+    stage = stated.get("zero_stage")
+    by_stage = stage == 0 or (bool(framework.zero_stages) and not unsaid(stage))
     filled = "dp_replicate" if by_stage else framework.fills
     degree, rest = divmod(gpus, _product(stated))
     if rest or degree <= 1 or not unsaid(stated.get(filled)):
@@ -180,6 +181,28 @@ def fill_gpus(stated: JsonObject, framework: Framework, gpus: int) -> list[str]:
         return []
     stated[filled] = degree
     return [f"{filled} {degree} (fills {gpus} GPUs)"]
+
+
+def replicas_of_stage_0(stated: JsonObject, framework: Framework) -> list[str]:
+    """State the replicas that ZeRO stage 0 means, and return the assumption: it shards nothing."""
+    if stated.get("zero_stage") != 0:
+        return []
+    if not framework.zero_stages and stated.get("cp", 1) == 1:
+        del stated["zero_stage"]
+    shards = stated.get("dp_shard", 1)
+    if shards == 1:
+        return []
+    stated |= {"dp_replicate": stated.get("dp_replicate", 1) * shards, "dp_shard": 1}
+    return [f"dp_shard {shards} are replicas: ZeRO stage 0 shards nothing"]
+
+
+def stage_of_replicas(values: JsonObject, framework: Framework) -> list[str]:
+    """State that runtimes which start from replicas keep them over context-parallel ranks, too."""
+    sharded = values.get("dp_shard", 1) > 1 or values.get("cp", 1) == 1
+    if framework.fills != "dp_replicate" or sharded or "zero_stage" in values:
+        return []
+    values["zero_stage"] = 0
+    return [f"zero_stage 0 ({framework.title}'s default)"]
 
 
 def stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[str]:

@@ -18,8 +18,10 @@ from planner.question.case_fields import (
     kind_of,
     plan_value,
     refuse_unknown,
+    replicas_of_stage_0,
     section_of,
     stage_of_fsdp,
+    stage_of_replicas,
     stated_value,
     unsaid,
     with_modules,
@@ -246,7 +248,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     if flags.global_batch is None and "micro_batch_size" not in stated_plan:
         stated_plan["micro_batch_size"] = 1
         assumed.append("micro batch 1")
-    assumed += fill_gpus(stated_plan, framework, count)
+    assumed += [*fill_gpus(stated_plan, framework, count), *replicas_of_stage_0(stated_plan, framework)]
     named |= {"name": framework.runtime_name} if named["name"] == framework.name else {}  # "any" is not a runtime
     case = build_case(
         "flags",
@@ -352,7 +354,7 @@ def complete_plan(
         name for name, known in PLAN_FIELDS.items() if known.is_degree and name in stated and name not in values
     ]
     assumed += [f"{name} 1 (not stated)" for name in unstated]
-    assumed += stage_of_fsdp(values, framework, where)
+    assumed += [*stage_of_replicas(values, framework), *stage_of_fsdp(values, framework, where)]
     tp, pp = values.get("tp", 1), values.get("pp", 1)
     if "sequence_parallel" not in values:
         needed = experts and framework.sequential_experts

@@ -8,6 +8,7 @@ in a way that its family here does not have is refused, because a wrong count is
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,11 +19,12 @@ from simulator.config.hub_models import ON_THE_HUB, SHIPPED, hub_model, hub_name
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES
 from simulator.config.verify import verify_model
-from topology.codec import JsonObject, read_json
+from topology.codec import JsonObject, parse_json, read_json, read_text
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's name for decoder_sparse_step
+INFINITE = re.compile(r"(?<=[\s\[,:])-?Infinity(?=[\s\],}])")  # as Python writes it, in time_step_limit
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
@@ -64,7 +66,7 @@ def load_model(name_or_path: str) -> Model:
     except (OSError, ValueError):  # a name no file system accepts: too long, or with a NUL
         is_file = False
     if is_file and key not in shipped_models():
-        config = read_json(path)
+        config = parse_json(INFINITE.sub("null", read_text(path)), where=str(path))
         return model_from_config(config, name=name_of_file(path, config))
     if (found := named_model(name_or_path)) is not None:
         return found

@@ -270,6 +270,12 @@ DATA_RULES: list[Rule] = [
     ),
     rule(
         "zero-stage",
+        lambda c, q: (c.zero_stage == 0) & (c.cp > 1),
+        lambda p, q: f"{q.framework.title} shards over context-parallel ranks, too (cp={p.cp}): leave ZeRO stage 0 out",
+        applies=lambda q: not q.framework.zero_stages,
+    ),
+    rule(
+        "zero-stage",
         lambda c, q: (c.zero_stage > 1) & ((c.dp_shard * c.cp > 1) | (c.dp_replicate == 1)),
         lambda p, q: f"{q.framework.title} shards with FSDP2: say dp_shard alone, without ZeRO stage {p.zero_stage}",
         applies=lambda q: q.framework.fsdp_by_degree_only,

@@ -328,6 +328,30 @@ def test_zero_2_of_fsdp_is_sharding_without_reshard():
         load_case(changed(plan={**stated, "zero_stage": 2, "reshard_after_forward": True}))
 
 
+@pytest.mark.parametrize("runtime", ["torchtitan", "megatron-lm", "deepspeed"])
+def test_zero_0_is_replicas_however_it_is_said(runtime):
+    def asked(**stated):
+        plan = {"micro_batch_size": 1, **stated}
+        case = case_from_flags(Flags(gpus=(8,), global_batch=8, plan=plan, runtime={"name": runtime}))
+        return case.plan.with_(zero_stage=None), case.question.estimate([case.plan]).reserved_bytes[0]
+
+    replicas = asked(dp_replicate=8)
+
+    assert asked(zero_stage=0) == replicas
+    assert asked(zero_stage=0, dp_shard=8) == replicas
+    assert asked(zero_stage=0, dp_replicate=8) == replicas
+
+
+def test_context_parallel_ranks_share_state_where_the_framework_shards():
+    """FSDP of torchtitan covers them (`fsdp_enabled`); Megatron-LM's distributed optimizer is a flag of its own."""
+    stated = {"micro_batch_size": 1, "cp": 8, "dp_replicate": 1, "dp_shard": 1}
+    megatron = load_case(changed(plan=stated, runtime={"name": "megatron-lm"}))
+    titan = load_case(changed(plan={**stated, "zero_stage": 0}, runtime={"name": "torchtitan"}))
+
+    assert megatron.plan.zero_stage == 0
+    assert not titan.question.legal(titan.plan)
+
+
 @pytest.mark.parametrize(("stage", "legal"), [(1, True), (2, False)])
 def test_nanotron_shards_the_optimizer_alone(stage, legal):
     """Its ZeRO stage 2 is accepted and runs as stage 1 (huggingface/nanotron, helpers.py)."""

@@ -9,7 +9,7 @@ import yaml
 
 from planner.configs.answer import check_text
 from planner.configs.asked import Asked, ask
-from planner.configs.formats.configuration import CheckFlags
+from planner.configs.formats.configuration import CheckFlags, NotAConfiguration
 from planner.configs.formats.kinds import YAML_FORMATS
 from simulator.runtimes.library import is_described
 from tests.planner.test_check_diffs import patched
@@ -373,11 +373,32 @@ def test_muon_is_refused_where_it_is_not_modelled(name: str) -> None:
     assert said in str(check_text(text, name, CheckFlags(model=model, cluster="dgx-h100"), search=False))
 
 
-@pytest.mark.parametrize(("version", "legal"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("version", "legal"), [("fsdp_version: 1\n", True), ("", True), ("fsdp_version: 2\n", False)])
 def test_paged_optimizers_run_on_the_flat_parameters_of_fsdp1(version, legal) -> None:
-    """Optimizers of bitsandbytes do not update DTensors (its issue 1633), which FSDP1 has none of."""
-    text = AXOLOTL.replace("fsdp_config:", f"optimizer: paged_adamw_32bit\nfsdp_version: {version}\nfsdp_config:")
+    """Optimizers of bitsandbytes do not update DTensors (its issue 1633), which FSDP1, accelerate's default, has none
+    of.
+    """
+    text = AXOLOTL.replace("fsdp_config:", f"optimizer: paged_adamw_32bit\n{version}fsdp_config:")
     case = ask(text, "a.yaml", CheckFlags(gpus=8)).case
 
     assert case.question.legal(case.plan) is legal
     assert any("FSDP1" in line for line in case.assumed) is legal
+
+
+def test_axolotl_hands_accelerate_the_recomputation_of_fsdp() -> None:
+    """`setup_fsdp_envs` sets FSDP_ACTIVATION_CHECKPOINTING; PyYAML reads 4_096 as a number."""
+    text = AXOLOTL.replace("gradient_checkpointing: true", "weight_decay: 0.0").replace("len: 4096", "len: 4_096")
+    wrapped = ask(f"{text}  activation_checkpointing: true\n", "a.yaml", CheckFlags(gpus=8))
+
+    assert ask(text, "a.yaml", CheckFlags(gpus=8)).case.plan.recompute == "none"
+    assert (wrapped.case.plan.recompute, wrapped.case.question.workload.seq_len) == ("full", 4096)
+    assert wrapped.configuration.unknown == ()
+    without = wrapped.writer("a.yaml", CheckFlags(gpus=8)).diff(wrapped.case.plan.with_(recompute="none"))
+    assert "\n-  activation_checkpointing: true" in without
+
+
+def test_a_trainer_over_megatron_is_not_taken_for_another() -> None:
+    """examples/megatron_bridge of LLaMA-Factory: no data parallelism of transformers, whatever its other keys say."""
+    text = "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 1\ntensor_model_parallel_size: 2\n"
+    with pytest.raises(NotAConfiguration, match="Megatron-Bridge or MCA"):
+        ask(f"{text}mixed_precision: bf16_mixed\n", "a.yaml", CheckFlags())

@@ -213,6 +213,8 @@ def test_machines_that_a_file_counts_are_the_cluster_s() -> None:
     assert (one.node_count, one.gpus_per_node) == (1, 8)
     assert (two.node_count, two.gpus_per_node, two.gpu_count) == (2, 4, 8)
     assert two.fabric is not None
+    rack = ask(text.format(2), "a.yaml", CheckFlags(model="llama3-8b", cluster="gb200-nvl72")).case.question.cluster
+    assert (rack.node_count, rack.gpus_per_node) == (1, 8)  # two trays of it
     other = CheckFlags(model="llama3-8b", launch="accelerate launch --num_machines 2 --num_processes 16 t.py")
     assert ask(text.format(3), "a.yaml", other).case.question.cluster.node_count == 2
 

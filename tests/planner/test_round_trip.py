@@ -135,6 +135,7 @@ def test_an_export_read_back_is_the_same_plan(target: str, data) -> None:
         name: value for name, value in before.items() if name not in UNSAID[target]
     }
     assert replace(back.model, assumed=()) == replace(question.model, assumed=())
+    assert back.runtime.name == question.runtime.name
 
 
 def test_what_a_file_cannot_say_is_documented() -> None:

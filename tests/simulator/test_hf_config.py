@@ -102,6 +102,16 @@ def test_irrelevant_and_null_fields_are_silent():
     assert model.assumed == ()
 
 
+def test_python_s_infinity_is_read(tmp_path):
+    """Python writes `time_step_limit` of state-space models so."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")]}))
+    assert load_model(str(path)).layers == 4
+    path.write_text(json.dumps(LLAMA | {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}))
+    with pytest.raises(BadModel, match="unknown model_type"):
+        load_model(str(path))
+
+
 def test_sliding_windows_by_family():
     slide = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
     assert read(model_type="mistral", sliding_window=64).windowed_layers == 4

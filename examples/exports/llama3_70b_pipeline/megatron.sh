@@ -3,6 +3,7 @@
 # model "llama3-70b" on "4 x 8 h100-sxm"
 # 32 = dp 1 x fsdp 1 x tp 8 x pp 4; micro batch 1, recompute full, sp, Interleaved1F1B x2
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest
+# not expressed: parameters in float32: with these keys they are held in bfloat16
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data

@@ -6,6 +6,7 @@
 # not expressed: recompute 'selective-op': written as selective, which recomputes core attention only
 # not expressed: FSDP2 is written as Megatron-FSDP, which is another implementation
 # not expressed: torch.compile of the model: Megatron-LM compiles single functions only
+# not expressed: parameters in float32: with these keys they are held in bfloat16
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data

@@ -4,6 +4,7 @@
 # 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
 # not expressed: FSDP2 is written as Megatron-FSDP, which is another implementation
+# not expressed: parameters in float32: with these keys they are held in bfloat16
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data

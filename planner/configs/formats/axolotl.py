@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from planner.configs.formats.adapters import AXOLOTL
 from planner.configs.formats.savers import AXOLOTL as SAVERS
-from planner.configs.formats.transformers_fields import REENTRANT, named_optimizer
+from planner.configs.formats.transformers_fields import FSDP_RECOMPUTE, REENTRANT, named_optimizer
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -30,7 +30,7 @@ from planner.export.mapping import Entry, Facts, NotStated, Settings, Table, tru
 _OFFLOAD = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
 _RESHARD = ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward")
 _STRATEGY = ("fsdp_config.sharding_strategy", "fsdp_config.fsdp_sharding_strategy")
-_VERSION = ("fsdp_version", "fsdp_config.fsdp_version")
+_VERSION = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
 _SIZES = ("dp_shard_size", "dp_replicate_size")
 
 
@@ -72,11 +72,12 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
 
 def _read_recompute(settings: Settings, _: Facts) -> Facts:
     wraps = settings.get("gradient_checkpointing") not in {None, False, "none"}
+    wrapped = any(on(settings, key) for key in FSDP_RECOMPUTE) and _shards(settings)  # by accelerate
     said = any(key.startswith("gradient_checkpointing_kwargs") for key in settings)
     # utils/config/__init__.py: reentrant by default, unless something unusual is trained
     usual = not said and not settings.get("unfrozen_parameters") and not settings.get("rl")
     return {
-        "recompute": "full" if wraps else "none",
+        "recompute": "full" if wraps or wrapped else "none",
         "reentrant": (wraps and truth(settings, REENTRANT, default=usual)) or None,
     }
 
@@ -98,9 +99,10 @@ TABLE: Table = (
     accumulated("micro_batch_size", "gradient_accumulation_steps"),
     length("sequence_len"),
     Entry(
-        keys=("gradient_checkpointing", REENTRANT, "unfrozen_parameters"),
+        keys=("gradient_checkpointing", REENTRANT, "unfrozen_parameters", *FSDP_RECOMPUTE),
         write=lambda facts: {"gradient_checkpointing": facts["recompute"] != "none"},
         read=_read_recompute,
+        exclusive=FSDP_RECOMPUTE,
     ),
     compiled("torch_compile"),
     Entry(keys=_OFFLOAD, read=_read_offload),
@@ -112,8 +114,10 @@ TABLE: Table = (
 
 
 def _behaves_as(settings: Settings) -> str:
-    """Return the newest version of transformers that is described with FSDP1, for a file that states FSDP1."""
-    return "4.53" if any(settings.get(key) == 1 for key in _VERSION) else ""
+    """Return the newest version of transformers that is described with FSDP1, for a file that does not state FSDP2
+    (`setup_fsdp_envs` of `utils/trainer.py`; accelerate's own default is 1).
+    """
+    return "4.53" if _shards(settings) and all(str(settings.get(key)) != "2" for key in _VERSION) else ""
 
 
 def _describe(settings: Settings) -> Described:

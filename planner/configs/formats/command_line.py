@@ -26,7 +26,7 @@ _INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"  # parentheses two deep
 WORD = re.compile(
     rf"""(?:'[^']*'|"(?:\\.|[^"\\])*"|`[^`]*`|\$\({_INNER}\)|{_BRACED}|\\.|[^\s'"\\#;&|()<>`]|(?<=\S)\#)+""", re.DOTALL
 )
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\$\{[^{}]*\})*))?\})")
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 SET_BY_DEFAULT = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # : ${TP:=8}
@@ -41,6 +41,9 @@ DIRECTIVES = re.compile(r"^#SBATCH\b(.*)$", re.MULTILINE)  # of any number of op
 DIRECTIVE = re.compile(r"(?<=\s)(?:--([a-z-]+)(?:=|\s+)|-([A-Za-z])\s*)([^\s-]\S*)")
 SHORT_DIRECTIVES = {"N": "nodes", "n": "ntasks"}
 CONTINUED = re.compile(r"\\\r?\n")
+COMMENT = re.compile(r"(?m)(^|(?<=\s))#.*$")
+REDIRECTION = re.compile(r"(?<=\s)[\d&]?>{1,2}(&\d|[ \t]*[\w./:${}@%+~-]+)")  # 2>&1, > file
+END = "\0"  # in place of the removed last line of a command, which then ends with the line before
 MAX_WORDS = 20_000
 DEPTH = 8  # depth of variables within variables
 OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -91,7 +94,8 @@ class CommandLine(Document):
         self.text = bounded(text, where)
         # Continued lines become blanks of the same length, so that places do not change.
         plain = CONTINUED.sub(lambda found: " " * len(found[0]), text)
-        plain = re.sub(r"(?m)(^|(?<=\s))#.*$", lambda found: " " * len(found[0]), plain)
+        for left_out in (COMMENT, REDIRECTION):
+            plain = left_out.sub(lambda found: " " * len(found[0]), plain)
         self._plain, self._known = plain, takes_value
         self._outside = dict(variables)
         self.variables: dict[str, Word] = {}
@@ -117,21 +121,22 @@ class CommandLine(Document):
                 self.variables.setdefault(default[1], Word(default[2], at, at + len(default[2])))
             assigned = ASSIGNMENT.fullmatch(word)
             if assigned:
-                inner, at = assigned[2], start + assigned.start(2)
+                inner, at = assigned[3], start + assigned.start(3)
                 bare, shift = _unquoted(inner)
                 if "--" in bare and not offset and (inner[:1] in "\"'" or bare.startswith("--")):
                     yield from self._scan(bare, at + shift, where)
                     continue
-                self._assign(assigned[1], Word(bare, at + shift, at + shift + len(bare)))
+                self._assign(assigned[1], Word(bare, at + shift, at + shift + len(bare)), longer=assigned[2] != "")
             elif word[0] in "\"'" and (SHELL_COMMAND.fullmatch(last) or _unquoted(word)[0].startswith("--")):
                 # bash -c "torchrun ...", or "--fp8-format hybrid" as one element
                 yield from self._scan(_unquoted(word)[0], start + 1, where)
                 continue
             yield Word(word, start, start + len(word), self._branching > 0)
 
-    def _assign(self, name: str, value: Word) -> None:
+    def _assign(self, name: str, value: Word, *, longer: bool) -> None:
+        """Keep the value of a variable; one that is made `longer` (+=) has no text of its own."""
         before = self.variables.get(name)
-        if before is not None and before.text != value.text and self._branching > 0:
+        if longer or (before is not None and before.text != value.text and self._branching > 0):
             self._branched.add(name)
         self.variables[name] = value
 
@@ -236,11 +241,13 @@ class CommandLine(Document):
             else:
                 edits.append(self._edit(self.flags[key], value))
         if added:
-            edits.append(self._insertion(added, set(changes)))
+            gone = {key for key, value in changes.items() if value is None or value is False}
+            edits.append(self._insertion(added, set(changes), gone))
         text = self.text
         for start, end, instead in sorted(set(edits), reverse=True):
             text = text[:start] + instead + text[end:]
-        return text
+        *ended, rest = text.split(END)
+        return "".join(part.rstrip("\r\n").removesuffix("\\").rstrip(" ") for part in ended) + rest
 
     def _added(self, key: str, value: Any) -> str:
         return key if value is True else f"{key} {_words(key, value)}"
@@ -270,7 +277,10 @@ class CommandLine(Document):
         line_end = self.text.find("\n", end)
         line_end = len(self.text) if line_end < 0 else line_end
         rest = self.text[line_start:start] + self.text[end:line_end]
-        if not rest.replace("\\", "").strip() and line_end < len(self.text):
+        alone = not rest.replace("\\", "").strip()
+        if alone and "\\" not in rest and self._continues(line_start):
+            return line_start, line_end, END
+        if alone and line_end < len(self.text):
             return line_start, line_end + 1, ""
         if not self.text[line_start:start].strip():  # for the first flag of its line, the next one takes its place
             while self.text[end : end + 1] == " ":
@@ -280,9 +290,16 @@ class CommandLine(Document):
             start -= 1
         return start, end, ""
 
-    def _insertion(self, added: list[str], near: set[str]) -> tuple[int, int, str]:
-        """Return the edit that adds flags after a related one, on lines of their own if that one is on its own line."""
-        own = [flag for flag in self.flags.values() if flag.name not in self.launcher]
+    def _continues(self, line_start: int) -> bool:
+        """Return whether the line that starts there goes on with the command of the line before."""
+        return self.text[:line_start].endswith(("\\\n", "\\\r\n"))
+
+    def _insertion(self, added: list[str], near: set[str], gone: set[str]) -> tuple[int, int, str]:
+        """Return the edit that adds flags after a related one, on lines of their own if that one is on its own line;
+        not after one that is removed.
+        """
+        stay = [flag for flag in self.flags.values() if flag.name not in gone] or list(self.flags.values())
+        own = [flag for flag in stay if flag.name not in self.launcher]
         known = [flag for flag in own if self._known(flag.name) is not None or "." in flag.name] or own
         if not known:
             raise BadInput("the text has no flag that others could be added to")
@@ -295,7 +312,8 @@ class CommandLine(Document):
         if not lead.strip() and tail.strip().startswith("#"):
             return line_end, line_end, "".join(f"\n{lead}{one}" for one in added)
         if not lead.strip() and tail.strip() in {"", "\\"}:
-            return anchor.end, anchor.end, "".join(f"{tail if tail.strip() else ''}\n{lead}{one}" for one in added)
+            goes_on = tail if tail.strip() else " \\" * self._continues(line_start)
+            return anchor.end, anchor.end, "".join(f"{goes_on}\n{lead}{one}" for one in added)
         return anchor.end, anchor.end, "".join(f" {one}" for one in added)
 
 

@@ -249,11 +249,11 @@ def _plain(node: yaml.Node, where: str, depth: int) -> Any:
         return None
     if kind == "bool":
         return text.lower() in {"true", "yes", "on"}
-    if kind == "int" and len(text) < 20 and text.lstrip("+-").isdecimal():
-        return int(text)
+    if kind == "int" and len(text) < 20 and (digits := text.replace("_", "")).lstrip("+-").isdecimal():
+        return int(digits)  # 500_000 is a number of YAML 1.1, which these tools read
     if kind == "float":
         try:
-            return float(text)
+            return float(text.replace("_", ""))
         except ValueError:
             return text
     return text

@@ -76,6 +76,7 @@ def _as_planned(found: Configuration, text: str) -> Configuration:
     facts = {name: value for name, value in planned.facts.items() if name != "gpus"}
     return replace(
         found,
+        rules=planned.runtime or found.rules,
         model=model,
         unknown_model="" if model else found.unknown_model,
         gpus=found.gpus or planned.facts.get("gpus"),
@@ -94,8 +95,10 @@ def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
         return verl.read(document, settings, where)
     if primus.is_primus(settings):
         return primus.read(document, where, flags)
-    if "distributed_type" in settings or "mixed_precision" in settings:
+    if "distributed_type" in settings or ("mixed_precision" in settings and MICRO not in settings):
         return _accelerate(document, flags)
+    if MICRO in settings and "tensor_model_parallel_size" in settings:
+        raise unknown_kind(where, "its Trainer is that of Megatron-Bridge or MCA, which LLaMA-Factory starts")
     if MICRO in settings:
         return _transformers(document, settings, where, flags)
     for known in YAML_FORMATS:

@@ -146,7 +146,7 @@ def _as_flags(
         edit,
         version=VERSION,
         gpus=gpus,
-        given={"one_connection": one_connection},
+        given={"one_connection": one_connection, "arguments": True},  # which Megatron-LM's own `validate_args` checks
         unknown=unknown,
         assumed=later,
     )

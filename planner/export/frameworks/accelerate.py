@@ -36,6 +36,8 @@ def write(job: ExportJob) -> Draft:
     notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
     facts = job.with_plan(written).facts()
+    if plan.offload != "none" and kind(facts) != "FSDP":
+        raise Infeasible(f"{TITLE} moves sharded parameters to host memory only", remedy="plan with dp_shard > 1")
     settings: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": hosts.count,

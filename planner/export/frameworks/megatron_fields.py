@@ -12,6 +12,7 @@ import re
 from planner.export.frameworks.megatron_experts import EXPERT_ENTRIES
 from planner.export.frameworks.megatron_graphs import GRAPH_ENTRY
 from planner.export.frameworks.megatron_model import set_flags
+from planner.export.frameworks.megatron_stops import read_stops
 from planner.export.mapping import (
     Entry,
     Facts,
@@ -278,7 +279,7 @@ def _write_batch(facts: Facts) -> Settings:
 
 
 def _read_batch(settings: Settings, facts: Facts) -> Facts:
-    micro = whole(settings, "--micro-batch-size", 1)
+    micro = whole(settings, "--micro-batch-size", facts.get("micro_beside") or 1)
     if _STEPS in settings and "--global-batch-size" not in settings:
         raise NotModelled(f"the batch grows by {_STEPS}", remedy="--global-batch-size in its place, one of its sizes")
     stated = facts.get("seq_len") or 2048
@@ -401,6 +402,7 @@ def _read_optimizer(settings: Settings, _: Facts) -> Facts:
 
 
 TABLE: Table = (
+    Entry(read=read_stops),
     number(_TP, "tp"),
     Entry(
         keys=("--sequence-parallel",),

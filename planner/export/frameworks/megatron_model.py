@@ -126,7 +126,7 @@ _OTHER_LAYERS = {
     r"--linear-.*|--experimental-attention-variant": "linear attention",
     r"--heterogeneous-layers-.*": "layers of different shapes",
     r"--encoder-num-layers|--decoder-num-layers": "an encoder and a decoder",
-    r"--(vision|img|patch|num-image|disable-vision)-.*": "a vision tower",
+    r"--((vision|img|num-image|disable-vision)-.*|patch-(dim|size))": "a vision tower",
     r"--(model|dataset)-provider|--language-model-checkpoint": "a language model among other parts",
     r"--spec": "layers of the program's own",
 }

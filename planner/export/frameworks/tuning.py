@@ -176,6 +176,9 @@ def write_axolotl(job: ExportJob) -> Draft:
     job, left_out = _written(job, title, axes, (LINEAR_LOSS, *away))
     plan, runtime = job.plan, job.question.runtime
     _replicas_alone(plan, title)
+    held = "float32" if plan.dp_shard > 1 else runtime.compute_dtype
+    if runtime.param_dtype != held and adapter is None:
+        left_out.append(f"parameters in {runtime.param_dtype}: {title} holds them in {held} then")
     words = {**HUGGING_FACE}
     if plan.tp > 1:
         words = {name: word for name, word in words.items() if not word.endswith("8bit")}

@@ -12,7 +12,7 @@ from planner.export.frameworks import accelerate, deepspeed, megatron, torchtita
 from planner.export.frameworks.tuning import TUNING
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
-from planner.export.planned import LABEL, SECTION, planned_document, planned_line
+from planner.export.planned import LABEL, SECTION, planned_document, planned_line, types_note
 from planner.export.savers import saver_needs
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
@@ -97,13 +97,16 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, left_out))
     if job.question.runtime.compute_dtype == TF32 and job.question.framework is not MESHWRIGHT:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
+    launches = target is accelerate.TARGET  # programs, which choose the type of their parameters
+    lost = () if launches else types_note(job, target.table, draft.settings)
+    draft = replace(draft, not_expressed=(*draft.not_expressed, *lost))
     runtime = job.question.runtime
     more = (*adapter_needs(target.name, runtime), *optimizer_needs(runtime), *saver_needs(target.name, runtime))
     more = () if target in TUNING else more  # the files of these tools state all of it
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
-    facts[LABEL] = planned_document(job, target.table, draft.settings)
+    facts[LABEL] = planned_document(job, target.table, draft.settings, launches=launches)
     if isinstance(draft.body, dict):
         text = json.dumps({SECTION: facts, **draft.body}, indent=2) + "\n"
     else:
