@@ -46,6 +46,7 @@ from simulator.config.verify import verify_lists, verify_plan, verify_runtime, v
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
+from simulator.runtimes.library import runtime_spec
 from simulator.step.away import away_assumed
 from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
@@ -264,13 +265,14 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         gpus=count,
     )
     refuse_unused(flags, case.plan)
+    refuse_compile(flags, case.question.runtime.name)
     return case
 
 
 def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
     """Return the workload of flags, and the source of its batch if they leave it open."""
     seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
-    recommended, whose = default_batch(model, seq_len, gpus)
+    recommended, whose = default_batch(model, seq_len, gpus, tuned=bool(flags.runtime.get("adapter")))
     batch = flags.global_batch or recommended
     workload = Workload(
         seq_len=seq_len,
@@ -297,6 +299,16 @@ def refuse_unused(flags: Flags, plan: Plan) -> None:
                 f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}",
                 remedy=f"--{axis} 2, or leave {flag} out",
             )
+
+
+def refuse_compile(flags: Flags, runtime: str) -> None:
+    """Raise UserError if a flag compiles the model of a runtime that is described without torch.compile."""
+    if flags.runtime.get("compile") and not runtime_spec(runtime).tools.compiles:
+        raise UserError(
+            f"--compile changes nothing in {runtime}",
+            why="it is described without torch.compile of its layers",
+            remedy="leave --compile out",
+        )
 
 
 def refuse_experts(flags: Flags, model: Model) -> None:
