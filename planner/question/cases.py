@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
+    case_id,
     fill_gpus,
     gpus_of,
     kind_of,
@@ -26,7 +27,13 @@ from planner.question.case_fields import (
     unsaid,
     with_modules,
 )
-from planner.question.case_runtime import described_runtime, implied_runtime, resolve_runtime, runtime_section
+from planner.question.case_runtime import (
+    described_runtime,
+    implied_runtime,
+    refuse_compile,
+    resolve_runtime,
+    runtime_section,
+)
 from planner.question.case_words import PLAN_KEYS, in_sections
 from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags
@@ -46,7 +53,6 @@ from simulator.config.verify import verify_lists, verify_plan, verify_runtime, v
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
-from simulator.runtimes.library import runtime_spec
 from simulator.step.away import away_assumed
 from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
@@ -265,7 +271,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         gpus=count,
     )
     refuse_unused(flags, case.plan)
-    refuse_compile(flags, case.question.runtime.name)
+    refuse_compile(flags.runtime, case.question.runtime.name)
     return case
 
 
@@ -301,16 +307,6 @@ def refuse_unused(flags: Flags, plan: Plan) -> None:
             )
 
 
-def refuse_compile(flags: Flags, runtime: str) -> None:
-    """Raise UserError if a flag compiles the model of a runtime that is described without torch.compile."""
-    if flags.runtime.get("compile") and not runtime_spec(runtime).tools.compiles:
-        raise UserError(
-            f"--compile changes nothing in {runtime}",
-            why="it is described without torch.compile of its layers",
-            remedy="leave --compile out",
-        )
-
-
 def refuse_experts(flags: Flags, model: Model) -> None:
     """Raise UserError if a flag states how experts run, and the model has none."""
     said = {**flags.runtime, "routing": flags.routing}
@@ -339,12 +335,6 @@ def all_assumed(
         *away_assumed(question.runtime, plans, question.cluster),
     )
     return tuple(dict.fromkeys(lines))
-
-
-def case_id(data: Mapping[str, Any]) -> str:
-    """Return a case's id, or `case` where it has none."""
-    name = data.get("id")
-    return name if isinstance(name, str) and name else "case"
 
 
 def complete_plan(

@@ -474,7 +474,8 @@ def test_pai_megatron_patch_keeps_experts_whole():
 
 def test_userbuffers_are_not_for_rocm(planner):
     """ROCm's TransformerEngine builds without them (build_tools/pytorch.py: sources are for `not rocm_build()`)."""
-    same = "--model llama3-8b --gpus 8 --tp 8 --runtime megatron-lm --tp-overlap userbuffers --sequence-parallel --json".split()
+    plan = ("--tp", "8", "--sequence-parallel", "--tp-overlap", "userbuffers")
+    same = ("--model", "llama3-8b", "--gpus", "8", "--runtime", "megatron-lm", *plan, "--json")
     amd, nvidia = (
         json.loads(planner("estimate", *same, "--cluster", cluster).stdout) for cluster in ("mi300x-x8", "dgx-h100")
     )

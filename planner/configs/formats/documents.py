@@ -27,9 +27,9 @@ MAX_KEYS = 20_000
 MAX_PARTS = 2 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
 
-# A variable as shells, OmegaConf and NeMo AutoModel (components/config/loader.py) write it, with a default if there is one.
+# A variable as shells, OmegaConf and NeMo AutoModel (components/config/loader.py) write it, maybe with a default.
 VARIABLE = re.compile(
-    r"\$\{(?:oc\.env:|env:)?(?P<braced>[\w.]+)(?:(?::-|,)\s*(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)", re.ASCII
+    r"\$\{(?:oc\.env:|env:)?(?P<braced>[\w.]+)(?:(?::-|,)(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)", re.ASCII
 )
 
 Settings = dict[str, Any]  # values by key, as a format has them
@@ -49,7 +49,7 @@ class Document(ABC):
         """Replace variables in settings by their value, else by the default written with them; others stay."""
 
         def value_of(found: re.Match[str]) -> str:
-            return variables.get(found["braced"] or found["plain"], found["default"] or found[0])
+            return variables.get(found["braced"] or found["plain"], (found["default"] or found[0]).strip())
 
         for key, value in self.settings.items():
             if isinstance(value, str) and "$" in value:

@@ -180,7 +180,13 @@ TABLE: Table = (
     Entry(keys=_CONTEXT, write=_write_context, read=_read_context),
     Entry(keys=_EXPERTS, write=_write_experts, read=_read_experts),
     Entry(
-        keys=("zero_optimization", _STAGE, _HPZ, "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"),
+        keys=(
+            "zero_optimization",
+            _STAGE,
+            _HPZ,
+            "zero_optimization.overlap_comm",
+            "zero_optimization.contiguous_gradients",
+        ),
         write=_write_stage,
         read=_read_stage,
     ),
