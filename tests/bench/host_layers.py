@@ -186,8 +186,8 @@ def profiled(some: Trainer, device: torch.device) -> dict[str, Any]:
         wall = time.perf_counter() - began
     raw = profiler.profiler.kineto_results.events()
     on_gpu = [one for one in raw if one.device_type() == torch.autograd.DeviceType.CUDA]
-    spans = [(one.start_ns() * 1e-9, (one.start_ns() + one.duration_ns()) * 1e-9) for one in on_gpu]
-    moving = [span for one, span in zip(on_gpu, spans, strict=True) if "nccl" in one.name().lower()]
+    spans = [(one.start_ns() * 1e-9, (one.start_ns() + one.duration_ns()) * 1e-9, one.name()) for one in on_gpu]
+    moving = [span for span in spans if "nccl" in span[2].lower()]
     counts = Counter(one.name() for one in raw if one.device_type() != torch.autograd.DeviceType.CUDA)
     seconds: Counter[str] = Counter()
     for one in raw:
