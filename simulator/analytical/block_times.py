@@ -141,8 +141,9 @@ class BlockTimes:
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
-        spec, again_s = self.context.spec, again_host_s(
-            self.context.spec, self.context.table, sparse=unit.block == "moe"
+        spec, again_s = (
+            self.context.spec,
+            again_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe"),
         )
         backward = self._timed(cost, host_s + again_s)
         result = plain

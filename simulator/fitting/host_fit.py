@@ -59,8 +59,8 @@ RUN_NOISE = 0.03
 STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.1
-COST_SPREAD = 0.1
-UNSURE_S = 0.1e-3
+COST_SPREAD = 0.3
+UNSURE_S = 0.35e-3
 LEAST_S = 0.1e-3  # stands for any smaller described cost, since zero has no logarithm
 LEVEL = 3.0  # multiple of the described costs at which every narrow run waits for its host
 
