@@ -24,7 +24,7 @@ FORWARD_SHARE = 0.43
 WRAPPED_SHARE = 0.5
 
 # What full sharding costs the host of a layer whose parameters stay gathered after the forward pass, over what it costs
-# otherwise: the backward pass gathers nothing. Source: two H200, 0.72 to 0.9; on a CPU 0.75 (examples/profiles/hosts.md).
+# otherwise: the backward pass gathers nothing. Source: two H200, 0.7 to 0.9; a CPU, 0.75 (examples/profiles/hosts.md).
 STAYS_SHARE = 0.75
 
 # What tensor parallelism adds to a layer of which it divides attention alone, since experts are whole and take the

@@ -41,8 +41,8 @@ def runs_in(name: str) -> list[Runs]:
         load_cluster("dgx-h100" if name.startswith("h100") else "h200x4"),
     )
     gpu, found = Calibration(gpu=machine.slowest_kind), []
-    for key, runs in runtime_fit._by_runtime(profile).items():  # noqa: SLF001 - the parts of a fit
-        fit = runtime_fit._Fit(runs, machine, gpu, 0.0)  # noqa: SLF001 - as above
+    for key, runs in runtime_fit._by_runtime(profile).items():
+        fit = runtime_fit._Fit(runs, machine, gpu, 0.0)
         if fit.host_bound:
             kinds = [codec.fingerprint((run.plan, run.model.moe, run.runtime)) for run in fit.host_bound]
             found.append((key[0], fit.host_runs(), kinds))

@@ -27,7 +27,12 @@ from topology.catalog.platform import take_gpus  # noqa: E402 - as above
 
 OURS = Runtime(name="meshwright", param_dtype="float32", compute_dtype="bfloat16", reduce_dtype="float32")
 EXPERTS = MixtureOfExperts(experts=4, experts_per_token=2, ffn=32)
-KINDS = {"all_gather": "all_gather", "allgather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all"}  # fmt: skip
+KINDS = {
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+}
 TP = Plan(tp=2, sequence_parallel=True)
 
 
