@@ -51,16 +51,16 @@ CONTAINED = ("collective_s", "forward_layer_s", "backward_layer_s")
 # Standard deviations of logarithms. RUN_NOISE and STEP_SHARE: of a run's median step around any description, a constant
 # plus a share of the spread of its steps; that spread is not only chance, since the same layer takes 4 to 9 % more or
 # less in another process of one host. HOST_SPREAD: of hosts as a whole. LAUNCH_SPREAD and COST_SPREAD: of launches and
-# of other costs beyond that, as kinds of layers that are left out of a fit show (tests/bench/host_left_out.py): 0.1
-# predicts them better still, but finds less of a cost that is far from its description. UNSURE_S: error of any cost in
-# addition to its spread, since a described cost near zero says little (assumed).
+# of other costs beyond that; launches follow the host's speed closely, what parallelism adds differs by a factor of 2
+# to 5 between hosts (examples/profiles/hosts.md).
 RUN_NOISE = 0.03
 STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
-LAUNCH_SPREAD = 0.1
-COST_SPREAD = 0.3
-UNSURE_S = 0.35e-3
+LAUNCH_SPREAD = 0.15
+COST_SPREAD = 0.4
 LEAST_S = 0.1e-3  # stands for any smaller described cost, since zero has no logarithm
+# Error of any cost in addition to its spread, since a described cost near zero says little (assumed).
+UNSURE_S = 0.35e-3
 LEVEL = 3.0  # multiple of the described costs at which every narrow run waits for its host
 
 

@@ -9,6 +9,7 @@ beyond the host's speed; errors are logarithms of predicted over measured steps.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -87,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -175,7 +175,7 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
     assert assumed == sorted(assumed, key=lambda one: (one.decides, abs(one.change)), reverse=True)
     assert left["host, torchtitan: a layer's tensor parallelism"].plan == "tp 4"
     assert left["host, torchtitan: a layer's tensor parallelism"].spread == pytest.approx(
-        np.expm1(1.2816 * np.hypot(0.3, np.log1p(0.35 / 7.8)))
+        np.expm1(1.2816 * np.hypot(0.4, np.log1p(0.35 / 7.8)))
     )
     assert len(after) < len(left)
 
