@@ -42,6 +42,14 @@ TUNED = (
 )
 
 
+SEQ_LEN = 8192  # tokens of a sequence, unless the model's own limit is less
+
+
+def default_length(model: Model) -> int:
+    """Return the tokens of a sequence where no length is stated."""
+    return min(SEQ_LEN, model.max_positions or SEQ_LEN)
+
+
 def default_batch(model: Model, seq_len: int, gpus: int, *, tuned: bool = False) -> tuple[int, str]:
     """Return the sequences of a step, and the name of the recipe; `tuned` is for adapters or frozen weights.
 

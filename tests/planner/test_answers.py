@@ -217,8 +217,8 @@ def test_fine_tuning_has_the_batch_that_its_tools_start_with(gpus, accumulated):
 @pytest.mark.parametrize("runtime", ["megatron-lm", "megatron-deepspeed", "nemo-automodel", "torchtitan"])
 def test_what_is_said_of_torch_compile_is_used_or_refused(planner, runtime):
     """A step predicted with --compile differs from one without, or the flag is refused; a case says it."""
-    question = "--model tiny-llama --cluster dgx-h100 --gpus 1 --seq-len 256 --global-batch 1 --json".split()
-    same = (*question, "--runtime", runtime)
+    machine, workload = ("--cluster", "dgx-h100", "--gpus", "1"), ("--seq-len", "256", "--global-batch", "1")
+    same = ("--model", "tiny-llama", *machine, *workload, "--runtime", runtime, "--json")
     plain, compiled = (planner("estimate", *same, *more) for more in ((), ("--compile",)))
     case = {"model": "tiny-llama", "cluster": "dgx-h100", "workload": {"seq_len": 256, "global_batch_size": 2}}
     read = load_case({**case, "plan": {"dp_shard": 1}, "runtime": {"name": runtime, "compile": True}})
