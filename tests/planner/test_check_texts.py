@@ -119,3 +119,16 @@ def test_a_key_that_stands_twice_is_named():
     assert found.case is not None
     assert found.case.plan.tp == 2
     assert any("distributed.tp_size stands twice" in line for line in found.assumed)
+
+
+def test_a_script_that_has_megatrons_fsdp_is_not_told_to_set_it():
+    """ZeRO-3 of a script comes from --use-megatron-fsdp alone; the line on it says what it is by."""
+    words = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+    sizes = "--micro-batch-size 1 --global-batch-size 8 --seq-length 2048 --max-position-embeddings 8192"
+    line = f"torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 1 {sizes} {words}"
+    found = asked(line, "run.sh", seq_len=None)
+
+    assert found.case is not None
+    assert found.case.plan.zero_stage == 3
+    said = [problem.message for problem in found.case.question.problems(found.case.plan)]
+    assert not any(message.startswith("needs --use-megatron-fsdp") for message in said)
