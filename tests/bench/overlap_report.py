@@ -164,16 +164,8 @@ def _choices(shapes: Shapes, modes: list[str]) -> str:
 
 
 def other_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Tiles, all-reduce by size, norms."""
+    """All-reduce by size, norms, the host's time, signals, copies."""
     lines = []
-    for r in found:
-        if r["kind"] == "tiles":
-            lines += [
-                "",
-                f"Kernel variants ({r['run']}), {r['operation']}, {r['rows']:,} x {r['columns']:,} x {r['depth']:,} (µs): "
-                + ", ".join(f"{name} {1e6 * s:,.0f}" for name, s in sorted(r["seconds"].items(), key=lambda i: i[1]))
-                + ".",
-            ]
     sums = [r for r in found if r["kind"] == "all_reduce"]
     for how in ("graph", "eager"):
         rows = [r for r in sums if r["how"] == how]
