@@ -102,6 +102,13 @@ def _trtllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
             why="the command line has no flag for it",
             remedy="use --engine vllm or sglang, or write enable_attention_dp: true into its --extra_llm_api_options",
         )
+    if deployment.kv_cache == "float8":
+        raise Infeasible(
+            "trtllm-serve takes an 8-bit KV cache from a YAML file only",
+            why="the command line has no flag for it in all releases",
+            remedy="use --engine vllm or sglang, or write kv_cache_config: {dtype: fp8} into its"
+            " --extra_llm_api_options",
+        )
     words = ["trtllm-serve", "serve", model, "--port", str(port)]
     words += ["--tp_size", str(pool.tp), "--pp_size", str(pool.pp)]
     words += ["--ep_size", str(pool.ep)] if pool.ep > 1 else []
