@@ -100,3 +100,13 @@ def test_a_command_serves_the_formats_that_were_asked_for() -> None:
     assert any("a checkpoint with weights in float8" in line for line in question.assumed)
     with pytest.raises(Infeasible, match="8-bit KV cache"):
         command(deployment, deployment.pool, "name", longest=100)
+
+
+def test_no_deployment_is_simulated_twice_and_each_takes_all_gpus() -> None:
+    for gpus in (2, 3, 4, 8):
+        flags = ServingFlags(model="qwen3-30b-a3b", cluster="dgx-h100", gpus=gpus, engine="sglang", separate=True)
+        found = deployments(serving_question(flags))[0]
+        assert len(found) == len(set(found))
+        assert {deployment.gpus for deployment in found} == {gpus}
+        readers = {one.prefill.engines * one.prefill.gpus for one in found if one.prefill}
+        assert readers == set(range(1, gpus)), "each division of so few GPUs"
