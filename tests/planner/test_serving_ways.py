@@ -35,11 +35,11 @@ LACKS = "a100-pcie-x4"  # TensorRT-LLM has no 8-bit formats on its GPUs
 def test_each_way_out_of_what_does_not_fit_fits(asked: dict[str, object], ways: set[str]) -> None:
     with pytest.raises(Infeasible) as refused:
         search_serving(serving_question(ServingFlags(**asked)))
-    machine, *told = refused.value.remedy.split(", or ")
+    machine, *given = refused.value.remedy.split(", or ")
 
     assert machine == f"a --cluster with {'newer' if asked['cluster'] == LACKS else 'more or larger'} GPUs"
-    assert set(told) == ways
-    for way in told:
+    assert set(given) == ways
+    for way in given:
         flag, word = way.removeprefix("--").split()
         changed = ServingFlags(**asked | {flag.replace("-", "_"): word})
         assert deployments(serving_question(changed))[0], way
@@ -54,7 +54,7 @@ def test_a_comparison_of_what_does_not_fit_tells_the_same_ways() -> None:
 
 
 def test_the_prompt_to_ask_for_instead_of_one_that_is_too_long_is_accepted() -> None:
-    chance, told = random.Random("prompts"), 0
+    chance, fitting = random.Random("prompts"), 0
     for _ in range(60):
         asked = {
             "model": chance.choice(("gpt2", "llama2-7b", "gemma2-9b")),
@@ -68,8 +68,8 @@ def test_the_prompt_to_ask_for_instead_of_one_that_is_too_long_is_accepted() -> 
         except UserError as refused:
             if shorter := re.search(r"--isl (\d+)", refused.remedy):
                 serving_question(ServingFlags(**asked | {"isl": int(shorter[1])}))
-                told += 1
-    assert told > 10
+                fitting += 1
+    assert fitting > 10
 
 
 def test_the_price_is_that_of_all_gpus_over_all_tokens() -> None:
