@@ -25,7 +25,6 @@ from topology.units import two_digits
 # between deployments (vLLM: Llama 3.1 70B on two, four and eight H100, 3 % in the mean;
 # examples/validation/serving.md).
 TIE = 0.05
-FORMATS = ("weights", "kv_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,8 @@ def ways_to_fit(question: ServingQuestion) -> list[str]:
         if WEIGHT_BYTES[word] < WEIGHT_BYTES[question.weights]
     ]
     if no_format(question):
-        tried += [(f"--{name.replace('_', '-')} bfloat16", replace(question, **{name: "bfloat16"})) for name in FORMATS]
+        tried.append(("--weights bfloat16", replace(question, weights="bfloat16")))
+        tried.append(("--kv-cache bfloat16", replace(question, kv_cache="bfloat16")))
         tried += [(f"--engine {name}", question.of_engine(name)) for name in COMPARED]
     return [machine, *(flags for flags, asked in tried if deployments(asked)[0])]
 
