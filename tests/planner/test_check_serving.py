@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -320,10 +321,11 @@ def test_limits_of_a_rank_are_those_that_sglang_gives_it() -> None:
 
 def test_a_change_of_the_ranks_of_attention_keeps_the_limits_of_each() -> None:
     text = (
-        "sglang serve --model deepseek-ai/DeepSeek-R1 --tp-size 8 --attn-dp-size 8 --ep-size 8"
+        "sglang serve --model Qwen/Qwen3-30B-A3B --tp-size 8 --attn-dp-size 8 --ep-size 8"
         " --max-running-requests 64 --chunked-prefill-size 65536"
     )
-    for change in checked(text, search=True).changes:
-        ranks = change.plan.deployment.pool.dp_attention
+    changes = checked(text, search=True, load=replace(LOAD, concurrency=64)).changes
+    assert {change.plan.deployment.pool.dp_attention for change in changes} == {1, 2}
+    for change in changes:
         assert change.plan.deployment.max_num_seqs == 8
-        assert ranks == 8 or f"--max-running-requests 64 -> {8 * ranks}" in change.what
+        assert f"--max-running-requests 64 -> {8 * change.plan.deployment.pool.dp_attention}" in change.what
