@@ -232,3 +232,7 @@ def _silence_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stream without a descriptor, as in tests
         return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

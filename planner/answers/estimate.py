@@ -9,8 +9,9 @@ from pathlib import Path
 from planner.explain.plan_answer import PlanAnswer, answer_plan, plan_document, unreadable_document
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.question.case_fields import case_id
 from planner.question.case_words import is_plan_file
-from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
+from planner.question.cases import case_from_flags, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags, flags_of_plan
 from planner.question.learned_runtime import LearnedCalibrations, in_place, is_learned, read_learned
 from planner.question.overrides import with_flags

@@ -25,11 +25,12 @@ from planner.question.flags import Flags, flags_of_question, gpu_counts
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
 from planner.question.prediction import predict
+from planner.question.question import Question
 from planner.requests.flag import values_of
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Explain
 from planner.search.answer import answer
-from planner.search.deadline import NOT_EXPLAINED, deadline_of, left_s
+from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, left_s
 from planner.search.fixes import find_fixes, memory_text
 from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
@@ -37,7 +38,7 @@ from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
 from simulator.fitting.calibrations import Calibrations
 from topology import codec
-from topology.errors import UserError
+from topology.errors import Infeasible, UserError
 from topology.time_limit import limited
 
 
@@ -65,8 +66,12 @@ def explain(asked: Explain) -> None:
             if asked.memory:
                 _memory_only(case, observed, asked.svg, json=asked.json)
                 return
-            with limited(asked.time_limit):
-                result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
+            try:
+                with limited(asked.time_limit):
+                    result, chosen = _search(case, asked.top, left_s(deadline)), case.plan
+            except Infeasible as error:
+                _alone(case, error, observed, asked)
+                return
         else:
             wanted = SearchOptions(top=asked.top + 1, time_limit_s=left_s(deadline))
             with limited(asked.time_limit):
@@ -83,29 +88,42 @@ def explain(asked: Explain) -> None:
                 else lambda n: read_cluster(asked.cluster or "dgx-h100", n, gpu=asked.gpu),
                 progress=output.progress,
             )
-        if found.traffic is None and not result.cut_short:
-            result = replace(result, assumed=(*result.assumed, NOT_EXPLAINED))
+        legal = result.question.legal(chosen)
+        left_out = next((said for said in result.assumed if said in {NOT_SIMULATED, NOT_EXPLAINED}), None)
+        if found.traffic is None and legal:
+            left_out = left_out or NOT_EXPLAINED
     finally:
         output.end_progress()
     warn_of_doubts(measured)
-    _print(found, result, changed, memory=asked.memory, json=asked.json)
-    if asked.svg is not None:
-        _draw(
-            f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, asked.svg, memory=asked.memory
-        )
+    _show(found, result.question, asked, changed, left_out)
 
 
-def _print(
-    found: reasons.Explanation, result: SearchResult, changed: tuple[str, ...], *, memory: bool, json: bool
+def _alone(case: Case, error: Infeasible, observed: float | None, asked: Explain) -> None:
+    """Explain a plan for whose question no plan fits, as `error` says."""
+    question = replace(case.question, gpus=case.plan.gpus)
+    why = f"{error.what}; {error.remedy}" if error.remedy else error.what
+    found = reasons.explain_alone(question, case.plan, why, observed)
+    output.end_progress()
+    _show(found, question, asked, case.changed)
+
+
+def _show(
+    found: reasons.Explanation,
+    question: Question,
+    asked: Explain,
+    changed: tuple[str, ...],
+    left_out: str | None = None,
 ) -> None:
-    if json:
-        asked = question_document(result.question, found.plan.gpus)
-        document = {"question": asked, "changed": list(changed), **codec.to_builtins(found)}
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
-    elif memory:
+    """Print an explanation, and draw it if that is asked for."""
+    if asked.json:
+        document = {"question": question_document(question, found.plan.gpus), "changed": list(changed)}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document, **codec.to_builtins(found)})
+    elif asked.memory:
         print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     else:
-        print_explanation(found, result, changed)
+        print_explanation(found, question, changed, left_out)
+    if asked.svg is not None:
+        _draw(f"{question.model.name}, {degrees_text(found.plan)}", found.estimate, asked.svg, memory=asked.memory)
 
 
 def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:

@@ -24,6 +24,7 @@ from simulator.config.runtime import Runtime
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
+from simulator.runtimes.library import compiles
 from topology.codec import JsonObject
 from topology.errors import Infeasible, Unproved
 from topology.time_limit import limited
@@ -237,7 +238,7 @@ def _best(
             rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
             break
     singles = [change.better for change in changes]
-    for rival in (*rivals, *singles[:1]):
+    for rival in (*rivals, *singles[:1]) if compiles(question.runtime) else ():
         recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=recompiled)
         if (

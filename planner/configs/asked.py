@@ -12,8 +12,9 @@ from planner.configs.written_back import Writer
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, NotStated, read
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import implied_runtime, resolve_runtime
-from planner.question.cases import DEFAULT_CLUSTER, SEQ_LEN, Case, build_case, complete_plan
+from planner.question.cases import DEFAULT_CLUSTER, Case, build_case, complete_plan
 from planner.question.question import rule_facts
+from planner.question.recipes import SEQ_LEN, default_length
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -274,7 +275,7 @@ def _agree(facts: Facts, flags: CheckFlags) -> None:
 def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
     """Fill in the sequence length and the batch where a configuration leaves them open."""
     if facts.get("seq_len") is None:
-        facts["seq_len"] = min(SEQ_LEN, (model.max_positions if model else 0) or SEQ_LEN)
+        facts["seq_len"] = default_length(model) if model else SEQ_LEN
         assumed.append(f"sequence length {facts['seq_len']:,} tokens (the file does not say it)")
     if facts.get("global_batch_size") is None:
         facts |= _open_batch(facts, assumed)

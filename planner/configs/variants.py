@@ -11,6 +11,7 @@ from planner.io.plan_words import changed_fields, value_words
 from planner.question.question import Question
 from simulator.config.plan import Plan, default_schedule
 from simulator.config.runtime import Runtime
+from simulator.runtimes.library import compiles
 
 MICRO_BATCHES = (0.125, 0.25, 0.5, 2, 4)  # factors of the file's own micro batch
 
@@ -31,7 +32,7 @@ def variants_of(plan: Plan, question: Question) -> list[Variant]:
         if other != plan and other not in found:
             found[other] = Variant(what=_named(plan, other), plan=other, runtime=question.runtime)
     variants = list(found.values())
-    if question.framework.tools.compiles:
+    if compiles(question.runtime):
         compiled = replace(question.runtime, compile=not question.runtime.compile)
         word = "on" if compiled.compile else "off"
         variants.append(Variant(what=f"torch.compile {word}", plan=plan, runtime=compiled))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.explain.overlap_account import SiteOverlap, overlap_by_site
 from planner.explain.traffic import Traffic, traffic_of
@@ -84,17 +84,20 @@ class MemoryAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of one plan. `behind_s` is how many seconds it is slower than the best plan."""
+    """The explanation of one plan. `behind_s` is how many seconds it is slower than the best plan; None if `none_fits`
+    says why there is none.
+    """
 
     plan: Plan
     estimate: Estimate
     waterfall: Waterfall
     memory: MemoryAccount
-    behind_s: float
-    runners: tuple[LosingPlan, ...]
-    flips: tuple[AnswerFlip, ...]
-    rejected: dict[str, int]
-    pruned: dict[str, int]
+    behind_s: float | None = None
+    none_fits: str = ""
+    runners: tuple[LosingPlan, ...] = ()
+    flips: tuple[AnswerFlip, ...] = ()
+    rejected: dict[str, int] = field(default_factory=dict)
+    pruned: dict[str, int] = field(default_factory=dict)
     overlap: tuple[SiteOverlap, ...] = ()  # what the overlap mode of each tensor-parallel communication hides
     traffic: Traffic | None = None  # None if the plan is not legal, or the time limit ended before
     fixes: tuple[Fix, ...] = ()  # for a plan that may not fit: changes that make it fit, cheapest first
@@ -152,10 +155,38 @@ def explain(
         if other is not chosen
     )
     own_question = replace(question, gpus=first.plan.gpus)
+    fixes = first.fixes if chosen is first else find_fixes(replace(question, gpus=plan.gpus), plan, estimate)
+    return replace(
+        _of_plan(question, plan, estimate, fixes, observed_bytes, cut_short=result.cut_short),
+        behind_s=0.0 if chosen is first else estimate.step_s.value - first.estimate.step_s.value,
+        runners=runners,
+        flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
+        rejected=result.rejected,
+        pruned=result.search.pruned,
+    )
+
+
+def explain_alone(question: Question, plan: Plan, none_fits: str, observed_bytes: float | None = None) -> Explanation:
+    """Explain a plan for a question without a plan that fits; `none_fits` says why."""
+    estimate = predict(question, plan).estimate
+    fixes = find_fixes(question, plan, estimate)
+    return replace(_of_plan(question, plan, estimate, fixes, observed_bytes), none_fits=none_fits)
+
+
+def _of_plan(
+    question: Question,
+    plan: Plan,
+    estimate: Estimate,
+    fixes: tuple[Fix, ...],
+    observed_bytes: float | None,
+    *,
+    cut_short: bool = False,
+) -> Explanation:
+    """Return what there is to say of a plan by itself."""
     overlap: tuple[SiteOverlap, ...] = ()
     traffic: Traffic | None = None
     with suppress(Unproved):  # after the deadline, the explanation has neither
-        if not result.cut_short:
+        if not cut_short:
             overlap = overlap_by_site(plan, question.estimate)
             traffic = traffic_of(replace(question, gpus=plan.gpus), plan, estimate)
     return Explanation(
@@ -163,14 +194,9 @@ def explain(
         estimate=estimate,
         waterfall=waterfall(estimate),
         memory=memory_account(estimate, observed_bytes),
-        behind_s=0.0 if chosen is first else estimate.step_s.value - first.estimate.step_s.value,
-        runners=runners,
-        flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
-        rejected=result.rejected,
-        pruned=result.search.pruned,
         overlap=overlap,
         traffic=traffic,
-        fixes=first.fixes if chosen is first else find_fixes(replace(question, gpus=plan.gpus), plan, estimate),
+        fixes=fixes,
     )
 
 

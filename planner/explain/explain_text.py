@@ -25,8 +25,8 @@ from planner.io.figures import change_text, gib_text, last_digit_s, rate_text, s
 from planner.io.grids import console, grid
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.printable import printable
+from planner.question.question import Question
 from planner.search.fixes import memory_text
-from planner.search.result import SearchResult
 from planner.search.rule_words import rejected_words
 from simulator.config.overlap_sites import NONE
 from topology.units import GIB, in_gib
@@ -35,20 +35,22 @@ BAR = 24  # characters of the longest bar
 NOTHING_BYTES = 0.05 * GIB  # differences below would be shown as 0.0
 
 
-def print_explanation(found: Explanation, result: SearchResult, changed: Sequence[str] = ()) -> None:
-    """Print the answer of `planner explain`."""
+def print_explanation(
+    found: Explanation, question: Question, changed: Sequence[str] = (), left_out: str | None = None
+) -> None:
+    """Print the answer of `planner explain`; `left_out` says what there was no time for."""
     screen = console()
     last_s = last_digit_s(found.estimate.step_s)
-    comparison = "; the best plan"
+    comparison = "; no plan fits" if found.none_fits else "; the best plan"
     if found.behind_s:
         comparison = f"; {seconds_text(found.behind_s, last_s, signed=True)} a step against the best plan"
     print_lines(
         screen,
         [
-            f"cluster   {cluster_line(result.question.cluster)}",
-            f"model     {model_line(result.question.model)}",
-            f"workload  {workload_line(result.question.workload)}",
-            f"runtime   {runtime_line(result.question.runtime, result.question.software)}",
+            f"cluster   {cluster_line(question.cluster)}",
+            f"model     {model_line(question.model)}",
+            f"workload  {workload_line(question.workload)}",
+            f"runtime   {runtime_line(question.runtime, question.software)}",
             f"plan      {degrees_text(found.plan)}; {policy_text(found.plan)}{comparison}",
             *changed_lines(changed),
             "",
@@ -59,9 +61,11 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     if found.traffic is not None:
         screen.print()
-        print_traffic(found.traffic, result.question.cluster)
+        print_traffic(found.traffic, question.cluster)
     lines = ["", *(f"overlap   {overlap_text(site, last_s)}" for site in found.overlap)]
-    cluster = result.question.cluster
+    lines += [f"others    {found.none_fits}"] if found.none_fits else []
+    lines += [f"left out  {left_out}"] if left_out else []
+    cluster = question.cluster
     for number, runner in enumerate(found.runners, start=2):
         flips = "; ".join(vendor_text(flip_text(flip), cluster) for flip in runner.flips)
         lines.append(

@@ -79,7 +79,7 @@ def require_said(key: str, value: Any) -> Any:
     """Return a value. Raises NotStated for a placeholder."""
     if not isinstance(value, str) or not _ELSEWHERE.search(value):
         return value
-    name = re.search(r"\$\{?(\w+)", value)
+    name = re.search(r"\$\{?(?:oc\.env:|env:)?((?<=\$)\w+|[\w.]+)", value)
     raise NotStated(
         f"{key} is {value[:60]!r}, which the file does not resolve",
         remedy=f"--set {name[1]}=VALUE" if name else "write the value into the file",

@@ -223,3 +223,9 @@ def stage_of_fsdp(values: JsonObject, framework: Framework, where: str) -> list[
     del values["zero_stage"]
     values["reshard_after_forward"] = False
     return ["ZeRO stage 2 is FSDP without reshard after forward, whose gradients and optimizer are sharded likewise"]
+
+
+def case_id(data: Mapping[str, Any]) -> str:
+    """Return a case's id, or `case` where it has none."""
+    name = data.get("id")
+    return name if isinstance(name, str) and name else "case"

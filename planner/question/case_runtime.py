@@ -20,7 +20,7 @@ from simulator.runtimes.library import is_described, lineage, runtime_names, run
 from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
-from topology.errors import BadPlan
+from topology.errors import BadPlan, UserError
 
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # words of sources for no CUDA graphs
 
@@ -192,3 +192,13 @@ def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Fra
     if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
         return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
     return runtime, []
+
+
+def refuse_compile(said: Mapping[str, Any], runtime: str) -> None:
+    """Raise UserError if a flag compiles the model of a runtime that is described without torch.compile."""
+    if said.get("compile") and not runtime_spec(runtime).tools.compiles:
+        raise UserError(
+            f"--compile changes nothing in {runtime}",
+            why="it is described without torch.compile of its layers",
+            remedy="leave --compile out",
+        )

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
+    case_id,
     fill_gpus,
     gpus_of,
     kind_of,
@@ -26,7 +27,13 @@ from planner.question.case_fields import (
     unsaid,
     with_modules,
 )
-from planner.question.case_runtime import described_runtime, implied_runtime, resolve_runtime, runtime_section
+from planner.question.case_runtime import (
+    described_runtime,
+    implied_runtime,
+    refuse_compile,
+    resolve_runtime,
+    runtime_section,
+)
 from planner.question.case_words import PLAN_KEYS, in_sections
 from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags
@@ -34,7 +41,7 @@ from planner.question.notes import card_memory_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import published_recompute, recipe_settings
-from planner.question.recipes import default_batch
+from planner.question.recipes import default_batch, default_length
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
 from simulator.config.hf_config import load_model, model_from_config
@@ -57,8 +64,7 @@ from topology.codec import JsonObject
 from topology.errors import BadCluster, BadInput, BadModel, UserError
 from topology.rates.reach import cluster_caveats
 
-# Used if flags give none; SEQ_LEN is the tokens of a sequence.
-DEFAULT_MODEL, DEFAULT_CLUSTER, SEQ_LEN = "llama3-8b", "dgx-h100", 8192
+DEFAULT_MODEL, DEFAULT_CLUSTER = "llama3-8b", "dgx-h100"  # used if flags give none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,13 +270,14 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         gpus=count,
     )
     refuse_unused(flags, case.plan)
+    refuse_compile(flags.runtime, case.question.runtime.name)
     return case
 
 
 def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, list[str]]:
     """Return the workload of flags, and the source of its batch if they leave it open."""
-    seq_len = flags.seq_len or min(SEQ_LEN, model.max_positions or SEQ_LEN)
-    recommended, whose = default_batch(model, seq_len, gpus)
+    seq_len = flags.seq_len or default_length(model)
+    recommended, whose = default_batch(model, seq_len, gpus, tuned=bool(flags.runtime.get("adapter")))
     batch = flags.global_batch or recommended
     workload = Workload(
         seq_len=seq_len,
@@ -327,12 +334,6 @@ def all_assumed(
         *away_assumed(question.runtime, plans, question.cluster),
     )
     return tuple(dict.fromkeys(lines))
-
-
-def case_id(data: Mapping[str, Any]) -> str:
-    """Return a case's id, or `case` where it has none."""
-    name = data.get("id")
-    return name if isinstance(name, str) and name else "case"
 
 
 def complete_plan(

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from planner.io.inputs import read_cluster
-from planner.question.case_runtime import resolve_runtime
+from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import Case, all_assumed, complete_plan, refuse_experts, refuse_unused
 from planner.question.flags import Flags
 from planner.question.plan_file import require_fresh
@@ -55,6 +55,7 @@ def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) ->
     plan = _plan(case.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)
     refuse_experts(flags, model)
     refuse_unused(flags, plan)
+    refuse_compile(flags.runtime, runtime.name)
     changed = [
         *_differences({"model": question.model.name}, {"model": model.name}),
         *_differences({"cluster": question.cluster.name}, {"cluster": cluster.name}),

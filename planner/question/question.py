@@ -145,6 +145,7 @@ def rule_facts(
         reach=joined.gpus,
         reach_reason=joined.why,
         compute_capability=cluster.slowest_kind.compute_capability,
+        by_amd=cluster.slowest_kind.by_amd,
         no_low_precision=why_not(runtime, cluster.slowest_kind),
     )
 

@@ -34,12 +34,31 @@ RECIPES = (
 )
 
 
-def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
-    """Return the sequences of a step, and the name of the recipe.
+# Sequences of a step per GPU in recipes of LoRA for Llama 3 8B, which tools start with on any number of GPUs.
+TUNED_PER_GPU = 8
+TUNED = (
+    "LLaMA-Factory's examples/train_lora/llama3_lora_sft.yaml, 1 x 8 accumulated; axolotl's"
+    " examples/llama-3/lora-8b.yml, 2 x 4"
+)
+
+
+SEQ_LEN = 8192  # tokens of a sequence, unless the model's own limit is less
+
+
+def default_length(model: Model) -> int:
+    """Return the tokens of a sequence where no length is stated."""
+    return min(SEQ_LEN, model.max_positions or SEQ_LEN)
+
+
+def default_batch(model: Model, seq_len: int, gpus: int, *, tuned: bool = False) -> tuple[int, str]:
+    """Return the sequences of a step, and the name of the recipe; `tuned` is for adapters or frozen weights.
 
     The number is a multiple of `gpus` and of powers of two, or a power of two if a step has fewer sequences than GPUs,
     so it can be divided by many numbers of data-parallel ranks and micro batch sizes.
     """
+    if tuned:
+        batch = TUNED_PER_GPU * gpus
+        return batch, f"global batch {batch:,} sequences ({TUNED_PER_GPU} a GPU, as in fine-tuning: {TUNED})"
     recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
     sequences = recipe.tokens / seq_len
     if sequences >= gpus:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
-from planner.question.case_runtime import resolve_runtime
+from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, refuse_experts, stated_workload
 from planner.question.flags import Flags
 from planner.question.question import Question, question_of
@@ -151,6 +151,7 @@ def search_question(
     stated = {"name": rules.runtime_name, "version": version, **flags.runtime}
     stated, _, from_recipes = recipe_settings(stated, {}, network, machine, workload)
     runtime, from_runtime = resolve_runtime(stated)
+    refuse_compile(flags.runtime, runtime.name)
     question = question_of(
         network, machine, workload, framework=rules, runtime=runtime, calibration=measured.on(machine)
     )

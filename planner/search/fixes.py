@@ -29,6 +29,7 @@ from simulator.config.savers import TITLES
 from simulator.legality.rule import divisors
 from simulator.legality.rules import legal_ones
 from simulator.memory.plan_memory import PlanMemory, Replays
+from simulator.runtimes.library import compiles
 from topology.errors import Unproved, UserError
 from topology.rates.scaling import with_gpus
 from topology.time_limit import check_time, reading, until
@@ -103,7 +104,7 @@ def find_savings(question: Question, plan: Plan, estimate: Estimate) -> tuple[Fi
     largest saving first.
     """
     compiled = replace(question, runtime=replace(question.runtime, compile=True))
-    others = [] if question.runtime.compile else [("torch.compile", "compile", compiled)]
+    others = [("torch.compile", "compile", compiled)] if _may_compile(question) else []
     if paged := paged_instead(question.runtime):
         others.append((f"optimizer {paged.optimizer}", "optimizer", replace(question, runtime=paged)))
     for words in more_savers(question.runtime):
@@ -226,10 +227,14 @@ def _by_price(question: Question, plan: Plan, deadline: float | None) -> Iterato
         yield PRECISION, iter([list(_variants(short, plan, *changed, paid=PRECISION, degrees=False))])
 
 
+def _may_compile(question: Question) -> bool:
+    return not question.runtime.compile and compiles(question.runtime)
+
+
 def _on_same_gpus(question: Question, plan: Plan) -> _Groups:
     """Yield the variants of a plan as requested, compiled, and with memory savers."""
     yield [one for one in _variants(question, plan) if one.changes]
-    if not question.runtime.compile:
+    if _may_compile(question):
         compiled = replace(question, runtime=replace(question.runtime, compile=True))
         yield list(_variants(compiled, plan, ("torch.compile",), frozenset({"compile"})))
     if paged := paged_instead(question.runtime):

@@ -39,6 +39,7 @@ from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.legality.frameworks import ANY, Framework
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory, Replays
+from simulator.runtimes.library import compiles
 from topology.cluster import Cluster
 from topology.errors import Infeasible, Unproved, UserError
 from topology.rates.reach import reach
@@ -311,7 +312,7 @@ def _relaxed(
         )
     if paged := paged_instead(s.runtime):
         yield f"--optimizer {paged.optimizer}", constrained.ask(runtime=paged)
-    if not s.runtime.compile:
+    if not s.runtime.compile and compiles(s.runtime):
         yield "--compile", constrained.ask(runtime=replace(s.runtime, compile=True))
     if s.runtime.param_dtype == "float32":
         yield "--param-dtype bfloat16", constrained.ask(runtime=replace(s.runtime, param_dtype="bfloat16"))

@@ -100,6 +100,7 @@ RULE_WORDS = {
     "overlap": "overlap of TP needs TP with sequence parallelism",
     "overlap-compile": "this overlap of TP is only with, or only without, torch.compile",
     "overlap-mode": "kind of overlap of TP not supported",
+    "overlap-vendor": "overlap of TP that the GPUs' vendor does not have",
     "overlap-domain": "overlap of TP reaches beyond a node",
     "overlap-latent": "overlap of TP not supported with latent attention",
     "overlap-peers": "this overlap of TP needs NVLink between the GPUs",

@@ -328,8 +328,7 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
         raise Infeasible(
             f"no plan for {counts.question.model.name} on the numbers of GPUs tried",
             why=problems,
-            remedy="a later deadline, a larger budget or fewer tokens, so that fewer GPUs are enough"
-            + counts.more_nodes,
+            remedy=f"{_relaxed(goal)} or fewer tokens, so that fewer GPUs are enough{counts.more_nodes}",
         )
     soonest, cheapest = (
         min(possible, key=lambda run: run.seconds),
@@ -343,10 +342,16 @@ def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
     raise Infeasible(
         f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {' and '.join(wanted)}",
         why="; ".join(ends),
-        remedy="a later deadline, more money, fewer tokens, or a larger --global-batch, which more GPUs can share"
+        remedy=f"{_relaxed(goal)}, fewer tokens, or a larger --global-batch, which more GPUs can share"
         + counts.more_nodes
         + ("; or a longer --time-limit: not all were tried" if any(run.problem == NOT_TRIED for run in runs) else ""),
     )
+
+
+def _relaxed(goal: Goal) -> str:
+    """Return what of a goal may be relaxed, in words."""
+    wanted = {"a later deadline": goal.deadline_s, "a larger budget": goal.budget}
+    return ", ".join(words for words, stated in wanted.items() if stated is not None)
 
 
 def _end(run: WholeRun) -> str:

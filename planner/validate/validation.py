@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
-from planner.question.cases import Case, case_id, load_case
+from planner.question.case_fields import case_id
+from planner.question.cases import Case, load_case
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal

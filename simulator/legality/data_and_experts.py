@@ -411,7 +411,7 @@ DATA_RULES: list[Rule] = [
     rule(
         "shard-degree",
         lambda c, q: ((c.dp_shard > 1) | (c.zero_stage > 1)) & (c.gpus > 1),
-        lambda p, q: f"needs {q.framework.fsdp_needs}: the distributed optimizer alone is ZeRO-1",
+        lambda p, q: f"by {q.framework.fsdp_needs}: the distributed optimizer alone is ZeRO-1",
         grade=Grade.LEGAL,
         applies=lambda q: bool(q.framework.fsdp_needs),
     ),

@@ -225,6 +225,14 @@ POLICY_RULES: list[Rule] = [
         applies=lambda q: q.gpus_per_node > 0,
     ),
     policy_rule(
+        "overlap-vendor",
+        "tp_overlap",
+        lambda c, q: _where_overlap(c, lambda text: USERBUFFERS in modes_in(text)),
+        # ROCm/TransformerEngine: build_tools/pytorch.py leaves its sources out, and README.rst does not list it
+        lambda p, q: f"tp_overlap {p.tp_overlap} is not among what TransformerEngine for ROCm supports",
+        applies=lambda q: q.by_amd,
+    ),
+    policy_rule(
         "overlap-latent",
         "tp_overlap",
         lambda c, q: _where_overlap(c, lambda text: _overlaps_at(text, "attention_in")),

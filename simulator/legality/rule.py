@@ -70,6 +70,7 @@ class RuleFacts:
     reach: int = 0  # the number of connected GPUs; `reach_reason` says why not all are
     reach_reason: str = ""
     compute_capability: int = 0  # CUDA's, of the slowest GPUs; 0: not known, or not NVIDIA's
+    by_amd: bool = False  # the GPUs are AMD's: software of ROCm runs
     no_low_precision: str = ""  # why the GPUs cannot compute products in the low type that the runtime states
 
     @property

@@ -302,6 +302,11 @@ def head_left(layer: LayerSpec, runtime: Runtime) -> tuple[str, ...]:
     return () if fused or (runtime.compile and layer.compiled_head_peak) else layer.head_left
 
 
+def compiles(runtime: Runtime) -> bool:
+    """Whether the runtime is described with its layers compiled by torch.compile, too."""
+    return spec_for(runtime).tools.compiles
+
+
 def recompute_stops_early(runtime: Runtime) -> bool:
     """Whether recomputing a block stops as soon as the backward pass has what it needs; see
     `simulator.runtimes.recomputation`.

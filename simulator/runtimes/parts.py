@@ -260,8 +260,8 @@ class ToolsSpec:
 
     `layers` and `trainer`: the runtime whose layers the executor runs in a calibration, and whose training step it runs
     for a plan. `export`: the target of `planner export` for its plans; `program`: what launchers start. `log`: the
-    format of its log lines; `logs_reserved`: their memory is the allocator's reserved bytes. `compiles`: torch.compile
-    can be switched on and off.
+    format of its log lines; `logs_reserved`: their memory is the allocator's reserved bytes. `compiles`: it is
+    described with its layers compiled by torch.compile, too.
     """
 
     layers: Literal["", "own", "torchtitan"] = ""

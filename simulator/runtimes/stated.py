@@ -39,6 +39,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
             if key == "reduce_dtype" and spec.state.wide_sums and chosen["param_dtype"] not in spec.state.wide_sums:
                 value = chosen["param_dtype"]
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
+        if key == "compile" and value and not spec.tools.compiles:
+            assumed.append(f"runtime.compile: {spec.names[0]} is not described with torch.compile, costed without it")
+            value = False
         if key == "optimizer":
             value = canonical_optimizer(str(value))
             if value in OPTIMIZERS and OPTIMIZERS[value].matrices is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from planner.explain import explain as explaining
+from planner.question.cases import load_case, stated_workload
 from planner.question.flags import Flags
 from planner.question.recipes import default_batch
 from planner.search.answer import answer
@@ -201,6 +202,37 @@ def test_the_batch_assumed_can_be_shared_by_any_number_of_gpus(gpus):
     found, _ = default_batch(load_model("llama3-8b"), 8192, gpus)
 
     assert found % gpus == 0
+
+
+@pytest.mark.parametrize(("gpus", "accumulated"), [(1, 8), (2, 16), (64, 512)])
+def test_fine_tuning_has_the_batch_that_its_tools_start_with(gpus, accumulated):
+    """LLaMA-Factory's llama3_lora_sft.yaml has 1 x 8 sequences a GPU, axolotl's lora-8b.yml 2 x 4."""
+    flags = Flags(seq_len=8192, runtime={"adapter": {"kind": "lora", "rank": 16}})
+    workload, assumed = stated_workload(flags, load_model("llama3-8b"), gpus)
+
+    assert workload.global_batch_size == accumulated
+    assert any("axolotl" in line for line in assumed)
+
+
+@pytest.mark.parametrize("runtime", ["megatron-lm", "megatron-deepspeed", "nemo-automodel", "torchtitan"])
+def test_what_is_said_of_torch_compile_is_used_or_refused(planner, runtime):
+    """A step predicted with --compile differs from one without, or the flag is refused; a case says it."""
+    machine, workload = ("--cluster", "dgx-h100", "--gpus", "1"), ("--seq-len", "256", "--global-batch", "1")
+    same = ("--model", "tiny-llama", *machine, *workload, "--runtime", runtime, "--json")
+    plain, compiled = (planner("estimate", *same, *more) for more in ((), ("--compile",)))
+    case = {"model": "tiny-llama", "cluster": "dgx-h100", "workload": {"seq_len": 256, "global_batch_size": 2}}
+    read = load_case({**case, "plan": {"dp_shard": 1}, "runtime": {"name": runtime, "compile": True}})
+
+    assert plain.returncode == 0, plain.stderr
+    if compiled.returncode:
+        assert compiled.returncode == 2
+        assert "--compile" in compiled.stderr
+        assert not read.question.runtime.compile
+        assert any("torch.compile" in line for line in read.assumed)
+    else:
+        first, second = (json.loads(one.stdout)["estimate"]["step_s"]["value"] for one in (plain, compiled))
+        assert first != second
+        assert read.question.runtime.compile
 
 
 def test_explain_searches_once(planner, monkeypatch):

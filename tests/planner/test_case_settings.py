@@ -470,3 +470,16 @@ def test_pai_megatron_patch_keeps_experts_whole():
     assert case.plan.etp == 1
     held = answer_plan(case).estimate.memory.by_category["parameters"]
     assert held / 2**30 == pytest.approx(6.6, rel=0.1)
+
+
+def test_userbuffers_are_not_for_rocm(planner):
+    """ROCm's TransformerEngine builds without them (build_tools/pytorch.py: sources are for `not rocm_build()`)."""
+    plan = ("--tp", "8", "--sequence-parallel", "--tp-overlap", "userbuffers")
+    same = ("--model", "llama3-8b", "--gpus", "8", "--runtime", "megatron-lm", *plan, "--json")
+    amd, nvidia = (
+        json.loads(planner("estimate", *same, "--cluster", cluster).stdout) for cluster in ("mi300x-x8", "dgx-h100")
+    )
+
+    assert nvidia["legal"]
+    assert not amd["legal"]
+    assert any("ROCm" in problem["message"] for problem in amd["problems"])

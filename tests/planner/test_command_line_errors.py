@@ -376,6 +376,31 @@ def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
     assert any(one["plan"] and one["cost"]["value"] > 5e3 for one in answer["curve"]), "a larger number was tried"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "said", "unsaid"),
+    [
+        (("--budget", "1"), "a larger budget", "deadline"),
+        (("--deadline", "2h"), "a later deadline", "budget"),
+        (("--budget", "1", "--deadline", "2h"), "a later deadline, a larger budget", None),
+    ],
+)
+def test_a_remedy_relaxes_what_was_asked_for(planner, wanted, said, unsaid):
+    counts = ("--gpus", "8,16", "--tp", "1", "--pp", "1", "--tokens", "300B", "--gpu-price", "2")
+    failed = planner("suggest", *RUN, *counts, *wanted)
+
+    assert failed.returncode == 3
+    assert said in failed.stderr
+    assert unsaid is None or unsaid not in failed.stderr.partition("do:")[2]
+
+
+def test_the_module_of_the_command_line_runs_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.cli", "--version"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+
+    assert done.stdout.startswith("planner (meshwright)")
+
+
 def test_stated_counts_are_compared_over_the_whole_run(planner):
     """A curve over the counts said; the deadline chooses among them, and what no count meets is said with both ends."""
     counts = ("--gpus", "8,16", "--pp", "1", "--tokens", "300B", "--gpu-price", "2")

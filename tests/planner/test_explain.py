@@ -33,6 +33,29 @@ def result():
     )
 
 
+def test_a_plan_is_explained_where_no_plan_fits(planner, tmp_path, monkeypatch):
+    """Where its time and memory go does not depend on others; that none fits is said."""
+    case = {
+        "id": "large",
+        "model": "llama3-8b",
+        "cluster": {"gpu": "rtx-4090", "gpus_per_node": 1, "nodes": 1},
+        "workload": {"task": "train", "seq_len": 512, "global_batch_size": 1},
+        "plan": {"dp_shard": 1, "micro_batch_size": 1, "recompute": "full"},
+        "runtime": {"name": "torchtitan"},
+    }
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    monkeypatch.setattr("planner.search.infeasible.relaxations", lambda *_: [])  # seconds for other words
+    done = planner("explain", tmp_path / "case.json", "--json")
+    found = json.loads(done.stdout)
+
+    assert done.returncode == 0, done.stderr
+    assert "does not fit on 1 GPU" in found["none_fits"]
+    assert found["behind_s"] is None
+    assert found["memory"]["reserved_bytes"] > found["memory"]["capacity_bytes"]
+    parts = sum(term["seconds"] for term in found["waterfall"]["terms"])
+    assert found["waterfall"]["peak_s"] + parts == pytest.approx(found["waterfall"]["step_s"])
+
+
 def test_runners_up_lost_by_the_sum_of_their_terms(result):
     found = explain(result.plans[0].plan, result, with_flips=False)
 

@@ -164,3 +164,27 @@ def test_the_machine_is_that_of_probe(explorer, capsys):
 
     assert metrics(test)["GPUs"] == str(len(document["gpus"]))
     assert sum(table(test, "count")["count"]) == len(document["links"])
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama2-7b", "llama3-8b"])
+def test_a_length_left_open_is_that_of_suggest(model):
+    """GPT-2 has 1,024 positions: the command line asks for that many, and so does the page."""
+    from planner.question.flags import Flags
+    from planner.search.answer import search_question
+    from ui.question.state import of_link
+
+    question, _ = search_question(Flags(model=model, cluster="dgx-h100"), None)
+
+    assert of_link({"model": model}).seq_len == question.workload.seq_len
+
+
+def test_compilation_is_asked_only_of_frameworks_that_have_it(explorer):
+    """The command line refuses --compile of Megatron-LM, so a link that has both is without."""
+    from ui.question.state import Inputs
+
+    test = explorer("model", **QUESTION, framework="megatron-lm", compile="true")
+
+    assert test.toggle(key="compile").disabled
+    assert "compile" not in test.session_state["_results"]["link"]
+    assert "--compile" not in Inputs(framework="megatron-lm", compile=True).command()
+    assert "--compile" in Inputs(framework="torchtitan", compile=True).command()

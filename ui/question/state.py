@@ -16,15 +16,17 @@ import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from planner.question.flags import Flags, flags_of_search
+from planner.question.recipes import SEQ_LEN, default_length
 from planner.requests.flag import shell_line
 from planner.requests.training import Objective, Suggest
-from simulator.config.hf_config import shipped_models
-from simulator.legality.frameworks import FRAMEWORKS
+from simulator.config.hf_config import load_model, shipped_models
+from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
 from topology.catalog.clusters import catalog_names
 from topology.catalog.gpus import gpu_kinds
+from topology.errors import PlannerError
 from ui.question import uploads
 
 OBJECTIVES = ("time", "memory", "pareto")
@@ -80,7 +82,7 @@ class Inputs:
             global_batch=self.global_batch,
             framework=self.framework,
             objective=Objective(self.objective),
-            compile_model=self.compile or None,
+            compile_model=(self.compile and _compiles(self.framework)) or None,
             param_dtype=self.param_dtype,
             top=LISTED,
         )
@@ -156,7 +158,7 @@ FIELDS = {
     "gpu": Field(label="GPU model", default=FROM_FILE, read=_among(_gpu_models)),
     "gpus": Field(label="number of GPUs", default=None, read=_count(MAX_GPUS)),
     "model": Field(label="model", default=_DEFAULT.model, read=_among(models)),
-    "seq": Field(label="sequence length", default=_DEFAULT.seq_len, read=_count(MAX_SEQ)),
+    "seq": Field(label="sequence length", default=None, read=_count(MAX_SEQ)),
     "batch": Field(label="global batch", default=None, read=_count(MAX_BATCH)),
     "framework": Field(label="framework", default=_DEFAULT.framework, read=_among(lambda: list(FRAMEWORKS))),
     "objective": Field(label="objective", default=_DEFAULT.objective, read=_among(lambda: list(OBJECTIVES))),
@@ -308,18 +310,26 @@ def ask(*, row: bool, training: bool) -> Inputs:
             "Sequences in an optimizer step; left open: a published recipe's.",
         )
     with st.sidebar:
-        seq_len = number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
+        length = number(
+            "Sequence",
+            "seq",
+            MAX_SEQ,
+            f"{_length_of(model):,}",
+            f"Tokens in a sequence; left open: {SEQ_LEN:,}, or the model's own limit if that is less.",
+        )
         framework = choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
         objective = choice(
             "Objective", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
         )
-        compiled = st.toggle("torch.compile", key="compile", persist_state="session")
+        compiled = st.toggle(
+            "torch.compile", key="compile", disabled=not _compiles(framework), persist_state="session"
+        ) and _compiles(framework)
     write_link(
         cluster=cluster,
         gpu=gpu or FROM_FILE,
         gpus=gpus,
         model=model,
-        seq=seq_len,
+        seq=length,
         batch=batch,
         framework=framework,
         objective=objective,
@@ -330,7 +340,7 @@ def ask(*, row: bool, training: bool) -> Inputs:
         gpu=None if gpu == FROM_FILE else gpu,
         gpus=gpus,
         model=model,
-        seq_len=seq_len,
+        seq_len=length or _length_of(model),
         global_batch=batch,
         framework=framework,
         objective=objective,
@@ -351,7 +361,21 @@ def of_link(words: Mapping[str, str]) -> Inputs | None:
     if any(key in words and value is None for key, value in found.items()):
         return None
     found["gpu"] = None if found["gpu"] == FROM_FILE else found["gpu"]
+    found["seq"] = found["seq"] or _length_of(str(found["model"]))
     return Inputs(**{_ASKED[key]: value for key, value in found.items()})
+
+
+def _compiles(framework: str) -> bool:
+    """Whether the command line takes --compile of a framework."""
+    return framework_named(framework).tools.compiles
+
+
+def _length_of(choice: str) -> int:
+    """Return the length of sequences that the command line takes for a model where none is stated."""
+    try:
+        return default_length(load_model(source_of(choice)))
+    except PlannerError:  # an upload that cannot be read, which its page says
+        return SEQ_LEN
 
 
 def choice(label: str, options: list[str], key: str, text: str) -> str:

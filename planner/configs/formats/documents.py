@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tomlkit
@@ -27,6 +27,11 @@ MAX_KEYS = 20_000
 MAX_PARTS = 2 * MAX_KEYS
 MERGE = "tag:yaml.org,2002:merge"
 
+# A variable as shells, OmegaConf and NeMo AutoModel (components/config/loader.py) write it, maybe with a default.
+VARIABLE = re.compile(
+    r"\$\{(?:oc\.env:|env:)?(?P<braced>[\w.]+)(?:(?::-|,)(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)", re.ASCII
+)
+
 Settings = dict[str, Any]  # values by key, as a format has them
 
 
@@ -39,6 +44,16 @@ class Document(ABC):
     @abstractmethod
     def edited(self, changes: Settings) -> str:
         """Return the text with other values; None removes a key. Raises BadInput where the text cannot hold one."""
+
+    def fill(self, variables: Mapping[str, str]) -> None:
+        """Replace variables in settings by their value, else by the default written with them; others stay."""
+
+        def value_of(found: re.Match[str]) -> str:
+            return variables.get(found["braced"] or found["plain"], (found["default"] or found[0]).strip())
+
+        for key, value in self.settings.items():
+            if isinstance(value, str) and "$" in value:
+                self.settings[key] = VARIABLE.sub(value_of, value)
 
 
 def bounded(text: str, where: str) -> str:
@@ -100,14 +115,30 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-class YamlDocument(Document):
-    """YAML, or JSON (YAML with braces): every scalar and list with its place."""
+_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
 
-    def __init__(self, text: str, where: str, *, is_json: bool = False) -> None:
+
+def _without_comments(text: str) -> str:
+    """Return a JSON text with spaces in the place of comments and of commas after a last value, as Hjson ignores."""
+    for ignored in (_COMMENT, _LAST_COMMA):
+        text = ignored.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+    return text
+
+
+class YamlDocument(Document):
+    """YAML, or JSON (YAML with braces): every scalar and list with its place.
+
+    `repeated` are keys that stand more than once, of which the last counts. JSON may have comments where `commented`.
+    """
+
+    def __init__(self, text: str, where: str, *, is_json: bool = False, commented: bool = False) -> None:
         self.text, self.is_json = bounded(text, where), is_json
+        self.repeated: list[str] = []
         _refuse_slow(text, where)
         try:
             if is_json:
+                text = _without_comments(text) if commented else text
                 json.loads(text)  # stricter, since YAML accepts more
             # A tab cannot indent YAML but may be in JSON; places do not change.
             root = yaml.compose(text.replace("\t", " ") if is_json else text, Loader=yaml.SafeLoader)
@@ -129,6 +160,7 @@ class YamlDocument(Document):
                 raise BadInput(f"{where} has aliases or keys that are no text", remedy="write the values out")
             self._seen.add(id(value))
             name = f"{path}.{key.value}" if path else str(key.value)
+            self.repeated += [name] if name in self.nodes else []
             self.nodes[name] = (key, value)
             if isinstance(value, yaml.MappingNode) and value.value:
                 self.maps[name] = value

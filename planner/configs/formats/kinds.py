@@ -33,6 +33,7 @@ from planner.export.frameworks import accelerate_fields, deepspeed_fields
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.named_models import model_said
 from planner.export.planned import planned_in
+from topology.errors import BadInput
 
 YAML_FORMATS = (
     axolotl.FORMAT,
@@ -56,7 +57,7 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     """
     name = Path(where).name.lower()
     if name.endswith(".toml"):
-        found = torchtitan.read_toml(text, where)
+        found = torchtitan.read_toml(text, where, dict(flags.variables))
     elif name.endswith(".py"):
         found = bridge_recipe.read(text, where, flags)
     elif name.endswith((".yaml", ".yml")):
@@ -81,11 +82,19 @@ def _as_planned(found: Configuration, text: str) -> Configuration:
         unknown_model="" if model else found.unknown_model,
         gpus=found.gpus or planned.facts.get("gpus"),
         given={**facts, **found.given},
+        assumed=(*found.assumed, *_repeated(found.document)),
     )
+
+
+def _repeated(document: Document) -> list[str]:
+    """Return a line for each key that stands more than once."""
+    keys = document.repeated if isinstance(document, YamlDocument) else []
+    return [f"{key[:80]} stands twice: the last is read, as PyYAML does" for key in dict.fromkeys(keys)]
 
 
 def _yaml(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where)
+    document.fill(dict(flags.variables))
     settings = document.settings
     if bridge.is_bridge(settings):
         return megatron.read_dump(document, where)
@@ -156,18 +165,31 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
 
 
 def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
-    document = YamlDocument(text, where, is_json=True)
+    try:
+        document = YamlDocument(text, where, is_json=True)
+    except BadInput:
+        # Only DeepSpeed reads Hjson, which has comments (runtime/config.py: DeepSpeedConfig).
+        document = YamlDocument(text, where, is_json=True, commented=True)
+        if not _is_deepspeed(document.settings):
+            raise
+    document.fill(dict(flags.variables))
     settings = document.settings
     if MICRO in settings or "output_dir" in settings:
         return _transformers(document, settings, where, flags)
-    if any(key.startswith(("zero_optimization", "train_")) for key in settings):
+    if _is_deepspeed(settings):
         return _deepspeed(document, settings, flags)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
         return megatron.read_dump(document, where)
     raise unknown_kind(where, "its keys are neither DeepSpeed's nor those of TrainingArguments")
 
 
+def _is_deepspeed(settings: Settings) -> bool:
+    return any(key.startswith(("zero_optimization", "train_")) for key in settings)
+
+
 def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) -> Configuration:
+    if document.repeated:
+        raise BadInput(f"{document.repeated[0][:80]} stands twice", why="DeepSpeed refuses duplicate keys")
     launch = launch_facts(flags.launch)
     harmless = (
         r"meshwright.*|optimizer\..*|scheduler\..*|steps_per_print|wall_clock_breakdown|gradient_clipping|fp16\..*|bf16\..*"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from planner.configs.formats.command_line import CommandLine
@@ -37,8 +38,9 @@ WHOLE_LOSS = "0.2.2"  # the version with a loss in one piece, which a configurat
 IN_PIECES = "ChunkedLossWrapper"
 
 
-def read_toml(text: str, where: str) -> Configuration:
+def read_toml(text: str, where: str, variables: Mapping[str, str]) -> Configuration:
     document = TomlDocument(text, where)
+    document.fill(variables)
     if not any(key.startswith(("parallelism.", "training.", "model.")) for key in document.settings):
         raise unknown_kind(where, "its tables are not torchtitan's (training, parallelism, model)")
     gpus, machine = preset(text)

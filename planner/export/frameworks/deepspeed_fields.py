@@ -84,7 +84,11 @@ def _read_stage(settings: Settings, facts: Facts) -> Facts:
             remedy="say with --gpus how many the configuration is for",
         )
     dp = facts["gpus"] // others
-    stage = whole(settings, _STAGE, 0, least=0)
+    section, _, _ = _STAGE.partition(".")
+    said = settings.get(section, False)
+    if not isinstance(said, (bool, dict)):
+        raise BadInput(f"{section} is {str(said)[:40]!r}", why="it must be a section with a stage")
+    stage = whole(settings, _STAGE, int(said is True), least=0)  # once a switch of stage 1, which DeepSpeed still reads
     # hpZ (ZeRO++) keeps a second copy of the parameters within groups of this size, which is not predicted.
     inner = whole(settings, _HPZ, 1)
     return {"zero_stage": stage, "dp_replicate": dp, "dp_shard": 1, "hpz": inner if stage == 3 and inner > 1 else None}
@@ -176,7 +180,13 @@ TABLE: Table = (
     Entry(keys=_CONTEXT, write=_write_context, read=_read_context),
     Entry(keys=_EXPERTS, write=_write_experts, read=_read_experts),
     Entry(
-        keys=(_STAGE, _HPZ, "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"),
+        keys=(
+            "zero_optimization",
+            _STAGE,
+            _HPZ,
+            "zero_optimization.overlap_comm",
+            "zero_optimization.contiguous_gradients",
+        ),
         write=_write_stage,
         read=_read_stage,
     ),
