@@ -47,8 +47,7 @@ class OperatorSpec:
     `units` are what a kernel's time is proportional to where memory does not limit it: rows, or elements, of these axes
     by kind (`unit_s` of efficiency.toml), in the forward and the backward pass. `scattered` operators move rows to
     positions given by an index. A matmul's backward pass is its two products; other operators state `backward_reads`
-    and `backward_writes`, and a collective `backward_tensors` where it moves other tensors backward. `hidden_by` names
-    the operator, earlier in the block, whose kernels a collective runs alongside; `site` is the name of a
+    and `backward_writes`, and a collective `backward_tensors` where it moves other tensors backward; one of integers has no `gradient`. `hidden_by` names the operator, earlier in the block, whose kernels a collective runs alongside; `site` is the name of a
     tensor-parallel collective in plans (`simulator.config.overlap_sites`). In forward passes an operator that `waits`
     makes the host wait for everything it has launched. `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` lists the
@@ -72,6 +71,7 @@ class OperatorSpec:
     collective: str = ""
     tensor: str = ""
     backward_tensors: tuple[str, ...] = ()
+    gradient: bool = True
     over: str = ""
     site: str = ""
     hidden_by: str = ""
@@ -214,7 +214,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=True)]
     if spec.collective:
-        kind = TRANSPOSED[spec.collective]
+        kind = TRANSPOSED[spec.collective] if spec.gradient else ""
         return [_collective(kind, spec, sizes, dtype_bytes, backward=True)] if kind else []
     if not spec.backward_reads and not spec.backward_writes:
         return []

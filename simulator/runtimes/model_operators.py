@@ -140,6 +140,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "dtensors": not spec.host.plain_tensors,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "balance_loss": bool(model.moe) and model.family not in spec.unbalanced,
         "expert_bias": bool(model.moe and model.moe.expert_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
