@@ -62,7 +62,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 added = operator.weight_gradient_dtype if adds else "compute"
                 kept.append(_cast_at_once(replace(operator, when=plan_side, weight_gradient_dtype=added), features))
-        kept = multiplied_as(runtime.expert_products, kept)
+        kept = multiplied_as(runtime.expert_products or spec.expert_products, kept)
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
