@@ -142,6 +142,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "balance_loss": bool(model.moe) and model.family not in spec.unbalanced,
         "expert_bias": bool(model.moe and model.moe.expert_bias),
+        "selection_bias": bool(model.moe and model.moe.router_bias and not model.moe.expert_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "fused_layers": runtime.compile or "layers" in runtime.fused,
