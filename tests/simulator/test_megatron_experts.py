@@ -76,3 +76,17 @@ def test_networks_without_a_loss_for_balance_have_none() -> None:
 
     assert {"balance_loss", "balance_counts"} <= with_loss
     assert not {"balance_loss", "balance_counts"} & without
+
+
+def test_biases_of_experts_are_added_one_by_one_after_a_second_wait() -> None:
+    """experts.py: _apply_bias runs a product and a sum for each expert, whose backward pass is two products and two
+    sums, and joins them; fused_bias_geglu.py copies a number from pageable memory.
+    """
+    network = dataclasses.replace(MODEL, family="gpt_oss", moe=dataclasses.replace(EXPERTS, expert_bias=True))
+    operators = {o.name: o for o in moe_layer(Runtime(name="megatron-bridge"), network)}
+    bias = operators["expert_fc2_bias"]
+    more = [launches * bias.by_expert for launches in (bias.launches, bias.backward_launches)]
+
+    assert more == [2, 4]
+    assert [name for name, o in operators.items() if o.waits] == ["counts_to_host", "offset_to_device"]
+    assert "expert_fc2_bias" not in {o.name for o in moe_layer(Runtime(name="megatron-bridge"))}
