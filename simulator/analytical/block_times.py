@@ -141,7 +141,10 @@ class BlockTimes:
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
-        spec, again_s = self.context.spec, again_host_s(self.context.spec, self.context.table)
+        spec, again_s = (
+            self.context.spec,
+            again_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe"),
+        )
         backward = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):

@@ -258,15 +258,21 @@ class LowerBound:
 
     def host(self) -> RankPasses:
         """Return the host's seconds to issue the passes."""
-        forward_s, backward_s = (each[:, None] for each in layer_host_s(self.spec, self.table))
-        again_s = again_host_s(self.spec, self.table)[:, None]
         dense, moe = self.layout.layers
+        layers = [dense, moe]
+        of_kinds = [layer_host_s(self.spec, self.table, sparse=sparse) for sparse in (False, True)]
+        forward_s, backward_s = (
+            np.sum([many * each[:, None] for many, each in zip(layers, passes, strict=True)], axis=0)
+            for passes in zip(*of_kinds, strict=True)
+        )
+        # A mode may wrap layers of either kind.
+        again_s = np.minimum(*(again_host_s(self.spec, self.table, sparse=sparse) for sparse in (False, True)))[:, None]
         again = self._sum("again", "host_s") + again_s * np.sum(
             [self._wrapped(mode) for mode in self.layout.by_mode], axis=0
         )
         return RankPasses(
-            forward=self._sum("forward", "host_s") + (dense + moe) * forward_s,
-            backward=self._sum("backward", "host_s") + (dense + moe) * backward_s + again,
+            forward=self._sum("forward", "host_s") + forward_s,
+            backward=self._sum("backward", "host_s") + backward_s + again,
             weight=self._sum("backward", "weight_host_s"),
         )
 

@@ -63,6 +63,7 @@ def expert_sizes(
     return {
         "E": moe.experts,
         "e": local,
+        "p": others * tokens,
         "n": sent,
         "m": sent * uneven,
         "r": routed,

@@ -58,13 +58,16 @@ def block_code(
     context: CostContext,
     mode: RecomputeSpec,
     *,
+    sparse: bool = False,
     host_forward_s: float = 0.0,
     host_backward_s: float = 0.0,
 ) -> BlockCode:
-    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states."""
+    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states; `sparse`: a
+    layer with experts.
+    """
     passes = block_passes(operators, context, {"": mode})
     again = _written(passes.again.get("", ()), context)
-    extra_s = float(again_host_s(context.spec, context.table)[0]) if again else 0.0
+    extra_s = float(again_host_s(context.spec, context.table, sparse=sparse)[0]) if again else 0.0
     return BlockCode(
         name=name,
         forward=(*_host(f"{name} forward", host_forward_s), *_written(passes.forward, context)),

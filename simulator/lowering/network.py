@@ -51,6 +51,7 @@ class Network:
             self.operators[unit.block],
             self.context.in_layers if layer else self.context,
             replace(self.context.spec.recompute[word], layers=1.0) if unit.wrapped else RecomputeSpec(),
+            sparse=unit.block == "moe",
             host_forward_s=forward_s if layer else 0.0,
             host_backward_s=(backward_s if layer else 0.0) + float(update_host_s(self.context, unit.tensors)[0]),
         )

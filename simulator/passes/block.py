@@ -130,7 +130,9 @@ class _Maker:
         return experts * seconds, source
 
     def _launches(self, work: Work, operator: OperatorSpec) -> Floats | float:
-        """Return the number of launches that the host issues for a work."""
+        """Return the number of launches that the host issues for a work; bare operators count as a share of one."""
+        if not self.context.runtime.compile and ("cast" in operator.units or "cast" in operator.backward_units):
+            return self.host.cast_launches * work.launches
         if operator.replayed or not operator.by_expert:
             return 0.0 if operator.replayed else work.launches
         return work.launches * (1.0 + operator.by_expert * (self.context.sizes["e"] - 1.0))
@@ -149,7 +151,7 @@ class _Maker:
                 shard_bytes=shard,
                 hop_s=groups.time_s("send_recv", pair, shard),
                 held=np.minimum(2 * held, MOST_HELD),
-                call_s=self.host.collective_s,
+                call_s=self.host.collective_s + self.host.hop_launches * self.host.launch_s,
                 ranks=ranks,
                 hidden_by=f"{operator.hidden_by}.backward" if work.backward else operator.hidden_by,
                 backward=work.backward,

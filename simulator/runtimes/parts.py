@@ -170,6 +170,8 @@ class HostSpec:
     tp_rest_s: float = 0.0
     cp_rest_s: float = 0.0
     cut_step_s: float = 0.0  # added to `step_s` if parameters or sequences are sharded or divided
+    cast_launches: float = 1.0  # the host's time to launch a cast of autocast, a bare operator, over that of a launch
+    hop_launches: float = 0.0  # launches that sending or receiving a part of a ring is worth
 
     def dispatches(self, recompute: str) -> bool:
         """Return whether layers are recomputed operator by operator through a dispatch mode."""

@@ -23,6 +23,14 @@ FORWARD_SHARE = 0.43
 # CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones adds a third.
 WRAPPED_SHARE = 0.5
 
+# What full sharding costs the host of a layer whose parameters stay gathered after the forward pass, over what it costs
+# otherwise: the backward pass gathers nothing. Source: two H200, 0.7 to 0.9; a CPU, 0.75 (examples/profiles/hosts.md).
+STAYS_SHARE = 0.75
+
+# What tensor parallelism adds to a layer of which it divides attention alone, since experts are whole and take the
+# tokens as they lie between layers: one of two gathers, and one of two sums.
+ATTENTION_ALONE = 0.5
+
 # What tensor parallelism adds to a compiled layer, over what it adds to an eager one: DTensor's dispatch is part of the
 # graph, and its inputs, parameters and gradients are still unwrapped and wrapped for every call. Source: torchtitan
 # 0.2.2's Llama on a CPU, 1.9 and 5.3 ms a layer (tests/bench/titan_dispatch.py; examples/profiles/hosts.md).
@@ -90,10 +98,17 @@ def compiled(host: HostSpec) -> HostSpec:
     return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True, tp_layer_s=around_s)
 
 
-def _dispatch_s(spec: RuntimeSpec, *, sparse: bool = False) -> float:
+def _dispatch_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> Floats:
     """Return the host seconds that tensor parallelism adds to a layer of the description's model."""
     more = sum(more for part, more in spec.tp_layer_more.items() if sparse or part != "shared_expert")
-    return spec.host.tp_layer_s * (1.0 + more)
+    whole = (table["ep"] > 1) & (table["etp"] == 1) & (sparse and spec.host.plain_tensors)
+    share = np.where(whole, ATTENTION_ALONE, 1.0)
+    return np.where(table["tp"] > 1, share * spec.host.tp_layer_s * (1.0 + more), 0.0)
+
+
+def _experts_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds that experts add to a layer."""
+    return np.asarray(host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0))
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
@@ -106,11 +121,11 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
     sharded = table.fully_sharded
     replicated = ~sharded & (table["dp_replicate"] > 1)
     added = (
-        _sharding(table) * host.fsdp_layer_s
-        + np.where(table["tp"] > 1, _dispatch_s(spec, sparse=sparse), 0.0)
+        _sharding(table) * np.where(table.keeps_gathered, STAYS_SHARE, 1.0) * host.fsdp_layer_s
+        + _dispatch_s(spec, table, sparse=sparse)
         + np.where((table["tp"] > 1) & (table["pp"] > 1), table["tp"] * host.tp_rank_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
-        + (host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0) if sparse else 0.0)
+        + (_experts_s(host, table) if sparse else 0.0)
         + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)
     )
     forward = host.forward_layer_s + FORWARD_SHARE * added
@@ -177,17 +192,18 @@ def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
     return np.full(len(table), host.synchronizes == "always")
 
 
-def again_host_s(spec: RuntimeSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of recomputing one layer, besides launches: modules, wrapping, DTensors, parts of
-    sequences.
+def again_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> Floats:
+    """Return the host seconds of recomputing one layer, besides launches: modules, wrapping, tensor parallelism, parts
+    of sequences, experts. `sparse`: a layer with experts.
     """
     host = spec.host
-    tensors = (table["tp"] > 1) & (not host.plain_tensors)
-    parts = np.where(tensors, _dispatch_s(spec), 0.0) + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     wrapping = np.zeros(len(table))
     for word in words(table.recompute):
         wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
     wrapping = wrapping + np.where((table.recompute != "none") & table.fully_sharded, host.fsdp_again_s, 0.0)
+    parts = _dispatch_s(spec, table, sparse=sparse) + (_experts_s(host, table) if sparse else 0.0)
+    parts = np.where(wrapping > 0, parts, 0.0)  # else recomputation is part of a compiled layer's graph
+    parts = parts + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     return np.asarray(host.forward_layer_s + wrapping + FORWARD_SHARE * parts)
 
 

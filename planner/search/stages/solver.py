@@ -268,7 +268,8 @@ class AssignmentBounds:
         for rows, (onward, allowed) in zip(reversed(self.of_rank), reversed(self._onward), strict=True):
             check_time()
             begins, passing_s = (each[rows, None, None] for each in (begins_by, self.options.passing_s))
-            after = np.where(allowed, np.minimum(begins, after[onward] - passing_s), -np.inf).max(axis=0, initial=-np.inf)
+            latest = np.where(allowed, np.minimum(begins, after[onward] - passing_s), -np.inf)
+            after = latest.max(axis=0, initial=-np.inf)
             tables.append(after)
         return tables[::-1]
 
