@@ -266,9 +266,7 @@ class PipelinePlans:
     through two where micro batches repeat.
     """
 
-    def __init__(
-        self, inputs: AccountInputs, assigned: Sequence[Plan] = (), known: KnownPasses | None = None
-    ) -> None:
+    def __init__(self, inputs: AccountInputs, assigned: Sequence[Plan] = (), known: KnownPasses | None = None) -> None:
         columns, plan = inputs.context.table, plan_of(inputs.context.table)
         name, m = plan.schedule_name, columns.micro_batches
         self.inputs = inputs
