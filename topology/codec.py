@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, NewerSchema, PlannerError
 from topology.units import MIB, in_mib
 
 MAX_BYTES = 32 * MIB
@@ -305,3 +305,16 @@ def _dropped(given: Any, kept: Any, path: str) -> Iterator[str]:
     elif isinstance(given, (list, tuple)) and isinstance(kept, (list, tuple)):
         for index, (value, other) in enumerate(zip(given, kept, strict=False)):
             yield from _dropped(value, other, f"{path}[{index}]")
+
+
+def require_schema(document: Any, newest: int, *, where: str, remedy: str = "update meshwright") -> None:
+    """Raise NewerSchema if a newer release wrote `document`, whose keys may be unknown, BadInput if its
+    `schema_version` is no whole number from 1. Whether there has to be one, its type says.
+    """
+    found = document.get("schema_version", newest) if isinstance(document, dict) else newest
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise BadInput(f"{where} has no readable schema_version", why=f"found {found!r}")
+    if found > newest:
+        by = document.get("tool_version")
+        made = f"was made by meshwright {by[:40]}," if isinstance(by, str) else "is"
+        raise NewerSchema(f"{where} {made} in schema {found}", why=f"this release reads up to {newest}", remedy=remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
 
 
 def in_gib(nbytes: float, places: int = 1) -> str:

@@ -236,7 +236,7 @@ def _reduce_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]
 
 
 def _adamw(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
-    # Random numbers, on which the kernel takes 21 to 36 % longer than on zeros (examples/validation/apply_1xH200.md).
+    # Random numbers: on zeros the kernel takes 21 to 36 % longer (9.9 to 11.2 ps a parameter for 8.2, on an H200).
     parameters = [torch.randn_like(p).requires_grad_() for p in _layer_shards(make, shape, make.dtype)]
     for p in parameters:
         p.grad = torch.randn_like(p)

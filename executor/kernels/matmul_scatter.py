@@ -11,7 +11,7 @@ tiles have separate loops.
 Two alternatives were measured on two H200. Storing tiles directly in the peer's memory (TMA): 508 instead of 658
 TFLOP/s at 8192 x 8192 x 4096, since the loads of the next tile queue behind a store that NVLink drains at 3 GB/s per
 SM. Adding tiles to the peer's memory (TMA reductions): 522 instead of 496 us at 8192 x 8192 x 2048, 874 instead of 905
-us at twice the depth, and not deterministic (tests/bench/scatter_by_tma.py).
+us at twice the depth, and not deterministic (examples/validation/overlap_2xH200.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rotary position embedding (arXiv 2104.09864): pairs (i, i + d/2) of each head are rotated by the position's angle.
 
 On a GPU one kernel reads and writes every number once. As separate operators it takes seven passes, half of them in
-float32, which is 4 to 11 % of a training step (examples/validation/apply_1xH200.md). Compiled blocks and other types
-use separate operators, which the compiler fuses.
+float32, which is 4 to 11 % of a training step (0.013 to 0.081 s of 0.231 to 0.767, profiled on an H200). Compiled
+blocks and other types use separate operators, which the compiler fuses.
 """
 
 from __future__ import annotations

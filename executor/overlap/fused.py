@@ -114,22 +114,22 @@ def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object
 
 
 def _gather_matmul(
-    x: Tensor, operand: Tensor, group: dist.ProcessGroup, *, keep: bool, tile: Tile | None = None, pieces: int = 0
+    x: Tensor, operand: Tensor, group: dist.ProcessGroup, *, keep: bool
 ) -> tuple[Tensor, push.CopyGather]:
-    exchange = push.CopyGather(x, group, pieces=pieces or pieces_for(x), keep=keep)
+    exchange = push.CopyGather(x, group, pieces=pieces_for(x), keep=keep)
     out = x.new_empty(exchange.space.world * x.shape[0], operand.shape[1])
     kernel = exchange.cached(
-        ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype, tile, pieces),
-        lambda: _prepare_gather(exchange, operand, out, tile),
+        ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype),
+        lambda: _prepare_gather(exchange, operand, out),
     )
     kernel(exchange.current, exchange.x.data_ptr(), operand.data_ptr(), out.data_ptr())
     return out, exchange
 
 
-def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, tile: Tile | None) -> PreparedKernel:
+def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor) -> PreparedKernel:
     plan, space = exchange.plan, exchange.space
     words = (plan.flags, space.ticket, space.error)
-    return gather_kernel(exchange.x, plan.gathered, operand, out, words, plan.bounds, (space.rank, space.world), tile)
+    return gather_kernel(exchange.x, plan.gathered, operand, out, words, plan.bounds, (space.rank, space.world))
 
 
 def gather_kernel(
@@ -191,10 +191,10 @@ def pieces_for(x: Tensor) -> int:
     return 2 if x.numel() * x.element_size() >= LARGE_BYTES else 1
 
 
-def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
+def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     rows, columns, device = shard_rows(x.shape[0], group), operand.shape[1], x.device
-    tile = tile or tile_for(x.shape[0], columns, programs_on(device), SCATTER_TILES)
+    tile = tile_for(x.shape[0], columns, programs_on(device), SCATTER_TILES)
     exchange = push.CopyScatter((rows, columns), x.dtype, group, device, unit=tile.block_m * tile.group_m)
     world = exchange.space.world
     parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)

@@ -291,7 +291,7 @@ def without_known(
     return lacking, known
 
 
-def job_of(one: Measurement, seconds: float | None = None) -> codec.JsonObject:
+def job_of(one: Measurement) -> codec.JsonObject:
     """Return a measurement as the executor's job (`executor.calibrate.run`)."""
     (kind, items), *more = (
         (name, codec.to_builtins(getattr(one.request, name)))
@@ -300,7 +300,7 @@ def job_of(one: Measurement, seconds: float | None = None) -> codec.JsonObject:
     )
     if more:
         raise ValueError(f"{one.name} asks for {kind} and more: a job is of one kind")
-    return {"kind": kind, "name": one.name, "ranks": one.ranks, "seconds": seconds or one.seconds, "items": items}
+    return {"kind": kind, "name": one.name, "ranks": one.ranks, "seconds": one.seconds, "items": items}
 
 
 def layers_in_words(plan: Plan) -> str:

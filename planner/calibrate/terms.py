@@ -32,8 +32,8 @@ from topology.rates.groups import GroupShape
 Floats = NDArray[np.float64]
 
 # Spreads of logarithms before anything is measured on a machine: kernels predicted from datasheets and published
-# efficiencies, compared with measured ones (examples/validation/calibration_4xH200.md, What each effect is worth, and
-# fresh.md); collectives of the NCCL model compared with tables; contention and overlap from one machine.
+# efficiencies, compared with measured ones (examples/validation/fresh.md, parts of a step); collectives of the NCCL
+# model compared with tables; contention and overlap from one machine.
 KERNELS = {
     "matrix products": WorkKind.MATMUL,
     "attention": WorkKind.ATTENTION,

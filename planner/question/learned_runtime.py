@@ -19,7 +19,7 @@ from simulator.runtimes.parts import HostSpec
 from topology import codec
 from topology.cluster import Cluster
 from topology.codec import JsonObject
-from topology.errors import BadInput, NewerSchema
+from topology.errors import BadInput
 
 SCHEMA_VERSION = 1
 
@@ -87,13 +87,7 @@ def read_learned(path: str | Path) -> LearnedRuntime:
     be.
     """
     data = codec.read_json(path)
-    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else SCHEMA_VERSION
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise NewerSchema(
-            f"{path} is a runtime in schema {version}",
-            why=f"this release reads {SCHEMA_VERSION}",
-            remedy="update meshwright, or learn it again",
-        )
+    codec.require_schema(data, SCHEMA_VERSION, where=str(path), remedy="update meshwright, or learn it again")
     found = codec.convert(data, LearnedRuntime, where=str(path))
     runtime_spec(found.like)
     for name, one in found.fitted.items():

@@ -156,15 +156,7 @@ def load_plan(path: str | Path) -> PlanFile:
     data = codec.read_json(path)
     if not isinstance(data, dict) or "plan" not in data or "fingerprints" not in data:
         raise _no_plan_file(data, path)
-    found = data.get("schema_version")
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise BadPlan(f"{path} has no readable schema_version", why=f"found {found!r}")
-    if found > SCHEMA_VERSION:
-        raise BadPlan(
-            f"{path} was made by meshwright {_text(data.get('tool_version'))}, in schema {found}",
-            why=f"this is {version()}, which reads schema {SCHEMA_VERSION}",
-            remedy="update meshwright",
-        )
+    codec.require_schema(data, SCHEMA_VERSION, where=str(path))
     content = codec.convert(data, PlanFile, where=str(path))
     _verify(content, str(path))
     # Computed from the file's own text, so that a release with more fields can read it.

@@ -19,7 +19,7 @@ from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
 from topology.codec import JsonObject
-from topology.errors import BadInput, NewerSchema, PlannerError
+from topology.errors import BadInput, PlannerError
 from topology.profile.samples import OperatorSample
 from topology.ranges import Range, out_of_range
 
@@ -150,9 +150,7 @@ def verify_run(document: Any, *, where: str) -> JsonObject:
     """Return `document` if it is a valid report of a run. Raises UserError with the field that is wrong."""
     if not isinstance(document, dict) or not {"status", "plan", "model", "measured", "taken_at"} <= set(document):
         raise BadInput(f"{where} is not the report of a run", remedy="planner apply makes one; planner runs lists them")
-    version = document.get("schema_version")
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise NewerSchema(f"{where} is a report in schema {version}", why=f"this release reads {SCHEMA_VERSION}")
+    codec.require_schema(document, SCHEMA_VERSION, where=where)
     report = codec.convert(document, _Report, where=where, others=True)
     if problem := next(out_of_range(document, RANGES), None):
         raise BadInput(f"{where}: {problem}", remedy="the report was altered: use the run's own run.json")

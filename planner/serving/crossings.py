@@ -72,7 +72,7 @@ def over_clients(result: ServingResult, *, cross: bool = False, until_s: float =
     return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross, until_s=until_s)
 
 
-def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
+def over_context(result: ServingResult) -> Sweep:
     """Follow the best deployments over the length of prompts, from a quarter of the question's to 16 times."""
     question = result.question
     now = question.traffic.prompt
@@ -83,12 +83,10 @@ def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
 
     values = [now.mean * 4.0**power for power in range(-1, 3)]
     values = [] if question.traffic.trace else values
-    return _sweep(result, "prompt", "tokens", float(now.mean), values, at, cross=cross)
+    return _sweep(result, "prompt", "tokens", float(now.mean), values, at, cross=True)
 
 
-def over_links(
-    result: ServingResult, name: str, now: float, scale: Callable[[Cluster, float], Cluster], *, cross: bool = True
-) -> Sweep:
+def over_links(result: ServingResult, name: str, now: float, scale: Callable[[Cluster, float], Cluster]) -> Sweep:
     """Follow the best deployments over the rate of one kind of link, in bytes/s; `scale` returns the cluster for a
     factor.
     """
@@ -97,7 +95,7 @@ def over_links(
     def at(rate: float) -> ServingQuestion:
         return replace(question, cluster=scale(question.cluster, rate / now))
 
-    return _sweep(result, name, "bytes/s", now, [now * 4.0**power for power in range(-3, 2)], at, cross=cross)
+    return _sweep(result, name, "bytes/s", now, [now * 4.0**power for power in range(-3, 2)], at, cross=True)
 
 
 def _sweep(

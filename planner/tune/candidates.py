@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from planner.question.question import Question
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored
-from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
+from planner.search.plan_space.candidates import enumerate_nodes, plan_of
 from planner.search.plan_space.screened import Screened, grids_of
 from simulator.analytical.estimates import estimate_plans
 from simulator.bounds.screening import Screening
@@ -65,12 +65,11 @@ class Candidates:
 def candidates_of(
     question: Question,
     *,
-    bounds: Bounds | None = None,
     fastest: int = FASTEST,
     progress: Callable[[str], None] | None = None,
 ) -> Candidates:
     """Return the plans that could be the best. Raises Infeasible (exit 3) if no plan is legal or none may fit."""
-    nodes = enumerate_nodes(question, bounds=bounds)
+    nodes = enumerate_nodes(question)
     if not len(nodes):
         why = ", ".join(f"{name} {count}" for name, count in list(nodes.rejected.items())[:4])
         raise Infeasible(
@@ -78,10 +77,9 @@ def candidates_of(
             why=f"rejected: {why}" if why else "",
             remedy="planner suggest with the same flags says what to change",
         )
-    recomputes = (bounds.words("recompute") if bounds else None) or question.framework.recomputes
     # The prediction of memory may be too high by as much as its range states.
     screening = Screening(question, share=1 / replayed_memory_factors()[0])
-    screened = Screened(screening, nodes, recomputes, progress=progress)
+    screened = Screened(screening, nodes, question.framework.recomputes, progress=progress)
     best, apart = (
         BestFirst(screening, screened, keep=keep, one_per_grid=one_per_grid, progress=progress).run()
         for keep, one_per_grid in ((fastest, False), (GRIDS, True))

@@ -33,7 +33,7 @@ from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
 from topology.codec import JsonObject
-from topology.errors import BadInput, NewerSchema, PlannerError
+from topology.errors import BadInput, PlannerError
 
 SCHEMA_VERSION = 1
 MOST_LINES = 20_000
@@ -165,11 +165,7 @@ def parse_state(text: str, *, where: str) -> State:
 def _request(head: Any, where: str) -> TuningRequest:
     if not isinstance(head, dict) or head.get("kind") != "tuning":
         raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
-    found = head.get("schema_version")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise BadInput(f"{where} has no readable schema_version")
-    if found > SCHEMA_VERSION:
-        raise NewerSchema(f"{where} is in schema {found}", why=f"this release reads {SCHEMA_VERSION}")
+    codec.require_schema(head, SCHEMA_VERSION, where=where)
     request = codec.convert(head.get("asked"), TuningRequest, where=f"{where}: asked")
     require_possible(request.cluster, where=where)
     verify_model(request.model, where=where)

@@ -66,7 +66,7 @@ def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: Cos
     """
     calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
     rested, rows = fastest(context), len(context.table)
-    if rested == 1.0 or (calibration is not None and not calibration.effects.sustained):
+    if rested == 1.0:
         return np.full(rows, rested)
     # Of a long pause (in a pipeline, or to load data) only the last `POWER_WINDOW_S` raise the clocks of what follows.
     loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])

@@ -79,8 +79,6 @@ def roofline_by_plan(
     """Return the roofline with each plan's runtime costs; for layer shapes that the runtime ran, with those of the
     shape.
     """
-    if isinstance(roofline.measured, Calibration) and not roofline.measured.effects.sustained:
-        return roofline
     shapes = (table["micro_batch_size"] * seq_len, table["tp"], table["cp"])
     factors = [
         one.factors(LayerShape(hidden=model.hidden, ffn=model.ffn, vocab=model.vocab, tokens=tokens, tp=tp, cp=cp))

@@ -20,7 +20,7 @@ from simulator.config.overlap_sites import modes_in
 from simulator.config.runtime import TF32, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work
-from simulator.kernels.roofline import DATASHEET, Roofline
+from simulator.kernels.roofline import Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
 from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
 from simulator.runtimes.parts import HostSpec
@@ -29,7 +29,6 @@ from topology.cluster import Cluster, GpuKind
 # Host costs that only runtimes have which issue operators one by one from Python.
 OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
 LOADING = frozenset({"data_token_s", "data_spread"})
-NOTHING = 1e-12  # share left of an effect that is switched off: not 0, so that rates stay finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +43,6 @@ class Contention:
     def lost(self) -> float:
         """Return seconds of compute lost for each second that the collective would take alone."""
         return self.collective * (1.0 - 1.0 / self.compute)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effects:
-    """Which effects are counted; tests/bench/calibration_tables.py shows the error without each.
-
-    Without `operators`, kernel times come from the datasheet; without `sustained`, clocks are those of a rested GPU;
-    any other effect is left out.
-    """
-
-    operators: bool = True
-    host: bool = True
-    contention: bool = True
-    packing: bool = True
-    sustained: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +132,6 @@ class Calibration:
     gpu_measured: bool = True
     profile: str = ""
     current: bool = True
-    effects: Effects = field(default_factory=Effects)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
         """Return the costs of a runtime; neutral ones where it was not run.
@@ -173,22 +156,19 @@ class Calibration:
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
     ) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
-        if not self.effects.operators:
-            plain = datasheet()
-            return plain, np.full(plain.shape, DATASHEET)
         return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
 
     def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
         """Return the measured time of FSDP's packing of modules of `nbytes` over its counted time; `usual` where not
         measured.
         """
-        return self.operators.packing_factor(nbytes, usual) if self.effects.packing else np.full(1, NOTHING)
+        return self.operators.packing_factor(nbytes, usual)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
         """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not
         measured.
         """
-        return self.operators.update_bytes_per_s(param_dtype) if self.effects.operators else None
+        return self.operators.update_bytes_per_s(param_dtype)
 
     def clocks(self, duty: Floats, exponent: float) -> Floats:
         """Return the factor of kernel times, relative to a GPU that is never idle, for a GPU that is busy for a share
@@ -197,8 +177,6 @@ class Calibration:
         The power limit holds on average, so power saved while idle is available while busy. Arithmetic rates go with
         the `exponent`-th power of the power drawn (efficiency.toml), up to the clocks of a rested GPU.
         """
-        if not self.effects.sustained:
-            return np.full(duty.shape, self.burst)
         return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
     def contention_of(self, *ops: str) -> Contention | None:
@@ -206,8 +184,6 @@ class Calibration:
 
         `ops` are the collectives in question; their mean, or that of all where none of them was measured.
         """
-        if not self.effects.contention:
-            return Contention()
         if not self.contention:
             return None
         chosen = [self.contention[op] for op in ops if op in self.contention] or list(self.contention.values())
@@ -251,11 +227,6 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     """Return a runtime's description with the host costs that its runs of single layers showed."""
     if calibration is None:
         return spec
-    if not calibration.effects.host:
-        words = {"synchronizes", "plain_tensors", "norm_to_host", "selective_s"}
-        numbers = [f.name for f in fields(spec.host) if f.name not in words]
-        silent = dict.fromkeys(numbers, 0.0)
-        return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
     if "launch_s" not in found and calibration.host_speed != 1.0:
         found = scaled_host(spec.host, calibration.host_speed) | found
@@ -287,7 +258,7 @@ def roofline_of(
     `documents`, `sinks`: see `attention_kernel`.
     """
     costs = RuntimeCosts()
-    if calibration is not None and calibration.effects.sustained:
+    if calibration is not None:
         costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
     return Roofline(
         gpu=cluster.slowest_kind,
@@ -302,8 +273,3 @@ def roofline_of(
         kernel_factor=costs.kernel_factor,
         layer_factor=costs.layer_factor,
     )
-
-
-def without(calibration: Calibration, **effects: bool) -> Calibration:
-    """Return the calibration with some effects switched off."""
-    return replace(calibration, effects=replace(calibration.effects, **effects))

@@ -254,8 +254,8 @@ def _own_factors(matrix: Floats, left: Floats, common: Floats) -> Floats:
     return np.asarray(np.clip(found, *FACTORS))
 
 
-def _least_squares(matrix: Floats, left: Floats, most_s: float, *, least: float = -np.inf) -> Floats:
-    low, high = np.full(matrix.shape[1], least), np.full(matrix.shape[1], np.inf)
+def _least_squares(matrix: Floats, left: Floats, most_s: float) -> Floats:
+    low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
     low[-1], high[-1] = 0.0, max(most_s, LEAST_S)
     return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
 

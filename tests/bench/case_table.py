@@ -1,12 +1,11 @@
 """Predicted and measured for case files: the table that later work must lower.
 
-Run as `python tests/bench/case_table.py OUT.md FILE...`; writes OUT.md and, with every row, OUT.json.
+`python tests/bench/case_table.py OUT.json FILE...` prints the tables and writes OUT.json with every row; the explorer
+shows that of examples/validation/cases.json.
 """
 
 import argparse
-import datetime as dt
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -21,39 +20,15 @@ def main(out: Path, files: list[str]) -> None:
     command = [sys.executable, "-m", "planner", "validate", *files, "--json"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     answer = json.loads(run.stdout)
-    names = " ".join(Path(name).name for name in files)
     lines = [
-        "# Step time and memory: predicted against published runs",
-        "",
-        (
-            f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `planner validate {names}` "
-            f"(Python {platform.python_version()}), from datasheets and published efficiencies alone: no run was calibrated on."
-        ),
-        "Errors are signed, predicted / measured - 1. *Held* is the share of rows inside the 80 % interval; *fit* counts",
-        "rows whose fitting, or running out of memory, was predicted as it happened.",
-        "",
         "| file | rows | step: mean absolute | bias | worst | held | memory: mean absolute | bias | held | fit |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, summary in {**answer["summary"]["by_file"], "all": answer["summary"]}.items():
         lines.append(summary_line(name, summary))
     lines += ["", *peer_lines(files, answer["rows"])]
-    lines += [
-        "",
-        "## Rows",
-        "",
-        "| row | step predicted s | measured s | error | memory error | inside | note |",
-        "|---|--:|--:|--:|--:|---|---|",
-    ]
-    for row in answer["rows"]:
-        predicted, measured, error = row["predicted"] or {}, row["measured"] or {}, row["error"] or {}
-        lines.append(
-            f"| {row['id']} | {predicted.get('step_s') or 0:.4g} | {measured.get('step_s') or '-'} "
-            f"| {percent(error.get('step'))} | {percent(error.get('memory'))} "
-            f"| {row.get('within_interval')} | {row.get('skipped') or ''} |"
-        )
-    out.write_text("\n".join(lines) + "\n")
-    out.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
+    print("\n".join(lines))
+    out.write_text(json.dumps(answer, indent=1) + "\n")
 
 
 def summary_line(name: str, summary: dict) -> str:
@@ -89,7 +64,7 @@ def peer_lines(files: list[str], rows: list[dict]) -> list[str]:
                 if theirs is not None and ours.get(case["id"]) is not None:
                     errors.setdefault((Path(name).name, peer), []).append((abs(theirs) / 100, abs(ours[case["id"]])))
     lines = [
-        "## Alongside other predictors, same rows",
+        "Other predictors on the same rows:",
         "",
         "| file | predictor | rows | theirs | ours |",
         "|---|---|--:|--:|--:|",

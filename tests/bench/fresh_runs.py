@@ -347,7 +347,7 @@ def read_ledger(ledger: Path) -> list[dict[str, Any]]:
 
 
 def write_tables(ledger: Path, page: Path) -> None:
-    """Write the tables of the ledger into a page, below what somebody wrote of them."""
+    """Write the tables of the last draw into a page, below what somebody wrote of the ledger."""
     above = page.read_text().partition(TABLES)[0] if page.is_file() else "# Fresh runs\n\n"
     codec.write_text(page, f"{above}{TABLES}\n\n{tables(read_ledger(ledger))}\n")
 
@@ -420,6 +420,7 @@ def main() -> None:
     parser.add_argument("--check-start", action="store_true", help="also from new interpreters, one run: to compare")
     parser.add_argument("--ledger", type=Path, default=LEDGER)
     parser.add_argument("--page", type=Path, default=PAGE, help="what is above its line of tables is kept")
+    parser.add_argument("--draw", default="", help="print the tables of this one instead, such as 2026-11-28.1")
     options = parser.parse_args()
     if options.what == "show":
         show(options)
@@ -427,6 +428,8 @@ def main() -> None:
         whole(options)
     elif options.what == "append":
         print(f"{append(options.out, options.ledger)} rows added to {options.ledger}")
+    elif options.draw:
+        print(tables(read_ledger(options.ledger), options.draw))
     else:
         write_tables(options.ledger, options.page)
 

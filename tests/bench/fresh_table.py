@@ -13,13 +13,10 @@ Row = dict[str, Any]
 Group = tuple[str, Callable[[Row], bool]]
 
 
-def tables(ledger: list[Row]) -> str:
-    """Return all tables of a ledger as Markdown, the last draw first."""
-    draws = list(dict.fromkeys(row["draw"] for row in ledger))
-    return "\n\n".join(_draw(name, [row for row in ledger if row["draw"] == name]) for name in reversed(draws))
-
-
-def _draw(name: str, rows: list[Row]) -> str:
+def tables(ledger: list[Row], name: str = "") -> str:
+    """Return the tables of a draw as Markdown, by default of the last."""
+    name = name or ledger[-1]["draw"]
+    rows = [row for row in ledger if row["draw"] == name]
     first, host = rows[0], rows[0]["host"]
     ran = measured(rows)
     counts = {

@@ -5,13 +5,12 @@ simulator/calibration/intervals.json.
     [--judged DRAW]… [--keep FACTORS]… [--only FACTORS] [--out FILE]
 
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
-files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose
-hosts' layers were measured. The draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where
-the profile made on their host is shipped, calibrated. Draws that `--judged` names (by default the last) are judged and
-not learned from, and so are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were
-made with their rows in view; `--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else.
-What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the
-allocator's replay.
+files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json. The
+draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
+shipped, calibrated. Draws that `--judged` names (by default the last) are judged and not learned from, and so are
+`--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view;
+`--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
+`simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibrations import Calibrations  # noqa: E402
 from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
 from simulator.memory.estimate import with_replay  # noqa: E402
-from tests.bench.plan_sets import shortened  # noqa: E402
+from tests.short_models import shortened  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.codec import convert  # noqa: E402
 from topology.errors import PlannerError  # noqa: E402

@@ -61,8 +61,7 @@ HEAD = """# Reserved memory
 The peak of torch's caching allocator, `max_memory_reserved`, is compared with two predictions: *sums*, by which
 searches bound plans, and the *replay* of a step's allocations, which is used for listed plans and by `planner validate`
 (`simulator/memory`). All runs had growing segments (`expandable_segments:True`). Errors are predicted / measured - 1.
-The descriptions of losses over a sharded vocabulary, of compiled tensor parallelism and of gradients that replicas sum
-were made when these rows were known; the next draw is their test.
+All rows were known to the version that predicts them here; [fresh.md](fresh.md) has what was predicted before each run.
 
 `python tests/bench/memory_table.py` over fresh.jsonl and {files}.
 """

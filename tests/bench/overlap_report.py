@@ -18,12 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from executor.launch.records import read_records  # noqa: E402 - the path comes first
 from simulator.collectives.cost import CollectiveModel  # noqa: E402
 from simulator.fitting.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
 from simulator.fitting.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
 from simulator.kernels.roofline import Roofline  # noqa: E402
 from simulator.overlap.modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
-from tests.bench.overlap_profile import samples_of, table_records  # noqa: E402
 from topology.catalog.clusters import cluster  # noqa: E402
 from topology.profile.samples import OverlapSample  # noqa: E402
 
@@ -113,6 +113,32 @@ def bound_lines(found: list[dict[str, Any]], machine: Machine) -> list[str]:
     return lines
 
 
+def samples_of(records: list[dict[str, Any]], runs: list[str]) -> tuple[OverlapSample, ...]:
+    """Return one sample a shape from records of `overlap_table.py`; of a shape in several runs that of the last."""
+    found = {}
+    for r in records:
+        if r["kind"] == "shape" and r["run"] in runs:
+            key = {"operation": r["operation"], "ranks": r["world"], "rows": r["rows"], "depth": r["depth"]}
+            s = r["seconds"]
+            found[*key.values(), r["columns"]] = OverlapSample(
+                **key,
+                columns=(r["columns"],),
+                dtype="bfloat16",
+                run="",
+                product_s=s["cublas"],
+                collective_s=s["collective"],
+                seconds={mode: s[mode] for mode in EXECUTED},
+            )
+    return tuple(found.values())
+
+
+def table_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a report's JSON, or of one run's JSON lines, which are then of a run of the file's name."""
+    if path.suffix == ".json":
+        return list(json.loads(path.read_text()))
+    return [{"run": path.stem, **record} for record in read_records(path)]
+
+
 def runs_of(found: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(r["run"] for r in found))
 
@@ -164,16 +190,8 @@ def _choices(shapes: Shapes, modes: list[str]) -> str:
 
 
 def other_lines(found: list[dict[str, Any]]) -> list[str]:
-    """Tiles, all-reduce by size, norms."""
+    """All-reduce by size, norms, the host's time, signals, copies."""
     lines = []
-    for r in found:
-        if r["kind"] == "tiles":
-            lines += [
-                "",
-                f"Kernel variants ({r['run']}), {r['operation']}, {r['rows']:,} x {r['columns']:,} x {r['depth']:,} (µs): "
-                + ", ".join(f"{name} {1e6 * s:,.0f}" for name, s in sorted(r["seconds"].items(), key=lambda i: i[1]))
-                + ".",
-            ]
     sums = [r for r in found if r["kind"] == "all_reduce"]
     for how in ("graph", "eager"):
         rows = [r for r in sums if r["how"] == how]

@@ -26,10 +26,6 @@ SHARE = {
     "check_many": 0.3,
     "captured": 0.3,
     "parts": 0.3,
-    "tiles": 0.6,
-    "scatter_tiles": 0.4,
-    "mechanisms": 0.8,
-    "relays": 0.8,
     "host": 0.1,
     "table": 1.5,
     "sums": 1.0,
@@ -91,14 +87,8 @@ def show(found: list[dict]) -> None:
     for r in found:
         if r["kind"] == "host":
             print("host us", " | ".join(f"{name} {1e6 * value:.0f}" for name, value in r["seconds"].items()))
-        if r["kind"] in {"missing", "copy", "signal", "checked"}:
+        if r["kind"] in {"missing", "copy", "signal"}:
             print({k: v for k, v in r.items() if k != "kind"})
-        if r["kind"] == "tiles":
-            print(r["operation"], r["rows"], r["columns"], r["depth"])
-            for name, seconds in sorted(r["seconds"].items(), key=lambda item: item[1]):
-                print(
-                    f"   {name:28} {seconds * 1e6:9.1f} us {2 * r['rows'] * r['columns'] * r['depth'] / seconds / 1e12:7.0f} TFLOP/s"
-                )
         if r["kind"] == "shape":
             s = r["seconds"]
             base = min(s["cublas"], s["triton"])

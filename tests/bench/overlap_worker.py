@@ -22,7 +22,7 @@ from executor.overlap import all_reduce, fused
 from executor.overlap.mode import Mode
 from tests.bench import torch_overlap
 from tests.bench.overlap_bench import Bench
-from tests.bench.overlap_variants import alone, host, mechanisms, parts, relays, tiles, tiles_of_scatter
+from tests.bench.overlap_variants import alone, host, parts
 from tests.executor.workers import overlap_checks_worker as checks
 
 BACKWARD_ROWS = 8192  # from here on gradients are timed, too
@@ -205,10 +205,6 @@ def norms(bench: Bench) -> None:
 
 STAGES = {
     "parts": parts,
-    "tiles": tiles,
-    "scatter_tiles": tiles_of_scatter,
-    "mechanisms": mechanisms,
-    "relays": relays,
     "host": host,
     "table": table,
     "sums": sums,

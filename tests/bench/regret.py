@@ -4,8 +4,6 @@ Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group sh
 differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
 the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer
 the run that is predicted to be fastest took than the fastest, both as measured; Kendall's tau compares the two orders.
-Ranked twice: by the analytical model, and with those within its known error of its first ordered by the simulation, as
-`planner suggest` does.
 """
 
 from __future__ import annotations
@@ -17,16 +15,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from simulator.analytical.estimates import estimate_plans
-from simulator.analytical.scenario import Scenario
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from planner.question.cases import Case, load_case, read_cases
-from planner.search.finalists import TIE
 from planner.validate.validation import measured_step_s
 from simulator.legality.rules import is_legal
-from simulator.lowering.simulation import simulate_plan
 from topology import codec
 from topology.errors import PlannerError
 
@@ -55,48 +48,6 @@ def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
     return {key: runs for key, runs in found.items() if len(runs) > 1}
 
 
-def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
-    """Return the steps of runs by the analytical model, and the same with the close ones in the order of the
-    simulation.
-    """
-    form = [
-        float(
-            estimate_plans(
-                Scenario(
-                    model=c.question.model,
-                    cluster=c.question.cluster,
-                    workload=c.question.workload,
-                    runtime=c.question.runtime,
-                ),
-                [c.plan],
-            ).step_s[0]
-        )
-        for c, _ in runs
-    ]
-    close = [i for i, step in enumerate(form) if step <= min(form) * (1 + TIE)]
-    simulated = {i: simulated_s(runs[i][0]) for i in close} if len(close) > 1 else {}
-    # The simulation deals the places of the close ones anew among them.
-    places = sorted(form[i] for i in simulated)
-    ordered = list(form)
-    for place, i in zip(places, sorted(simulated, key=simulated.__getitem__), strict=True):
-        ordered[i] = place
-    return form, ordered
-
-
-def simulated_s(case: Case) -> float:
-    done = simulate_plan(
-        Scenario(
-            model=case.question.model,
-            cluster=case.question.cluster,
-            workload=case.question.workload,
-            runtime=case.question.runtime,
-        ),
-        case.plan,
-        spans=False,
-    )
-    return done.estimate.step_s.value
-
-
 def confounded(runs: list[Run]) -> bool:
     """Return whether runs of one stated plan and runtime differ: what they varied is in a note, not in the case."""
     same: dict[str, list[float]] = {}
@@ -123,17 +74,15 @@ def main(out: Path, files: list[str]) -> None:
     rows = []
     for (name, *_), runs in groups(files).items():
         measured = [step for _, step in runs]
-        form, ordered = predicted(runs)
+        steps = [float(case.question.estimate([case.plan]).step_s[0]) for case, _ in runs]
         rows.append(
             {
                 "file": name,
                 "first": runs[0][0].id,
                 "runs": len(runs),
                 "confounded": confounded(runs),
-                "form": regret(form, measured),
-                "ordered": regret(ordered, measured),
-                "tau": kendall(form, measured),
-                "tau_ordered": kendall(ordered, measured),
+                "regret": regret(steps, measured),
+                "tau": kendall(steps, measured),
             }
         )
     names = ", ".join(Path(f).name for f in files)
@@ -142,11 +91,10 @@ def main(out: Path, files: list[str]) -> None:
         "",
         f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `python tests/bench/regret.py {out} FILE...` over {names}.",
         "A group is all runs of one model, cluster and global batch. Regret is how much longer the run took that was",
-        "predicted to be fastest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
-        f"{TIE:.0%} of the analytical model's first by the simulation.",
+        "predicted to be fastest from datasheets; tau is Kendall's, over all runs of the group.",
         "",
-        "| groups | number | mean regret, analytical model | worst | mean regret, simulated | worst | mean tau |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| groups | number | mean regret | worst | mean tau |",
+        "|---|--:|--:|--:|--:|",
     ]
     for title, some in (
         ("groups of plans", [row for row in rows if not row["confounded"]]),
@@ -156,21 +104,11 @@ def main(out: Path, files: list[str]) -> None:
     ):
         if some:
             n = len(some)
-            lines.append(
-                f"| {title} | {n} | {sum(r['form'] for r in some) / n:.1%} | {max(r['form'] for r in some):.1%} "
-                f"| {sum(r['ordered'] for r in some) / n:.1%} | {max(r['ordered'] for r in some):.1%} "
-                f"| {sum(r['tau_ordered'] for r in some) / n:.2f} |"
-            )
-    lines += [
-        "",
-        "| file | first run of the group | runs | regret, analytical model | regret, simulated | tau, analytical model | tau, simulated |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {r['file']} | {r['first']} | {r['runs']} | {r['form']:.1%} | {r['ordered']:.1%} | {r['tau']:.2f} "
-        f"| {r['tau_ordered']:.2f} |"
-        for r in rows
-    ]
+            regrets = [row["regret"] for row in some]
+            tau = sum(row["tau"] for row in some) / n
+            lines.append(f"| {title} | {n} | {sum(regrets) / n:.1%} | {max(regrets):.1%} | {tau:.2f} |")
+    lines += ["", "| file | first run of the group | runs | regret | tau |", "|---|---|--:|--:|--:|"]
+    lines += [f"| {r['file']} | {r['first']} | {r['runs']} | {r['regret']:.1%} | {r['tau']:.2f} |" for r in rows]
     out.write_text("\n".join(lines) + "\n")
 
 

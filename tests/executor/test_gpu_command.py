@@ -130,4 +130,6 @@ def test_the_page_keeps_each_machine_once(tmp_path: Path) -> None:
     assert "No machine with two GPUs" not in text
     assert "## 2 x NVIDIA H100" in text
     assert "| plans | a / b | ok | 1e-16 |" in text
-    assert "2026-01-03, commit abc, driver 580, torch 2.11. 1 ok, 0 failed, 0 not run." in text
+    assert "driver 580, torch 2.11. 1 ok, 0 failed, 0 not run." in text
+    assert "| 2026-01-03, abc |" in text
+    assert "- Not run, there was no time: plans: c." in rows.page(rows.kept(whole, later))

@@ -23,8 +23,8 @@ from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
-from tests.bench.plan_sets import shortened
 from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, step_in_words
+from tests.short_models import shortened
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus

@@ -86,7 +86,7 @@ def kept(old: Sequence[tuple[Machine, str, Row]], new: Sequence[tuple[Machine, s
 
 
 def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
-    """Return the table of all machines as Markdown."""
+    """Return a table for each kind of machine as Markdown, and what has not run there."""
     lines = [
         "# What runs on GPUs",
         "",
@@ -102,24 +102,29 @@ def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
             "No machine with two GPUs has run it: plans over NCCL and NVLink, their times, and what says so below are open.",
             "",
         ]
-    for machine in dict.fromkeys(machine for machine, _, _ in entries):
-        mine = [(date, row) for found, date, row in entries if found == machine]
-        bad = sum(row.result == FAILED for _, row in mine)
-        good = sum(row.result == OK for _, row in mine)
-        dates = sorted({date for date, _ in mine})
-        counts = f"{good} ok, {bad} failed, {len(mine) - good - bad} not run"
-        when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    for gpus, device in dict.fromkeys((machine.gpus, machine.device) for machine, _, _ in entries):
+        mine = [entry for entry in entries if (entry[0].gpus, entry[0].device) == (gpus, device)]
+        ran = [entry for entry in mine if entry[2].result in {OK, FAILED}]
+        bad = sum(row.result == FAILED for _, _, row in ran)
+        made = dict.fromkeys(f"driver {machine.driver}, {machine.versions}" for machine, _, _ in mine)
         lines += [
-            f"## {machine.gpus} x {machine.device}",
+            f"## {gpus} x {device}",
             "",
-            f"{when}, commit {machine.commit}, driver {machine.driver}, {machine.versions}. {counts}.",
+            f"{'; '.join(made)}. {len(ran) - bad} ok, {bad} failed, {len(mine) - len(ran)} not run.",
             "",
-            "| part | what | result | numbers | step | took s |",
-            "|---|---|---|---|---|--:|",
+            "| part | what | result | numbers | step | took s | date, commit |",
+            "|---|---|---|---|---|--:|---|",
         ]
-        for _, row in mine:
+        for machine, date, row in ran:
             result = row.result + (f": {row.said}" if row.said else "")
-            cells = (row.part, row.what, result, row.numbers, row.step, f"{row.seconds:.0f}" if row.seconds else "")
+            took = f"{row.seconds:.0f}" if row.seconds else ""
+            cells = (row.part, row.what, result, row.numbers, row.step, took, f"{date}, {machine.commit}")
             lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells) + " |")
         lines.append("")
+        left: dict[str, list[str]] = {}
+        for _, _, row in mine:
+            if row.result not in {OK, FAILED}:
+                left.setdefault(row.said or "there was no time", []).append(f"{row.part}: {row.what}")
+        lines += [f"- Not run, {why}: {'; '.join(what)}." for why, what in left.items()]
+        lines += [""] if left else []
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from simulator.calibration.calibration import Calibration, Contention
 from simulator.config.adapter import Adapter
 from simulator.config.plan import COPY_ENGINE, FSDP_EXCHANGES, NCCL, Plan
 from simulator.config.workload import Workload
-from tests.bench.plan_sets import shortened
+from tests.short_models import shortened
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
 

@@ -17,7 +17,7 @@ from planner.question.question import question_of
 from planner.search.infeasible import ConstrainedQuestion, least_memory_plan
 from planner.search.plan_space.candidates import Bounds
 from simulator.bounds.screening import Screening
-from simulator.calibration.calibration import Calibration, Effects
+from simulator.calibration.calibration import Calibration, Contention
 from simulator.collectives.cost import CollectiveModel
 from simulator.config.estimate import Estimate
 from simulator.config.hf_config import load_model
@@ -94,7 +94,7 @@ def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
     That kernels last longer then also hides more, to less than a thousandth of a step.
     """
     machine = cluster(name, 16)
-    alone = Calibration(gpu=machine.slowest_kind, effects=Effects(contention=False))
+    alone = Calibration(gpu=machine.slowest_kind, contention={"all_reduce": Contention()})
     slower = []
     for calibration in (None, alone):
         asked = (question(scale(machine, factor), calibration=calibration) for factor in (first, first * second))

@@ -172,7 +172,7 @@ def test_a_file_of_a_release_with_fewer_fields_is_not_taken_for_an_edited_one(pl
 
 
 def test_rates_follow_from_the_step_and_a_file_that_has_rates_alone_is_read() -> None:
-    path = Path(__file__).parents[2] / "examples/validation/torchtitan_2xH200/plan.json"
+    path = Path(__file__).parents[1] / "data/plan_rates_alone.json"
     stated = json.loads(path.read_text())["estimate"]
     read = load_plan(path).estimate
     slower = replace(read, step_s=read.step_s.at(2 * read.step_s.value))

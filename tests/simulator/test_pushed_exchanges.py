@@ -14,7 +14,7 @@ from simulator.config.plan import COPY_ENGINE, NCCL, Plan
 from simulator.config.workload import Workload
 from simulator.memory.plan_memory import PlanMemory
 from simulator.program.trace import COMMUNICATION
-from tests.bench.plan_sets import shortened
+from tests.short_models import shortened
 from topology.catalog.clusters import cluster
 from topology.rates.groups import group_shape
 

@@ -70,7 +70,7 @@ def test_newer_schema_names_both_versions(tmp_path):
     document = to_builtins(cluster("dgx-h100")) | {"schema_version": 99}
     with pytest.raises(BadInput, match="99") as caught:
         load_cluster(_write(tmp_path, document))
-    assert "up to 1" in caught.value.what
+    assert "up to 1" in str(caught.value.why)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from topology.catalog.platform import build, take_gpus
 from topology.catalog.spoken import FORMS, is_spoken, spoken_cluster
 from topology.catalog.verify import require_possible
 from topology.cluster import ASSUMED, SCHEMA_VERSION, Cluster, Finding, Severity
-from topology.codec import JsonObject, convert, is_file, parse_json, read_json, to_json, write_text
+from topology.codec import JsonObject, convert, is_file, parse_json, read_json, require_schema, to_json, write_text
 from topology.errors import BadCluster, BadInput
 from topology.units import GIB
 
@@ -178,15 +178,8 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _full(document: JsonObject, where: str) -> Cluster:
-    version = document.get("schema_version", SCHEMA_VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise BadInput(f"{where} has schema_version {version!r}", remedy="expected a whole number, 1 or more")
-    if version > SCHEMA_VERSION:
-        raise BadInput(
-            f"{where} has schema version {version}, this release reads up to {SCHEMA_VERSION}",
-            why="it was written by a newer release",
-            remedy="upgrade meshwright, or write the file again with this release",
-        )
+    remedy = "update meshwright, or write the file again with this release"
+    require_schema(document, SCHEMA_VERSION, where=where, remedy=remedy)
     return convert(document, Cluster, where=where)
 
 

@@ -19,9 +19,8 @@ from topology.catalog.gpus import bridges, gpu_kind
 from topology.catalog.platform import INTERCONNECTS, Platform, build, joined_text, take_gpus
 from topology.cluster import Cluster, GpuKind
 from topology.codec import convert, parse_json
-from topology.errors import BadCluster, BadInput
+from topology.errors import BadCluster
 
-CATALOG_SCHEMA_VERSION = 1
 CASE_KEYS = ("gpu", "gpus_per_node", "nodes", "interconnect", "nic_gbit_per_gpu")
 PROBED = ("h200x4",)  # whole clusters, as probed
 
@@ -193,11 +192,6 @@ def one_port_per_gpu(platform: Platform, gbit: float) -> Platform:
 def _platforms() -> tuple[Platform, ...]:
     where = "catalog/clusters.json"
     document = parse_json((files("topology") / "catalog" / "clusters.json").read_text("utf-8"), where=where)
-    if document.get("schema_version") != CATALOG_SCHEMA_VERSION:
-        raise BadInput(
-            f"{where} has schema version {document.get('schema_version')}",
-            why=f"this release reads version {CATALOG_SCHEMA_VERSION}",
-        )
     platforms = convert(document["platforms"], tuple[Platform, ...], where=where)
     return (*platforms, *_cloud_types({platform.name: platform for platform in platforms}))
 

@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 from topology.cluster import GpuKind
 from topology.codec import convert, parse_json
-from topology.errors import BadCluster, BadInput
+from topology.errors import BadCluster
 
-GPU_SCHEMA_VERSION = 1
 _VENDORS = re.compile(r"^(nvidia|amd|intel|tesla|geforce|instinct|graphics device)\s+", re.IGNORECASE)
 
 
@@ -40,13 +39,7 @@ def bridges() -> dict[str, Literal["usual", "optional"]]:
 
 
 def _document() -> Any:
-    document = parse_json((files("topology") / "catalog" / "gpus.json").read_text("utf-8"), where="catalog/gpus.json")
-    if document.get("schema_version") != GPU_SCHEMA_VERSION:
-        raise BadInput(
-            f"catalog/gpus.json has schema version {document.get('schema_version')}",
-            why=f"this release reads version {GPU_SCHEMA_VERSION}",
-        )
-    return document
+    return parse_json((files("topology") / "catalog" / "gpus.json").read_text("utf-8"), where="catalog/gpus.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from topology.cluster import Cluster
-from topology.codec import convert, read_json
-from topology.errors import BadInput, NewerSchema
+from topology.codec import convert, read_json, require_schema
+from topology.errors import BadInput
 from topology.profile.samples import (
     AXES,
     DIRECTIONS,
@@ -134,13 +134,7 @@ SAMPLE_LISTS: dict[type, str] = {
 def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
     """Return the profile in a JSON file, checked. Raises BadInput with the path of the first thing that is wrong."""
     data = read_json(path)
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > PROFILE_SCHEMA_VERSION:  # first, since a newer release may have new keys
-        raise NewerSchema(
-            f"{path} is a profile in schema {version}",
-            why=f"this release reads up to {PROFILE_SCHEMA_VERSION}",
-            remedy="update meshwright",
-        )
+    require_schema(data, PROFILE_SCHEMA_VERSION, where=str(path))
     profile = convert(data, Profile, where=str(path))
     check_profile(profile, where=str(path), cluster=cluster)
     return profile

@@ -348,8 +348,6 @@ def simulate_program(
     problem: ShardingProblem,
     cluster: Cluster,
     calibration: Calibration | None = None,
-    *,
-    spans: bool = False,
 ) -> Run:
     """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few
     GPUs.
@@ -365,4 +363,4 @@ def simulate_program(
             kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
     program = with_copies(written_program.program, kernels, machine, written_program.copied)
     costs = program_costs(program, cluster, calibration, kernels)
-    return simulate(program, costs, spans=spans)
+    return simulate(program, costs, spans=False)

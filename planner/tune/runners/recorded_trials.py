@@ -15,7 +15,6 @@ from planner.question.question import Question
 from planner.tune.candidates import Candidate, Candidates, in_order
 from planner.tune.trials import Chosen, Status, Trial
 from planner.validate.validation import measured_step_s
-from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from topology import codec
 from topology.errors import PlannerError
@@ -88,9 +87,7 @@ class RecordedQuestion:
         return min(one.step_s for one in self.recorded.values() if one.step_s)
 
 
-def recorded_questions(
-    cases: Iterable[Mapping[str, Any]], measured: Calibrations = UNMEASURED
-) -> list[RecordedQuestion]:
+def recorded_questions(cases: Iterable[Mapping[str, Any]]) -> list[RecordedQuestion]:
     """Return the questions of which at least two plans have a measured step, in the order of the cases.
 
     Cases that cannot be predicted, are not legal in their framework, or state neither a step nor a failure are left
@@ -99,7 +96,7 @@ def recorded_questions(
     groups: dict[tuple[object, ...], list[tuple[Case, Recorded]]] = {}
     for raw in cases:
         try:
-            case = load_case(raw, measured)
+            case = load_case(raw)
             seen = _seen(case)
             if seen is None or not is_legal(case.question.problems(case.plan)):
                 continue
