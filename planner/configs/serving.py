@@ -19,6 +19,7 @@ from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving_start import serving_engine
 from planner.export.mapping import Settings
 from planner.export.schema import schema
+from planner.export.serving.commands import sglang_limits
 from planner.serving import (
     MOST,
     TIE,
@@ -131,7 +132,7 @@ def check_serving(
         pool = _pool(engine, settings, experts=model.moe is not None)
     except PlannerError as error:
         return CheckedServing(engine=engine, problems=(*problems, error.what), unknown=unknown, assumed=())
-    limits = _limits(engine, settings)
+    limits = _limits(engine, settings, pool)
     if "weights" not in limits and (said := of_name(name)):
         limits["weights"] = said
     asked = replace(
@@ -282,8 +283,11 @@ def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
     return pool
 
 
-def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
-    """Return the formats and limits in a command as fields of ServingFlags."""
+def _limits(engine: str, settings: Mapping[str, Any], pool: Pool) -> Settings:
+    """Return the formats and limits in a command as fields of ServingFlags, whose limits are of one rank of attention.
+    SGLang's are of all together (`sglang_limits`).
+    """
+    shared = pool.dp_attention if engine == "sglang" else 1
     names = {
         "vllm": ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
         "sglang": ("max_running_requests", "chunked_prefill_size", "mem_fraction_static"),
@@ -293,7 +297,8 @@ def _limits(engine: str, settings: Mapping[str, Any]) -> Settings:
     for name, field in zip(names, fields, strict=True):
         number = _number(settings.get(name))
         if number > 0:
-            found[field] = min(number, 1.0) if field == "gpu_memory_utilization" else int(min(number, MOST_TOKENS))
+            whole = max(1, int(min(number // shared, MOST_TOKENS)))
+            found[field] = min(number, 1.0) if field == "gpu_memory_utilization" else whole
     weights = _WEIGHTS.get(str(settings.get("quantization", "")).lower())
     if weights:
         found["weights"] = weights
@@ -358,6 +363,13 @@ def _change(
     plan: ServingPlan, document: CommandLine, engine: str, settings: Mapping[str, Any], where: str
 ) -> ServingChange:
     wanted = parallel_flags(engine, plan.deployment, deprecated="enable_dp_attention" in settings)
+    if engine == "sglang":
+        limits = sglang_limits(plan.deployment, plan.deployment.pool)
+        stated = {flag: _number(settings.get(flag.removeprefix("--").replace("-", "_"))) for flag in limits}
+        ranks = plan.deployment.pool.dp_attention
+        wanted |= {
+            name: limits[name] for name, now in stated.items() if now > 0 and now // ranks != limits[name] // ranks
+        }
     flag_names = {flag: _name_used(flag, document, engine) for flag in wanted}
     defaults: Settings = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
     changes = {

@@ -10,17 +10,22 @@ from topology.codec import JsonObject
 
 def checked_serving_document(where: str, checked: CheckedServing) -> JsonObject:
     """Return the JSON document of `planner check` on a command that starts an engine."""
-    answer = None if checked.answer is None else estimate_document(where, checked.answer)
-    changes = [
-        {
-            "what": one.what,
-            "diff": one.diff,
-            "step_s": one.plan.estimate.tpot_s.value,
-            "fits": one.plan.estimate.room.fits,
-            **listed_document(rank, one.plan),
-        }
-        for rank, one in enumerate(checked.changes, 1)
-    ]
+    found = checked.answer
+    answer = None if found is None else estimate_document(where, found)
+    changes = (
+        []
+        if found is None
+        else [
+            {
+                "what": one.what,
+                "diff": one.diff,
+                "step_s": one.plan.estimate.tpot_s.value,
+                "fits": one.plan.estimate.room.fits,
+                **listed_document(rank, one.plan, found.question),
+            }
+            for rank, one in enumerate(checked.changes, 1)
+        ]
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "task": "serve",
@@ -30,8 +35,8 @@ def checked_serving_document(where: str, checked: CheckedServing) -> JsonObject:
         "problems": [{"grade": "illegal", "message": message} for message in checked.problems],
         "unknown": list(checked.unknown),
         "assumed": list(checked.assumed),
-        "model": None if checked.answer is None else checked.answer.question.model.name,
-        "cluster": None if checked.answer is None else checked.answer.question.cluster.name,
+        "model": None if found is None else found.question.model.name,
+        "cluster": None if found is None else found.question.cluster.name,
         "plan": None if answer is None else answer["plan"],
         "estimate": None if answer is None else answer["estimate"],
         "changes": changes,

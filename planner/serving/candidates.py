@@ -142,13 +142,14 @@ def _times(pool: Pool, engines: int) -> Pool:
 
 
 def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
-    """Yield (prefill, decode) pools that divide the GPUs in eighths, with engines of one stage."""
+    """Yield (prefill, decode) pools that divide the GPUs in eighths or, if there are fewer, in whole GPUs, with engines
+    of one stage.
+    """
     flat = [pool for pool in pools if pool.pp == 1]
-    for eighths in range(1, 8):
-        reading = gpus * eighths // 8
+    for reading in sorted({gpus * eighths // 8 for eighths in range(1, 8)} - {0}):
         for prefill in flat:
             for decode in flat:
                 writing = gpus - reading
-                if not reading or reading % prefill.gpus or writing % decode.gpus:
+                if reading % prefill.gpus or writing % decode.gpus:
                     continue
                 yield _times(prefill, reading // prefill.gpus), _times(decode, writing // decode.gpus)

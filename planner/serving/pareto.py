@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
 from planner.serving.question.question import ServingQuestion
-from planner.serving.search import ServingPlan
+from planner.serving.search import ServingPlan, ways_to_fit
 from simulator.config.estimate import Interval
 from simulator.serving.engine import COMPARED
 from simulator.serving.power import token_energy_j
@@ -94,9 +94,10 @@ def pareto(
     if not points:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5))
         raise Infeasible(
-            f"{question.model.name} cannot be served on {question.cluster.gpu_count} GPUs within the time",
+            f"{question.model.name} cannot be served on {question.cluster.gpu_count} GPUs"
+            + ("" if whole else " within the time"),
             why=reasons,
-            remedy="use more GPUs, --weights float8, or a longer --time-limit",
+            remedy=", or ".join(ways_to_fit(question)) if whole else "a longer --time-limit",
         )
     return Pareto(
         question=question,

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.serving.answer import estimate_of, meets
-from planner.serving.candidates import deployments
+from planner.serving.candidates import deployments, no_format
 from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment
+from simulator.serving.engine import COMPARED
 from simulator.serving.estimate import ServingEstimate
 from simulator.serving.server import OutOfTime
 from topology.errors import Infeasible
@@ -77,13 +78,11 @@ def search_serving(
             continue
         plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
-        narrower = [word for word in ("float8", "int4") if _fits_with(question, word)]
         raise Infeasible(
             f"{question.model.name} cannot be served on {question.cluster.gpu_count} x"
             f" {question.cluster.slowest_kind.title}",
             why="; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5)),
-            remedy="a --cluster with more or larger GPUs"
-            + (f", or --weights {' or '.join(narrower)}" if narrower else ""),
+            remedy=", or ".join(ways_to_fit(question)),
         )
     ordered = sorted(plans, key=lambda plan: (*_rank(plan), value_of(question, plan), _mechanisms(plan.deployment)))
     return ServingResult(
@@ -94,10 +93,21 @@ def search_serving(
     )
 
 
-def _fits_with(question: ServingQuestion, weights: str) -> bool:
-    """Return whether a narrower format of weights leaves room for the requests."""
-    narrower = WEIGHT_BYTES[weights] < WEIGHT_BYTES[question.weights]
-    return narrower and bool(deployments(replace(question, weights=weights))[0])
+def ways_to_fit(question: ServingQuestion) -> list[str]:
+    """Return single changes that leave room for the requests: another machine, narrower weights and, where the engine
+    lacks a format, wider ones and other engines. All but the machine are tried.
+    """
+    machine = f"a --cluster with {'newer' if no_format(question) else 'more or larger'} GPUs"
+    tried = [
+        (f"--weights {word}", replace(question, weights=word))
+        for word in ("float8", "int4")
+        if WEIGHT_BYTES[word] < WEIGHT_BYTES[question.weights]
+    ]
+    if no_format(question):
+        tried.append(("--weights bfloat16", replace(question, weights="bfloat16")))
+        tried.append(("--kv-cache bfloat16", replace(question, kv_cache="bfloat16")))
+        tried += [(f"--engine {name}", question.of_engine(name)) for name in COMPARED]
+    return [machine, *(flags for flags, asked in tried if deployments(asked)[0])]
 
 
 def _rank(plan: ServingPlan) -> tuple[bool, bool]:

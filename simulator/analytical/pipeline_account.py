@@ -21,8 +21,9 @@ from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table
 from simulator.pipeline.schedules.table import Kind, Schedule
 from simulator.pipeline.waves import Flags, Ints
+from simulator.step.data_writer import DataWriter
 from simulator.step.host import QUEUED_LAUNCHES
-from simulator.step.traffic import REPLICAS, STREAM, WIRES, DataWriter
+from simulator.step.traffic import REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 from simulator.step.walk import StepWalk
 

@@ -27,8 +27,9 @@ from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import wraps_one
 from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
+from simulator.step.data_writer import DataWriter
 from simulator.step.offload import copy_bytes_per_s
-from simulator.step.traffic import DATA_OPS, DataWriter
+from simulator.step.traffic import DATA_OPS
 from simulator.step.walk import StepWalk, message_bytes
 
 

@@ -19,9 +19,10 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
+from simulator.step.data_writer import DataWriter
 from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
 from simulator.step.rank import Pass, Rank, Value
-from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
+from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +300,32 @@ def test_abbreviations_as_argparse_has_them() -> None:
     assert flag_of("--enable", keys) == "", "many flags begin so"
     assert serving_engine("torchrun train.py") == ""
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSIONS["vllm"])
+
+
+def test_limits_of_a_rank_are_those_that_sglang_gives_it() -> None:
+    """SGLang divides both limits by the ranks of attention: `chunked_prefill_size // dp_size` of its server_args.py and
+    `max_running_requests // dp_size` of its pool configurator.
+    """
+    for ranks in (1, 8):
+        pool = Pool(tp=8 // ranks, dp_attention=ranks, ep=8)
+        deployment = Deployment(engine="sglang", pool=pool, max_num_seqs=96, max_num_batched_tokens=4096)
+        words = command(deployment, pool, "deepseek-ai/DeepSeek-R1", longest=4096)
+        flags = dict(pairwise(words))
+        assert int(flags["--max-running-requests"]) // ranks == 96
+        assert int(flags["--chunked-prefill-size"]) // ranks == 4096
+
+        answer = checked(" ".join(words)).answer
+        assert answer is not None
+        assert (answer.deployment.max_num_seqs, answer.deployment.max_num_batched_tokens) == (96, 4096)
+
+
+def test_a_change_of_the_ranks_of_attention_keeps_the_limits_of_each() -> None:
+    text = (
+        "sglang serve --model Qwen/Qwen3-30B-A3B --tp-size 8 --attn-dp-size 8 --ep-size 8"
+        " --max-running-requests 64 --chunked-prefill-size 65536"
+    )
+    changes = checked(text, search=True, load=replace(LOAD, concurrency=64)).changes
+    assert {change.plan.deployment.pool.dp_attention for change in changes} == {1, 2}
+    for change in changes:
+        assert change.plan.deployment.max_num_seqs == 8
+        assert f"--max-running-requests 64 -> {8 * change.plan.deployment.pool.dp_attention}" in change.what

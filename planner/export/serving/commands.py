@@ -61,6 +61,18 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
     return words + (["--kv-cache-dtype", "fp8"] if deployment.kv_cache == "float8" else [])
 
 
+def sglang_limits(deployment: Deployment, pool: Pool) -> dict[str, int]:
+    """Return SGLang's limits by flag. They are of all ranks of attention with its own requests together, which divide
+    them (sglang/srt: server_args.py `chunked_prefill_size // dp_size`, model_executor/pool_configurator.py
+    `max_running_requests // dp_size`).
+    """
+    engine, ranks = engine_of("sglang"), pool.dp_attention
+    return {
+        "--max-running-requests": ranks * (deployment.max_num_seqs or engine.max_num_seqs),
+        "--chunked-prefill-size": ranks * (deployment.max_num_batched_tokens or engine.max_num_batched_tokens),
+    }
+
+
 def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:
     engine = engine_of("sglang")
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--host", "0.0.0.0", "--port", str(port)]  # noqa: S104
@@ -72,8 +84,8 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     if pool.redundant_experts:
         words += ["--ep-num-redundant-experts", str(pool.redundant_experts)]
     words += ["--context-length", str(longest)]
-    words += ["--max-running-requests", str(deployment.max_num_seqs or engine.max_num_seqs)]
-    words += ["--chunked-prefill-size", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
+    for flag, limit in sglang_limits(deployment, pool).items():
+        words += [flag, str(limit)]
     words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
     words += ["--disable-cuda-graph"] if deployment.eager else []
     words += [] if deployment.custom_all_reduce else ["--disable-custom-all-reduce"]
@@ -101,6 +113,13 @@ def _trtllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
             "trtllm-serve takes attention with its own requests from a YAML file only",
             why="the command line has no flag for it",
             remedy="use --engine vllm or sglang, or write enable_attention_dp: true into its --extra_llm_api_options",
+        )
+    if deployment.kv_cache == "float8":
+        raise Infeasible(
+            "trtllm-serve takes an 8-bit KV cache from a YAML file only",
+            why="the command line has no flag for it in all releases",
+            remedy="use --engine vllm or sglang, or write kv_cache_config: {dtype: fp8} into its"
+            " --extra_llm_api_options",
         )
     words = ["trtllm-serve", "serve", model, "--port", str(port)]
     words += ["--tp_size", str(pool.tp), "--pp_size", str(pool.pp)]

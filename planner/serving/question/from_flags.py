@@ -31,6 +31,7 @@ MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
 VARY = 0.2  # requests of equal length would begin and end together, unlike real ones
 FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats to which engines cannot convert 16-bit weights while loading
+CONVERTS = ("vllm", "sglang")  # programs that make 16-bit weights float8 while loading (their --quantization fp8)
 FEWEST = "min"  # of --gpus: the fewest that serve the load as asked
 ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 
@@ -113,7 +114,9 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     machine = _cut(whole, flags.gpus)
     defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
     assumed = [f"{name} {default}" for name, said, default in defaults if said is None]
-    if machine is not whole:
+    if flags.gpus is not None and machine.gpu_count > flags.gpus:
+        assumed.append(f"{machine.gpu_count} GPUs for the {flags.gpus} asked for: whole nodes are taken")
+    elif machine is not whole:
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     assumed += cluster_caveats(machine)
     model = load_model(flags.model or MODEL)
@@ -122,7 +125,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
     stored = stored_weights(flags.model or MODEL)
-    assumed += _formats_unsaid(flags, stored)
+    assumed += _formats_unsaid(flags, engine_of(engine).program, stored)
     if flags.eager and not engine_of(engine).may_be_eager:
         raise UserError(
             f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
@@ -199,12 +202,15 @@ def speculation_of(draft: int | None, accepted: float | None, model: Model) -> S
     return Speculation(draft=draft, accepted=accepted)
 
 
-def _formats_unsaid(flags: ServingFlags, stored: str) -> list[str]:
-    """Return the assumptions about formats, and the checkpoint that a format needs if engines do not convert to it."""
+def _formats_unsaid(flags: ServingFlags, program: str, stored: str) -> list[str]:
+    """Return the assumptions about formats, and the checkpoint that a format needs if the engine of a program does not
+    convert to it.
+    """
+    from_checkpoint = FROM_CHECKPOINT if program in CONVERTS else WEIGHT_BYTES.keys() - {"bfloat16", "float16"}
     said = []
     if flags.weights is None:
         said.append(f"weights in {stored}, as the checkpoint has them" if stored else "weights in bfloat16")
-    elif flags.weights in FROM_CHECKPOINT and flags.weights != stored:
+    elif flags.weights in from_checkpoint and flags.weights != stored:
         said.append(f"a checkpoint with weights in {flags.weights}, whose name takes the place of the command's")
     return said + (["KV cache in bfloat16"] if flags.kv_cache is None else [])
 
@@ -232,8 +238,7 @@ def _refuse_beyond(model: Model, traffic: Traffic) -> None:
     """Raise UserError for requests that are longer than the model has positions."""
     longest, positions = traffic.longest, model.max_positions
     if positions and longest > positions:
-        mean = traffic.prompt.mean + traffic.output.mean
-        shorter = int(traffic.prompt.mean - mean * (1 - positions / longest)) - 1
+        shorter = int((positions - traffic.output.longest) / traffic.prompt.high)
         lengths = f"--isl {shorter}, or " if shorter > 0 and not traffic.trace else ""
         raise UserError(
             f"requests of {longest:,} tokens are longer than the {positions:,} positions of {model.name}",

@@ -39,7 +39,7 @@ def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) ->
         },
         "objective": question.objective,
         "assumed": list(question.assumed),
-        "plans": [listed_document(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
+        "plans": [listed_document(rank, plan, question) for rank, plan in enumerate(result.plans[:top], 1)],
         "by_clients": [{"clients": round(row.value), **_shown(row)} for row in load],
         "rejected": dict(result.rejected),
     }
@@ -49,7 +49,7 @@ def estimate_document(name: str, found: ServingAnswer) -> JsonObject:
     """Return the document of `estimate --task serve --json`; `name` is the file's or an empty text."""
     estimate = None
     if found.estimate is not None and found.account is not None:
-        estimate = _estimate(found.estimate) | {"breakdown_s": _account(found.account)}
+        estimate = _estimate(found.estimate, found.question) | {"breakdown_s": _account(found.account)}
     return {
         "schema_version": SCHEMA_VERSION,
         "task": TASK,
@@ -65,9 +65,10 @@ def estimate_document(name: str, found: ServingAnswer) -> JsonObject:
 
 def explanation_document(name: str, found: ServingExplanation) -> JsonObject:
     """Return the document of `explain --task serve --json`."""
+    question = found.answer.question
     return estimate_document(name, found.answer) | {
         "break_even": [codec.to_builtins(one) for one in found.break_even],
-        "runners_up": [listed_document(rank, plan) for rank, plan in enumerate(found.runners_up, 2)],
+        "runners_up": [listed_document(rank, plan, question) for rank, plan in enumerate(found.runners_up, 2)],
         "sweeps": [_sweep(sweep) for sweep in found.sweeps],
         "rejected": dict(found.result.rejected),
     }
@@ -91,19 +92,19 @@ def comparison_document(found: ServingComparison, files: Sequence[str]) -> JsonO
     }
 
 
-def listed_document(rank: int, plan: ServingPlan) -> JsonObject:
+def listed_document(rank: int, plan: ServingPlan, question: ServingQuestion) -> JsonObject:
     """Return a deployment of a search with the keys of a listed plan."""
     return {
         "rank": rank,
         "plan": plan_document(plan.deployment),
-        "estimate": _estimate(plan.estimate),
+        "estimate": _estimate(plan.estimate, question),
         "meets_targets": plan.meets,
         "tied": plan.tied,
         "lost_because": plan.lost_because or None,
     }
 
 
-def _estimate(estimate: ServingEstimate) -> JsonObject:
+def _estimate(estimate: ServingEstimate, question: ServingQuestion) -> JsonObject:
     seen = estimate.latency
     return {
         "ttft_s": interval(estimate.ttft_s) | _percentiles(seen.ttft_s),
@@ -112,6 +113,7 @@ def _estimate(estimate: ServingEstimate) -> JsonObject:
         "output_tokens_per_s_per_gpu": interval(estimate.output_tokens_per_s_per_gpu),
         "output_tokens_per_s": seen.output_tokens_per_s,
         "requests_per_s": seen.requests_per_s,
+        "price_per_million_tokens": price_per_million(question, estimate),
         "keeps_up": seen.keeps_up,
         "goodput": seen.goodput,
         "kv_blocks": estimate.room.blocks,

@@ -11,7 +11,7 @@ from planner.io.printable import printable
 from planner.serving.pareto import Pareto, ParetoPoint
 from planner.serving.plan_file import TASK
 from planner.serving.reports.documents import interval, plan_document, price_per_million
-from planner.serving.reports.text import deployment_text, ms_text, reasons_text
+from planner.serving.reports.text import deployment_text, load_text, ms_text, reasons_text
 from simulator.serving.engine import engine_of
 from topology.codec import JsonObject
 from topology.units import two_digits
@@ -34,7 +34,8 @@ def values_of(point: ParetoPoint) -> dict[str, float]:
 def about(point: ParetoPoint) -> str:
     """Return a point as text."""
     seen = point.plan.estimate
-    where = f"{deployment_text(point.plan.deployment)}, {engine_of(point.engine).title}, {point.clients} clients"
+    load = load_text(point.question.traffic)
+    where = f"{deployment_text(point.plan.deployment)}, {engine_of(point.engine).title}, {load}"
     rates = ", ".join(f"{two_digits(value)} {name}" for name, value in values_of(point).items())
     return f"{where}: {rates}, first token {ms_text(seen.ttft_s)} ms"
 
