@@ -290,14 +290,15 @@ class _Fold:
         self._expose(step.transfer.over, step.exposed_s)
 
     def _exchange(self, step: Transfer) -> None:
-        """Note the kernels and communication between the two exchanges of tokens."""
+        """Note the kernels and communication between the two exchanges of tokens; transfers in a row are one."""
         cost = self.cost
         if self.context.table.paired.any():
-            cost.exchange_sms = self.context.groups.load(step.op, step.over, step.nbytes)[0]
+            held = self.context.groups.load(step.op, step.over, step.nbytes)[0]
+            cost.exchange_sms = np.maximum(cost.exchange_sms, held)
         others_s = cost.exposed_s - cost.communication_s.get("ep", 0.0)
         there = (cost.compute_s, others_s, cost.weight_s)
-        if self._exchanged is None:
-            self._exchanged, cost.first_exchange_s = there, step.seconds
+        if self._exchanged is None or all(map(np.array_equal, self._exchanged, there)):
+            self._exchanged, cost.first_exchange_s = there, cost.first_exchange_s + step.seconds
         else:
             cost.experts_s, cost.experts_exposed_s, cost.experts_weight_s = (
                 now - before for now, before in zip(there, self._exchanged, strict=True)

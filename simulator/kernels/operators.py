@@ -47,18 +47,18 @@ class OperatorSpec:
     `units` are what a kernel's time is proportional to where memory does not limit it: rows, or elements, of these axes
     by kind (`unit_s` of efficiency.toml), in the forward and the backward pass. `scattered` operators move rows to
     positions given by an index. A matmul's backward pass is its two products; other operators state `backward_reads`
-    and `backward_writes`, and a collective `backward_tensors` where it moves other tensors backward. `hidden_by` names
-    the operator, earlier in the block, whose kernels a collective runs alongside; `site` is the name of a
-    tensor-parallel collective in plans (`simulator.config.overlap_sites`). In forward passes an operator that `waits`
-    makes the host wait for everything it has launched. `launches` are kernels (and host dispatches) forward,
-    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` lists the
-    tensors that its forward pass allocates, if these are not what it `writes` since some of its kernels work in place;
-    `backward_allocates` those of its backward pass, none if it overwrites the incoming gradient. A product whose weight
-    is `packed` reads a copy of it (its `reads`), which a `transient` operator makes and which is freed after the
-    product; products of an `adapter` come in addition to those of the model. `replayed`: a CUDA graph launches it
-    together with the operator before it. For each expert but the first the host issues `by_expert` more launches;
-    kernels that run `one_by_one` run once per expert. A product with `again` is first computed again in its backward
-    pass.
+    and `backward_writes`, and a collective `backward_tensors` where it moves other tensors backward; one of integers
+    has no `gradient`. `hidden_by` names the operator, earlier in the block, whose kernels a collective runs alongside;
+    `site` is the name of a tensor-parallel collective in plans (`simulator.config.overlap_sites`). In forward passes an
+    operator that `waits` makes the host wait for everything it has launched. `launches` are kernels (and host
+    dispatches) forward, `backward_launches` backward; an operator without reads and writes does nothing forward.
+    `allocates` lists the tensors that its forward pass allocates, if these are not what it `writes` since some of its
+    kernels work in place; `backward_allocates` those of its backward pass, none if it overwrites the incoming gradient.
+    A product whose weight is `packed` reads a copy of it (its `reads`), which a `transient` operator makes and which is
+    freed after the product; products of an `adapter` come in addition to those of the model. `replayed`: a CUDA graph
+    launches it together with the operator before it. For each expert but the first the host issues `by_expert` more
+    launches; kernels that run `one_by_one` run once per expert. A product with `again` is first computed again in its
+    backward pass.
     """
 
     name: str
@@ -72,6 +72,7 @@ class OperatorSpec:
     collective: str = ""
     tensor: str = ""
     backward_tensors: tuple[str, ...] = ()
+    gradient: bool = True
     over: str = ""
     site: str = ""
     hidden_by: str = ""
@@ -214,7 +215,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=True)]
     if spec.collective:
-        kind = TRANSPOSED[spec.collective]
+        kind = TRANSPOSED[spec.collective] if spec.gradient else ""
         return [_collective(kind, spec, sizes, dtype_bytes, backward=True)] if kind else []
     if not spec.backward_reads and not spec.backward_writes:
         return []

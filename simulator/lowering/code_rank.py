@@ -241,36 +241,35 @@ WIRE = "ep comm"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """A pass of a layer, divided at its exchanges of tokens: before, between and after them. `weights` are the weight
-    gradients that may be delayed. A pass without exchanges has only the first part.
+    gradients that may be delayed. An exchange is one transfer or several in a row (tokens and their weights). A pass
+    without exchanges has only the first part.
     """
 
     steps: tuple[list[Step], ...]
     weights: tuple[list[Step], ...]
-    exchanges: tuple[TransferStep, ...]
+    exchanges: tuple[list[TransferStep], ...]
 
 
 def parts_of(steps: Sequence[Step], name: str, detail: Detail, *, weights_later: bool) -> Parts:
     """Return the parts of a pass, merged to the level of `detail`."""
-    exchanges = tuple(
-        step
-        for step in steps
-        if isinstance(step, TransferStep) and step.group in EXCHANGED_OVER and step.op == "all_to_all"
-    )
-    if len(exchanges) != 2:
-        exchanges = ()
+    exchanges: list[list[TransferStep]] = []
     cut: list[list[Step]] = [[]]
     for step in steps:
-        if any(step is exchange for exchange in exchanges):
-            cut.append([])
-        else:
+        if not (isinstance(step, TransferStep) and step.group in EXCHANGED_OVER and step.op == "all_to_all"):
             cut[-1].append(step)
-    cut += [[] for _ in range(3 - len(cut))]
+        elif exchanges and not cut[-1]:
+            exchanges[-1].append(step)
+        else:
+            exchanges.append([step])
+            cut.append([])
+    if len(exchanges) != 2:
+        exchanges, cut = [], [list(steps), [], []]
     later = [[s for s in part if weights_later and isinstance(s, KernelStep) and s.weight] for part in cut]
     now = [[s for s in part if not any(s is w for w in deferred)] for part, deferred in zip(cut, later, strict=True)]
     return Parts(
         steps=tuple(merged(part, f"{name} {number}", detail) for number, part in enumerate(now)),
         weights=tuple(merged(part, f"{name} weights {number}", detail) for number, part in enumerate(later)),
-        exchanges=exchanges,
+        exchanges=tuple(exchanges),
     )
 
 
@@ -325,9 +324,9 @@ class PairWriter:
         """Begin an exchange after an event, by default after all compute so far; return the event of its end."""
         if not parts.exchanges:
             return ""
-        step = parts.exchanges[number]
         self.code.wait(WIRE, after or self.code.record(COMPUTE))
-        self.code.collective(step.op, step.group, step.nbytes, stream=WIRE)
+        for step in parts.exchanges[number]:
+            self.code.collective(step.op, step.group, step.nbytes, stream=WIRE)
         return self.code.record(WIRE)
 
     def _wait(self, event: str) -> None:

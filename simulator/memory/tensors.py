@@ -366,7 +366,8 @@ class BlockTensors:
         if operator.collective:
             back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "copy": "all_reduce"}
             kind = back.get(operator.collective, operator.collective)
-            return [] if operator.collective == "all_reduce" else self._moved(operator, kind)
+            none = operator.collective == "all_reduce" or not operator.gradient
+            return [] if none else self._moved(operator, kind)
         if operator.backward_allocates is not None:
             return self.sizes(operator.backward_allocates)
         if _casts_weights(operator):
@@ -378,7 +379,8 @@ class BlockTensors:
         if operator.matmul or operator.attention:
             return self._results(operator) + self.sizes(operator.reads if operator.matmul else ())
         if operator.collective:
-            return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
+            none = operator.collective == "all_reduce" or not operator.gradient
+            return [] if none else self._moved(operator, operator.collective)
         if operator.backward_allocates == ():  # the gradient that it reads is overwritten by its result
             return []
         return self.sizes(operator.backward_reads)

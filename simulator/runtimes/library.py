@@ -95,6 +95,7 @@ class RuntimeSpec:
     recipes_of: str = ""
     splits_experts: Literal["whole", "tp", "alone"] = "whole"
     dispatchers: tuple[str, ...] = ("alltoall",)
+    expert_products: str = ""  # of `EXPERT_PRODUCTS`, where a run does not state them
     graph_scopes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wide_adapters: bool = False
     scores_after: tuple[str, ...] = ()  # families that weigh the experts' results; others weigh the tokens

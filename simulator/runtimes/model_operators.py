@@ -62,7 +62,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 added = operator.weight_gradient_dtype if adds else "compute"
                 kept.append(_cast_at_once(replace(operator, when=plan_side, weight_gradient_dtype=added), features))
-        kept = multiplied_as(runtime.expert_products, kept)
+        kept = multiplied_as(runtime.expert_products or spec.expert_products, kept)
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
@@ -140,7 +140,12 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "dtensors": not spec.host.plain_tensors,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "balance_loss": bool(model.moe) and model.family not in spec.unbalanced,
         "expert_bias": bool(model.moe and model.moe.expert_bias),
+        "qkv_bias": model.qkv_bias,
+        "attention_out_bias": model.attention_out_bias,
+        "mlp_bias": model.mlp_bias,
+        "selection_bias": bool(model.moe and model.moe.router_bias and not model.moe.expert_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "fused_layers": runtime.compile or "layers" in runtime.fused,
