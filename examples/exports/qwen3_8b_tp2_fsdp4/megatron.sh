@@ -11,7 +11,7 @@
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
 # needed: to run: sh megatron.sh
-# note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+# note: by --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
 # planned: {"model": "qwen3-8b", "gpus": 8}
 #
 set -eu
