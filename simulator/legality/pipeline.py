@@ -256,7 +256,7 @@ PIPELINE_RULES: list[Rule] = [
             " recomputed block again for each of its weights, and fails if operators are selected; recompute none, or"
             " another schedule"
         ),
-        applies=lambda q: q.framework.torch_pipelining,
+        applies=lambda q: q.framework.torch_pipelining and not q.framework.recomputes_halves,
     ),
     rule(
         "micro-batches",

@@ -109,7 +109,7 @@ def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):
 
 def test_curves_fall_with_the_rate_and_cross_where_flips_are_said_and_nowhere_else():
     """Plans that are simulated, of which some do not win where the analytical model says so."""
-    flags = Flags(model="llama3-8b", cluster="dgx-h200", gpus=(16,), seq_len=2048, global_batch=16)
+    flags = Flags(model="llama3-8b", cluster="dgx-h200", gpus=(16,), seq_len=1024, global_batch=16)
     bounds = Bounds(max_virtual_stages=1).fixing(pp=((1, 1),))
     result = answer(flags, "torchtitan", SearchOptions(top=5, bounds=bounds))
     first, checked = result.plans[0], 0
