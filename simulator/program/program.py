@@ -8,7 +8,7 @@ as long as one for its 16 pipeline stages.
 Communication names a *family* of groups ("tp", "pp") and each rank takes part in the one group of the family that
 holds it, so code never mentions a rank and can be shared. Partners are positions in that group.
 
-Costs are in `simulator.program.cost_model`, checks in `simulator.program.check`.
+Costs are in `simulator.program.cost_model`; `tests/simulator/program_check.py` says what makes a program sound.
 """
 
 from __future__ import annotations

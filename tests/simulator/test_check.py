@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from simulator.config.plan import Plan
 from simulator.engine.simulate import simulate
-from simulator.program import check as ck
-from simulator.program.check import check
 from simulator.program.program import CodeWriter, Collective, Program, RecordEvent, WaitEvent
+from tests.simulator import program_check as ck
 from tests.simulator.engine_toys import SimpleCosts
+from tests.simulator.program_check import check
 
 
 def kinds(*codes: CodeWriter, groups=None) -> list[str]:

@@ -21,9 +21,9 @@ from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import backward_s, operator_work
 from planner.sharding.problem.problem import Machine
 from planner.sharding.solver.pricing import TimePricing
-from simulator.program.check import check
 from simulator.program.program import Recv, Send
 from simulator.sharded.program import Exchange, Kernel
+from tests.simulator.program_check import check
 from topology.catalog.cluster_file import load_cluster
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "sharding" / "captured.json"

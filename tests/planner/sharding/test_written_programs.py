@@ -22,8 +22,8 @@ from planner.sharding.plans.report import Limits
 from planner.sharding.problem.problem import Machine, MemoryLimit
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
-from simulator.program.check import check
 from simulator.sharded.program import Exchange, read_program
+from tests.simulator.program_check import check
 from topology.catalog.clusters import cluster
 from topology.errors import BadInput, Infeasible
 
