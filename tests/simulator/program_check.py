@@ -1,23 +1,21 @@
 """Check a program without running it; these checks are the specification of a Program.
 
-They have four parts: events are recorded once and before they are waited for; every use of a buffer is defined, not
-freed, and ordered after the writes it needs by streams and events; the ranks of a group agree on every collective and
-every message has two ends; and the program ends. Symmetric ranks are checked once.
+They have four parts: events are recorded once and before they are waited for; every use of a buffer is defined, and
+ordered after the writes it needs by streams and events; the ranks of a group agree on every collective and every
+message has two ends; and the program ends. Symmetric ranks are checked once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from simulator.program.deadlock import find_deadlock
 from simulator.program.fold import Folding, RankClass, fold, meeting_keys
 from simulator.program.program import (
     HOST,
-    Alloc,
     Collective,
     Copy,
-    Free,
     Instruction,
     Launch,
     Program,
@@ -28,14 +26,12 @@ from simulator.program.program import (
     WaitEvent,
     label,
 )
+from simulator.sharded.program import RunnableProgram
 
 # Kinds of problems.
 STRUCTURE = "structure"
 EVENT = "event"
 UNDEFINED = "use-before-definition"
-FREED = "use-after-free"
-DOUBLE_FREE = "double-free"
-DOUBLE_ALLOC = "double-alloc"
 UNORDERED = "unordered-use"
 COLLECTIVE = "collective-mismatch"
 MESSAGE = "message-mismatch"
@@ -54,13 +50,21 @@ class ProgramFault:
         return f"{self.kind} at {self.where}: {self.what}"
 
 
-def check(program: Program) -> list[ProgramFault]:
-    """Return all problems of `program`; if there are none, `simulator.engine.simulate.simulate` ends."""
+def check_runnable(program: RunnableProgram) -> list[ProgramFault]:
+    """Return all problems of a sharded program, which is given its inputs and the gradients of its outputs."""
+    return check(program.program(), {*program.inputs.values(), *program.seeds})
+
+
+def check(program: Program, given: Collection[str] = ()) -> list[ProgramFault]:
+    """Return all problems of `program`; if there are none, `simulator.engine.simulate.simulate` ends.
+
+    The buffers `given` have a value from the start.
+    """
     try:
         folding = fold(program)
     except ValueError as error:
         return [ProgramFault(STRUCTURE, "program", str(error))]
-    problems = [problem for code in program.codes for problem in _Reader(code).problems()]
+    problems = [problem for code in program.codes for problem in _Reader(code, given).problems()]
     problems += _mismatched_collectives(folding)
     problems += _mismatched_messages(folding)
     stuck = find_deadlock(folding)
@@ -74,9 +78,6 @@ def check(program: Program) -> list[ProgramFault]:
 
 @dataclass(slots=True)
 class _Buffer:
-    live: bool = False
-    freed: bool = False
-    filled: bool = False
     written: tuple[str, int] | None = None  # stream and its tick
     read: dict[str, int] = field(default_factory=dict)  # last tick of each stream that read it since
 
@@ -84,8 +85,8 @@ class _Buffer:
 class _Reader:
     """Reads one code in issue order with a vector clock per stream (Mattern 1989)."""
 
-    def __init__(self, code: RankCode) -> None:
-        self.code = code
+    def __init__(self, code: RankCode, given: Collection[str]) -> None:
+        self.code, self.given = code, given
         self.clocks: dict[str, dict[str, int]] = {HOST: {HOST: 0}}
         self.events: dict[str, dict[str, int]] = {}
         self.buffers: dict[str, _Buffer] = {}
@@ -114,12 +115,6 @@ class _Reader:
                 if name not in self.events:
                     yield EVENT, name, f"{stream} waits for event {name}, which has not been recorded before"
                 _join(clock, self.events.get(name, {}))
-            case Alloc(buffer=name, filled=filled):
-                if self.buffers.get(name, _Buffer()).live:
-                    yield DOUBLE_ALLOC, name, f"{name} is allocated a second time before it is freed"
-                self.buffers[name] = _Buffer(live=True, filled=filled)
-            case Free(buffer=name):
-                yield from self._free(name, stream, clock)
             case Launch() | Collective() | Send() | Recv() | Copy():
                 for name in instruction.reads:
                     yield from self._use(name, stream, clock, writes=False)
@@ -128,10 +123,7 @@ class _Reader:
 
     def _use(self, name: str, stream: str, clock: dict[str, int], *, writes: bool) -> Iterator[tuple[str, str, str]]:
         buffer = self.buffers.setdefault(name, _Buffer())
-        if buffer.freed:
-            yield FREED, name, f"{name} has been freed"
-            return
-        if not writes and buffer.written is None and not buffer.filled:
+        if not writes and buffer.written is None and name not in self.given:
             yield UNDEFINED, name, f"{name} is read, but nothing has written it"
         if buffer.written and clock.get(buffer.written[0], 0) < buffer.written[1]:
             yield UNORDERED, name, f"{stream} does not wait for {buffer.written[0]}, which writes {name}"
@@ -142,21 +134,6 @@ class _Reader:
             buffer.written, buffer.read = (stream, clock[stream]), {}
         else:
             buffer.read[stream] = clock[stream]
-
-    def _free(self, name: str, stream: str, clock: dict[str, int]) -> Iterator[tuple[str, str, str]]:
-        buffer = self.buffers.get(name)
-        if buffer is None or not buffer.live:
-            again = buffer is not None and buffer.freed
-            yield DOUBLE_FREE, name, f"{name} is freed {'a second time' if again else 'but was never allocated'}"
-            return
-        # Freeing on the host follows issue order, as in a caching allocator, and is safe while work is still running.
-        # Freeing on a stream happens when the stream reaches it, so all uses must come before.
-        if stream != HOST:
-            uses = [*buffer.read.items(), *([buffer.written] if buffer.written else [])]
-            for user, tick in uses:
-                if clock.get(user, 0) < tick:
-                    yield UNORDERED, name, f"{stream} frees {name} while {user} may still use it"
-        buffer.live, buffer.freed = False, True
 
 
 def _join(clock: dict[str, int], other: dict[str, int]) -> None:
