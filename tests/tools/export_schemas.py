@@ -57,7 +57,7 @@ def actions_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the options of an argparse parser by their flags."""
     keys: dict[str, Any] = {}
     for action in parser._actions:
-        entry: dict[str, Any] = {"dest": action.dest, "type": getattr(action.type, "__name__", "str")}
+        entry: dict[str, Any] = {"type": getattr(action.type, "__name__", "str")}
         if action.nargs == 0:
             entry["type"] = "flag"
         if action.choices is not None:
