@@ -57,7 +57,7 @@ def out_of_range(value: Any, own: Mapping[str, Range], name: str = "", path: str
     elif isinstance(value, (int, float)):
         low, high = own.get(name) or _range_of(name, value)
         if not (low <= value <= high and math.isfinite(value)):
-            yield f"{path or 'it'} is {_shown(value)}, expected {low:g} to {high:g}"
+            yield f"{path or 'it'} is {shown(value)}, expected {low:g} to {high:g}"
     elif isinstance(value, str):
         if len(value) > MAX_TEXT:
             yield f"{path or 'it'} has {len(value)} characters, expected at most {MAX_TEXT}"
@@ -94,6 +94,7 @@ def _range_of(name: str, value: float) -> Range:
     return _unit_of(name) or (COUNT if isinstance(value, int) else NUMBER)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a person typed it, cut to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

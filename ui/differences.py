@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,20 +26,26 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
     """Return the figures of two plans side by side."""
 
     def cells(estimate: Estimate) -> dict[str, str]:
-        step, within = step_figure(estimate)
-        held, verdict = memory_figure(estimate.memory)
-        parts = estimate.breakdown_s
+        parts, step_s = estimate.breakdown_s, estimate.step_s.value
         return {
-            "step": step,
-            "80 % range": within,
-            "tokens/s per GPU": rate_text(estimate),
-            "MFU": f"{estimate.mfu:.0%}",
-            "memory": f"{held}, {verdict}",
-            "exposed communication": share_text(parts.get("exposed_communication", 0.0), estimate.step_s.value),
-            "pipeline bubble": share_text(parts.get("bubble", 0.0), estimate.step_s.value),
+            **figures(estimate),
+            "exposed communication": share_text(parts.get("exposed_communication", 0.0), step_s),
+            "pipeline bubble": share_text(parts.get("bubble", 0.0), step_s),
         }
 
-    one, two = cells(first.estimate), cells(second.estimate)
+    return side_by_side(cells(first.estimate), cells(second.estimate))
+
+
+def figures(estimate: Estimate) -> dict[str, str]:
+    """Return the figures that all comparisons show."""
+    step, within = step_figure(estimate)
+    held, verdict = memory_figure(estimate.memory)
+    rates = {"tokens/s per GPU": rate_text(estimate), "MFU": f"{estimate.mfu:.0%}"}
+    return {"step": step, "80 % range": within, **rates, "memory": f"{held}, {verdict}"}
+
+
+def side_by_side(one: Mapping[str, str], two: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the rows of a table of two things."""
     return [{"what": name, "first": one[name], "second": two[name]} for name in one]
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.io import plan_words
-from planner.io.figures import rate_text
 from simulator.legality.frameworks import FRAMEWORKS
-from ui import data, differences, panels, rows
+from ui import data, differences, panels
 from ui.question import state
 
 if TYPE_CHECKING:
@@ -109,20 +108,16 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
     """Return the answers of two questions side by side."""
 
     def cells(ranked: RankedPlan) -> dict[str, str]:
-        step, within = rows.step_figure(ranked.estimate)
-        held, verdict = rows.memory_figure(ranked.estimate.memory)
+        figures = differences.figures(ranked.estimate)
+        memory = figures.pop("memory")
         return {
             "best plan": plan_words.plan_chips(ranked.plan),
             "settings": plan_words.plan_settings(ranked.plan),
             "GPUs": f"{ranked.plan.gpus:,}",
-            "step": step,
-            "80 % range": within,
-            "tokens/s per GPU": rate_text(ranked.estimate),
-            "MFU": f"{ranked.estimate.mfu:.0%}",
+            **figures,
             "GPU hours a billion tokens": f"{float(f'{gpu_hours(ranked):.2g}'):,.0f}",
-            "memory": f"{held}, {verdict}",
+            "memory": memory,
             "numbers from": str(ranked.estimate.step_s.source),
         }
 
-    one, two = cells(first), cells(second)
-    return [{"what": name, "first": one[name], "second": two[name]} for name in one]
+    return differences.side_by_side(cells(first), cells(second))

@@ -29,7 +29,6 @@ ROUNDS = 5
 CALL_S = 8e-3  # about the seconds of the calls in a row that are timed together
 MOST_CALLS = 100
 HOST_CALLS = 3
-PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")
 
 Call = Callable[[], object]
 

@@ -67,11 +67,6 @@ def write_word(address: int, value: int, stream: int) -> None:
     _check_status(_driver().cuStreamWriteValue32(stream, address, value, 0))
 
 
-def fill_word(address: int, value: int, stream: int) -> None:
-    """As `write_word`, by a memset: slower, and can be captured."""
-    _check_status(_driver().cuMemsetD32Async(address, value, 1, stream))
-
-
 def wait_word(address: int, value: int, stream: int) -> None:
     """Wait until a word of this GPU is `value` or later in the cyclic order of int32. Cannot be captured."""
     _check_status(_driver().cuStreamWaitValue32(stream, address, value & 0xFFFFFFFF, 0))  # 0: greater or equal

@@ -2,9 +2,7 @@
 
 A `Workspace` belongs to one group and one purpose. It has sets of buffers, used in turn, flags, and the words with
 which kernels count calls (see `executor.kernels.signals`). Two sets make a barrier between calls unnecessary: no call
-ends before every peer has delivered its part, so when a set is written again its reader has finished with it. A
-captured CUDA graph always uses the same addresses and cannot alternate: its copies use buffers that no eager call uses
-(`Workspace.for_graphs`), after a barrier.
+ends before every peer has delivered its part, so when a set is written again its reader has finished with it.
 
 All ranks must make the same calls in the same order, on one stream. NVLink multicast is never used, and it is an error
 if it is switched on: creating its objects can hang the fabric of virtual machines and shared hosts.
@@ -13,7 +11,6 @@ if it is switched on: creating its objects can hang the fabric of virtual machin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -84,8 +81,7 @@ class Workspace:
         ] = {}  # kernels and plans that hold addresses of this memory; cleared when it grows
         self.order = Order(device)
         self.captured = False
-        self.graphs: Workspace | None = None
-        self.outgrown: list[Allocation | Workspace | None] = []  # memory that captured graphs still use
+        self.outgrown: list[Allocation | None] = []  # memory that captured graphs still use
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank waited for in
         # vain.
         self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
@@ -120,21 +116,6 @@ class Workspace:
             self.signals is None or self.signals.local.numel() < 4 * flags,
         )
 
-    def for_graphs(self, set_bytes: int, flags: int) -> Workspace:
-        """Return the workspace for copies in captured graphs, for the call that is being captured.
-
-        Nothing can be allocated during capture, so the first capture takes over the memory of earlier eager calls, and
-        the next eager call allocates anew. The two cannot share memory: this class does not see replays of a graph,
-        whose products may still read its buffers when a later call writes.
-        """
-        if self.graphs is None or any(self.graphs.lacks(set_bytes, flags)):
-            if any(self.lacks(set_bytes, flags)):
-                raise _cannot_grow(set_bytes, flags)
-            self.outgrown.append(self.graphs)
-            self.graphs = copy(self)
-            self.data, self.signals, self.set_bytes, self.prepared = None, None, 0, {}
-        return self.graphs
-
     def turn(self) -> int:
         """Return the number of the set that this call uses; each in turn."""
         self.turns += 1
@@ -142,12 +123,8 @@ class Workspace:
 
     @staticmethod
     def is_capturing() -> bool:
-        """Return whether a graph is being captured, whose calls begin with `barrier` instead of alternating sets."""
+        """Return whether a CUDA graph is being captured."""
         return torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001 - the public function also checks for CUDA
-
-    def barrier(self) -> None:
-        """Run a barrier of the ranks on the current stream; after it no rank reads data from earlier calls."""
-        self.flags.handle.barrier(0, BARRIER_MS)
 
     @cached_property
     def call_counter(self) -> CallCounter:
@@ -191,14 +168,8 @@ def workspaces() -> tuple[Workspace, ...]:
 
 def workspace_bytes() -> int:
     """Return the bytes of all symmetric memory of this process, which torch's allocator does not count."""
-    found = [part for space in _workspaces.values() for part in (space, space.graphs, *space.outgrown)]
-    memory = {id(one): one for part in found for one in _allocations(part)}
-    return sum(one.local.numel() for one in memory.values())
-
-
-def _allocations(part: Workspace | Allocation | None) -> tuple[Allocation, ...]:
-    parts = (part.data, part.signals) if isinstance(part, Workspace) else (part,)
-    return tuple(one for one in parts if one is not None)
+    held = (one for space in _workspaces.values() for one in (space.data, space.signals, *space.outgrown))
+    return sum(one.local.numel() for one in held if one is not None)
 
 
 def release() -> None:

@@ -1,18 +1,9 @@
-"""Small kernels next to copies by copy engines: wait for a flag, and add up received data."""
+"""A small kernel next to copies by copy engines: add up received data."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from executor.kernels.signals import wait_for
-
-
-@triton.jit(do_not_specialize=["code"])
-def wait_and_clear(flag, error, code, LIMIT: tl.constexpr):
-    """Wait for a flag (one program), then reset it to zero for the next call."""
-    wait_for(flag, 1, error, code, LIMIT)
-    tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any
 MODULES = {
     "TensorDescriptor": "triton.tools.tensor_descriptor",
     **dict.fromkeys(("flagged_words", "one_shot", "two_shot"), "executor.kernels.all_reduce"),
-    **dict.fromkeys(("add_slots", "wait_and_clear"), "executor.kernels.copies"),
+    "add_slots": "executor.kernels.copies",
     "stamp": "executor.kernels.cycles",
     **dict.fromkeys(("add_norm", "gated", "rotate_and_store"), "executor.kernels.decoder_rows"),
     "gather_matmul": "executor.kernels.gather_matmul",

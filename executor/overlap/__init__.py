@@ -13,10 +13,6 @@ May import `gpu`, `kernels` (where Triton is installed) and `launch`, `topology`
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -95,25 +91,6 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mo
         out = run.matmul_reduce(rows, weight.t(), group)
     total: Tensor = out.unflatten(0, x.shape[:-1])
     return total
-
-
-def as_cuda_graphs(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
-    """Return `call` as CUDA graphs, one for its forward and one for its backward pass; a collective call.
-
-    `call` takes tensors (all inputs with gradients, weights included) and returns tensors; shapes and `requires_grad`
-    are those of the samples. A replay costs the host one launch. Results are valid until the next replay. In a graph,
-    reduce-scatters of the modes copy_engine and fused send whole shards and add them up after the last matmul, and
-    exchanges by copy engines use a barrier at their start instead of double buffering; graphs have their own buffers.
-    """
-    # Earlier graphs are garbage in reference cycles; collecting them during a capture would invalidate it.
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return torch.cuda.make_graphed_callables(call, samples)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:

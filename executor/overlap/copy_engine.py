@@ -57,9 +57,7 @@ class CopyEngine(Nccl):
             return super().matmul_scatter(pairs, group)
         rows = shard_rows(x.shape[0], group)
         shape = (rows, operand.shape[1])
-        # In a graph only kernels can wait. A kernel that spins concurrently with the matmul its peer waits for could
-        # keep an SM from it forever, so slots are waited for after the last matmul.
-        if relays(world, *shape, x.element_size()) and not torch.cuda.is_current_stream_capturing():
+        if relays(world, *shape, x.element_size()):
 
             def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
                 products(pairs, shard * rows + first, shard * rows + last, out, add=add)

@@ -72,8 +72,6 @@ class Fused(CopyEngine):
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
         if len(pairs) > 1 or not kernel_supports(*pairs[0]) or dist.get_world_size(group) == 1:
             return super().matmul_scatter(pairs, group)
-        if torch.cuda.is_current_stream_capturing():  # a wait of a stream for a word cannot be captured
-            return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -23,7 +23,7 @@ from executor.sharding.operations import run_kernel
 from executor.sharding.places import DTYPES, Context, Place, in_order
 from executor.sharding.routes import run_route
 from executor.sharding.saved_tensors import Operand, SavedTensors
-from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, Recv, Send, WaitEvent
+from simulator.program.program import COMPUTE, Collective, Launch, RecordEvent, Recv, Send, WaitEvent
 from simulator.sharded.program import ROUTE, Buffer, Exchange, Kernel, RunnableProgram, rank_at
 from topology.errors import BadInput, UserError
 
@@ -242,8 +242,6 @@ class RankProgram:
                 case Send() | Recv():
                     with torch.cuda.stream(self._streams.get(instruction.stream)):
                         self._message(instruction, state)
-                case Free():
-                    self._drop(instruction.buffer, state)
             for name in self._last_use.get(number, ()):
                 self._drop(name, state)
         for work, _ in state.sent:

@@ -11,7 +11,7 @@ numbers. Four times that is allowed, 2^4 units at least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import overlap
-from executor.gpu.symmetric_memory import workspaces
 from executor.overlap import all_reduce as own_all_reduce
 from executor.verify.kernels import difference
 from simulator.config.model import Model
@@ -224,16 +223,6 @@ _CASES: dict[str, Callable[..., Comparisons]] = {
     "all_reduce": _all_reduce,
 }
 OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-
-
-def fill_with_nan(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Fill the data of all workspaces with NaN; a collective call, between operations."""
-    for space in workspaces():
-        if space.data is not None:
-            space.data.local.fill_(0xFF)  # also for flagged words: no call has the number 0xFFFFFFFF
-        torch.cuda.synchronize(space.device)
-    for group in groups:
-        dist.barrier(group)
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -119,7 +119,7 @@ def check_serving(
     unknown, problems = _refused(document.settings, keys, engine)
     release = stated.release or release_in(text, engine)
     found_as = {name: flag_of(name, keys) for name in document.settings}
-    settings = {keys[flag]["dest"]: document.settings[name] for name, flag in found_as.items() if flag}
+    settings = {setting_of(flag, keys): document.settings[name] for name, flag in found_as.items() if flag}
     name = stated.model or _model_name(document, settings)
     try:
         model = load_model(name) if stated.model else model_of(name)
@@ -192,8 +192,13 @@ def flag_of(name: str, keys: Mapping[str, Any]) -> str:
     plain = name.replace("_", "-")
     if name in keys or plain in keys:
         return name if name in keys else plain
-    begun = {keys[flag]["dest"]: flag for flag in keys if flag.startswith(plain)} if plain.startswith("--") else {}
+    begun = {setting_of(flag, keys): flag for flag in keys if flag.startswith(plain)} if plain.startswith("--") else {}
     return next(iter(begun.values())) if len(begun) == 1 else ""
+
+
+def setting_of(flag: str, keys: Mapping[str, Any]) -> str:
+    """Return what an engine calls the setting of a flag; a schema says it where the flag does not."""
+    return str(keys[flag].get("dest") or flag.lstrip("-").replace("-", "_"))
 
 
 def _model_name(document: CommandLine, settings: Mapping[str, Any]) -> str:
@@ -214,7 +219,8 @@ def _refused(
     """Return flags that the engine does not have, and values that its parser would refuse."""
     unknown, problems = [], []
     for name, value in settings.items():
-        entry = keys.get(flag_of(name, keys))
+        flag = flag_of(name, keys)
+        entry = keys.get(flag)
         if entry is None and name.startswith("--no-") and "--" + name[5:] in keys:
             continue
         if entry is None:
@@ -228,7 +234,7 @@ def _refused(
             problems.append(f"{name} {value}: {engine} {VERSIONS[engine]} takes {', '.join(entry['choices'])}")
         elif entry["type"] in {"int", "float"} and not _is_number(value, entry["type"]):
             problems.append(f"{name} {value}: not a number")
-        elif entry["dest"] in _SHARES and _number(value) > 1:
+        elif setting_of(flag, keys) in _SHARES and _number(value) > 1:
             problems.append(f"{name} {value}: a share of the GPU's memory is at most 1")
     return tuple(unknown), tuple(problems)
 
@@ -388,9 +394,9 @@ def _change(
 def _name_used(flag: str, document: CommandLine, engine: str) -> str:
     """Return the spelling of a flag that the text uses, by default the first."""
     keys = schema(engine, VERSIONS[engine])["keys"]
-    dest = keys[flag]["dest"]
+    setting = setting_of(flag, keys)
     used = ((name, flag_of(name, keys)) for name in document.settings)
-    return next((name for name, known in used if known and keys[known]["dest"] == dest), flag)
+    return next((name for name, known in used if known and setting_of(known, keys) == setting), flag)
 
 
 def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> Settings:

@@ -1,4 +1,4 @@
-"""Schemas of the export targets: keys, types, choices and known models, generated from the real packages.
+"""Schemas of tools: keys, types, choices and known models, generated from the real packages.
 
 `schema/NAME_VERSION.json` is made by tests/tools/export_schemas.py with the package installed; each version has its
 own.
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "schema"
 
 @lru_cache
 def schema(name: str, version: str) -> JsonObject:
-    """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` if it has some."""
+    """Return a tool's schema: `package`, `version`, `keys` (key -> type, choices), and `models` if it has some."""
     return dict(codec.read_json(FOLDER / f"{name}_{version}.json"))
 
 

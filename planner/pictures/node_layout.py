@@ -12,7 +12,8 @@ from math import inf
 from typing import Any
 
 from topology.cluster import Cluster, LinkState
-from topology.rates.graph import Graph, graph, pair_bytes_per_s
+from topology.rates.graph import Graph, graph
+from topology.rates.node_rates import node_rates
 
 # The technology of a link as text (`topology.cluster.LinkKind`).
 LINK_WORDS = {
@@ -244,7 +245,7 @@ def _about(vertex: str, kind: str, facts: dict[str, object], names: dict[str, st
 def pair_rows(cluster: Cluster) -> list[dict[str, object]]:
     """Return one row per ordered pair of GPUs of the first node: link class, and the rate of one transfer at a time."""
     node = cluster.groups[0].node
-    rates = pair_bytes_per_s(graph(cluster, nodes=1))
+    rates = node_rates(cluster).pairs()
     rows: list[dict[str, object]] = []
     for first in node.gpus:
         for second in node.gpus:

@@ -55,20 +55,16 @@ def estimate_picture(estimate: Estimate, *, title: str) -> str:
     """Return the SVG of an estimate: the waterfall of its step, and below it its memory."""
     terms = [(row["name"], row["seconds"], row["colour"]) for row in waterfall_rows(estimate)[:-1]]
     step = estimate.step_s
-    above = _picture(terms, title, step.low, step.high, step.source)
+    above = waterfall(terms, title, step.low, step.high, step.source)
     return stacked(above, memory_picture(estimate.memory, f"{title}: memory"))
 
 
-def waterfall(terms: Sequence[Term], *, title: str, low_s: float, high_s: float, source: str) -> str:
-    """Return the SVG of a step made of `terms`, in their order.
+def waterfall(terms: Sequence[Term], title: str, low_s: float, high_s: float, source: str) -> Picture:
+    """Return the picture of a step made of `terms`, in their order.
 
     A negative term is drawn to the left. `low_s` to `high_s` is the 80% range of the step, drawn as a whisker; `source`
     is the source of the numbers.
     """
-    return _picture(terms, title, low_s, high_s, source).text()
-
-
-def _picture(terms: Sequence[Term], title: str, low_s: float, high_s: float, source: str) -> Picture:
     total = sum(seconds for _, seconds, _ in terms)
     about = f"{total:.3g} s a step, 80% range {low_s:.3g} to {high_s:.3g} s; {source} numbers"
     picture = Picture(WIDTH, TOP + ROW * (len(terms) + 1) + MARGIN, title, about)

@@ -14,6 +14,7 @@ from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.parts import MODULES
 from topology.codec import JsonObject
 from topology.errors import BadPlan
+from topology.ranges import shown
 
 _SCHEDULES = {word.lower(): kind.name for kind in SCHEDULES.values() for word in (kind.name, *kind.also_called)}
 
@@ -42,7 +43,7 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
         near = get_close_matches(str(unknown[0]), known, n=1)
         raise BadPlan(
             f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}:"
-            f" {', '.join(map(show, unknown[:8]))}",
+            f" {', '.join(map(shown, unknown[:8]))}",
             why="nothing reads it, and it would be ignored",
             remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
         )
@@ -50,7 +51,7 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
 
 def whole_number(value: Any, where: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        what = f"{where} is missing" if value is None else f"{where} is {show(value)}"
+        what = f"{where} is missing" if value is None else f"{where} is {shown(value)}"
         raise BadPlan(what, why=f"it must be a whole number from {least} to {most}")
     return value
 
@@ -63,13 +64,13 @@ def whole_numbers(value: Any, where: str) -> tuple[int, ...]:
 
 def flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise BadPlan(f"{where} is {show(value)}", why="it must be true or false")
+        raise BadPlan(f"{where} is {shown(value)}", why="it must be true or false")
     return value
 
 
 def word_of(value: Any, where: str, *, longest: int = 64) -> str:
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
-        raise BadPlan(f"{where} is {show(value)}", why="it must be one short word")
+        raise BadPlan(f"{where} is {shown(value)}", why="it must be one short word")
     return value
 
 
@@ -81,13 +82,8 @@ def words_of(value: Any, where: str) -> tuple[str, ...]:
 
 def positive(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_COUNT:
-        raise BadPlan(f"{where} is {show(value)}", why="it must be a number above zero")
+        raise BadPlan(f"{where} is {shown(value)}", why="it must be a number above zero")
     return float(value)
-
-
-def show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def kind_of(value: Any) -> str:

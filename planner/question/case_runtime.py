@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
-from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, show, unsaid, word_of, words_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from planner.question.notes import bf16_moments_noted, compile_noted, float8_noted, graph_scopes_noted, month_of
 from simulator.config.optimizers import canonical_optimizer
@@ -21,6 +21,7 @@ from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
 from simulator.runtimes.stated_adapter import ADAPTER_KEYS
 from topology.codec import JsonObject
 from topology.errors import BadPlan, UserError
+from topology.ranges import shown
 
 _NO_GRAPHS = ("no", "off", "false", "impl none")  # words of sources for no CUDA graphs
 
@@ -80,7 +81,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
             word_of(value, f"case {name}: runtime.{key}")
     fused = () if unsaid(stated.get("fused")) else stated["fused"]
     if others := {*fused} - {part for parts in FUSED_KERNELS.values() for part in parts}:
-        raise BadPlan(f"case {name}: runtime.fused has {show(min(others))}", remedy="runtime.kernels, in words")
+        raise BadPlan(f"case {name}: runtime.fused has {shown(min(others))}", remedy="runtime.kernels, in words")
     recipe = stated.get("low_precision_recipe")
     if not unsaid(recipe):
         if unsaid(stated.get("compute_dtype")) and recipe in _RECIPES:
@@ -136,7 +137,7 @@ def described_runtime(stated: Mapping[str, Any], plan: Mapping[str, Any], assume
     name, version = called(stated["name"])
     if name != ANY.name and not is_described(name) and framework_of_runtime(name) is ANY:
         near = _RUN_BY.get(name) or _nearest(name, plan)
-        assumed.append(f"runtime {show(stated['name'])} is not described: answered as {near}, the nearest that is")
+        assumed.append(f"runtime {shown(stated['name'])} is not described: answered as {near}, the nearest that is")
         name = near
     return {"name": name, **({"version": version} if version and unsaid(stated.get("version")) else {})}
 

@@ -11,11 +11,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.io.inputs import read_cluster
-from planner.question.case_fields import kind_of, show, unsaid
+from planner.question.case_fields import kind_of, unsaid
 from simulator.config.plan import PLAN_FIELDS
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadPlan, PlannerError
+from topology.ranges import shown
 
 # Origin and history of a case: kept with it, and not used for predictions. `note` explains measurements.
 ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
@@ -149,7 +150,7 @@ def did_you_mean(key: str, known: Any) -> str:
     near = sorted((one for one in known if word in one.split("_")), key=len)[:2]
     near = near or get_close_matches(word, known, n=1, cutoff=0.7)
     near = near or [one for one in known if one[:ALIKE] == word[:ALIKE]][:1]
-    return show(key) + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
+    return shown(key) + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
 
 
 def _put(case: JsonObject, section: str, key: str, value: Any, name: str) -> None:
@@ -157,14 +158,14 @@ def _put(case: JsonObject, section: str, key: str, value: Any, name: str) -> Non
     if not isinstance(inside, dict):
         raise BadPlan(f"case {name}: {section} is {kind_of(inside)}, not an object")
     if key in inside and inside[key] != value:
-        raise BadPlan(f"case {name}: {section}.{key} is said twice, {show(inside[key])} and {show(value)}")
+        raise BadPlan(f"case {name}: {section}.{key} is said twice, {shown(inside[key])} and {shown(value)}")
     inside[key] = value
 
 
 def _of_gpus(cluster: Any, gpus: Any, name: str) -> Any:
     """Return a cluster by name with this number of GPUs, in the form of a cluster file."""
     if isinstance(gpus, bool) or not isinstance(gpus, int):
-        raise BadPlan(f"case {name}: gpus is {show(gpus)}", why="it must be a whole number")
+        raise BadPlan(f"case {name}: gpus is {shown(gpus)}", why="it must be a whole number")
     if not isinstance(cluster, str):
         raise BadPlan(f"case {name}: gpus says how many GPUs of a cluster by name, and cluster is {kind_of(cluster)}")
     return codec.to_builtins(read_cluster(cluster, gpus))

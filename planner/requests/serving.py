@@ -14,9 +14,6 @@ from planner.requests.flag import Request, option
 from topology import codec
 from topology.errors import PlannerError, UserError
 
-MOST_CLIENTS, MOST_TOKENS = 1 << 16, 1 << 24
-
-
 # Commands that accept a saved serving plan, with the fields that name it.
 PLANS = {
     "estimate": ("plan",),

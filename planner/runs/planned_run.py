@@ -16,7 +16,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import TF32, Runtime
 from simulator.config.workload import Workload
 from topology import codec
-from topology.cluster import Cluster
+from topology.cluster import Cluster, GpuKind
 from topology.codec import JsonObject
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
 from topology.health.diagnose import Health
@@ -134,7 +134,15 @@ def cuda_run(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bo
     """Return the run of a plan file on this machine's GPUs. Raises Stale or PlannerError (both exit 1)."""
     require_machine(content, here)
     require_healthy(health, allow_busy=allow_busy)
-    kind = here.slowest_kind
+    return replace(
+        _on_gpus(content, here.slowest_kind),
+        gpus=cuda_numbers(content.plan, here),
+        fingerprints={**content.fingerprints, "machine": fingerprint(here)},
+        notes=other_driver(content.cluster, here),
+    )
+
+
+def _on_gpus(content: PlanFile, kind: GpuKind) -> PlannedRun:
     compute = content.runtime.compute_dtype
     return PlannedRun(
         plan=content.plan,
@@ -142,13 +150,11 @@ def cuda_run(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bo
         workload=content.workload,
         runtime=content.runtime,
         device="cuda",
-        gpus=cuda_numbers(content.plan, here),
         peak_flops=kind.peak_flops.get("tfloat32" if compute == TF32 else compute),
         peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
         predicted=codec.to_builtins(content.estimate),
         cluster=content.cluster,
-        fingerprints={**content.fingerprints, "machine": fingerprint(here)},
-        notes=other_driver(content.cluster, here),
+        fingerprints=content.fingerprints,
     )
 
 
@@ -234,17 +240,4 @@ def job_run(content: PlanFile) -> PlannedRun:
             "the plan places ranks on particular GPUs, which a scheduler would not honour",
             remedy="run it with --launcher local, or plan for a machine whose GPUs are alike",
         )
-    kind = content.cluster.slowest_kind
-    compute = content.runtime.compute_dtype
-    return PlannedRun(
-        plan=replace(content.plan, placement=()),
-        model=content.model,
-        workload=content.workload,
-        runtime=content.runtime,
-        device="cuda",
-        peak_flops=kind.peak_flops.get("tfloat32" if compute == TF32 else compute),
-        peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
-        predicted=codec.to_builtins(content.estimate),
-        cluster=content.cluster,
-        fingerprints=content.fingerprints,
-    )
+    return replace(_on_gpus(content, content.cluster.slowest_kind), plan=replace(content.plan, placement=()))

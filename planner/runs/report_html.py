@@ -25,12 +25,12 @@ def to_html(answer: Mapping[str, Any], words: str, picture: str) -> str:
         f"<h1>{escape(title)}</h1>",
         f"<p>Run {escape(answer['id'])} of {escape(answer['taken_at'])}: {escape(answer['status'])}, {verdict}.</p>",
         "<p>Errors are predicted / measured &minus; 1.</p>",
-        _table(("quantity", "predicted", "80% range", "source", "measured", "error"), quantity_rows(answer)),
+        html_table(("quantity", "predicted", "80% range", "source", "measured", "error"), quantity_rows(answer)),
     ]
     if answer["terms"]:
         parts += [
             "<h2>Where the step's time went</h2>",
-            _table(("term", "predicted s", "measured s", "predicted - measured s"), term_rows(answer)),
+            html_table(("term", "predicted s", "measured s", "predicted - measured s"), term_rows(answer)),
             f"<p>{escape(answer['blame'])}.</p>",
         ]
     if picture:
@@ -38,17 +38,22 @@ def to_html(answer: Mapping[str, Any], words: str, picture: str) -> str:
     rows = collective_rows(answer)
     if rows:
         heads = ("collective", "side", "calls", "seconds", "exposed s")
-        parts += ["<h2>Collectives</h2>", _table(heads, rows)]
+        parts += ["<h2>Collectives</h2>", html_table(heads, rows)]
     rows = effect_rows(answer)
     if rows:
-        parts += ["<h2>Requested and took effect</h2>", _table(("what", "requested", "took effect", "agree"), rows)]
+        parts += ["<h2>Requested and took effect</h2>", html_table(("what", "requested", "took effect", "agree"), rows)]
     parts += [f"<p>Note: {escape(note)}.</p>" for note in answer["notes"]]
+    return page(title, parts)
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return a page of HTML that refers to no other file."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style>" + "\n".join(parts) + "</html>\n"
     )
 
 
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def html_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{body}</table>"

@@ -5,12 +5,12 @@ finalists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from planner.pictures.palette import BLUE, GREEN
 from planner.pictures.svg import MARGIN, Picture, legend, shortened
-from planner.runs.report_html import STYLE
+from planner.runs.report_html import html_table, page
 from planner.tune.history import Believed, History, candidate_words
 from planner.tune.loop import View
 from planner.tune.text import chance_text
@@ -50,7 +50,7 @@ def to_html(view: View, found: History, *, within: float) -> str:
         "took s",
         "why, or why it failed",
     )
-    parts += ["<h2>Trials</h2>", _table(heads, _trial_rows(view))]
+    parts += ["<h2>Trials</h2>", html_table(heads, _trial_rows(view))]
     parts += ["<h2>What was believed of the finalists</h2>", picture(found)]
     corrections = [
         (one.term, f"{one.factor:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in view.beliefs.corrections
@@ -58,12 +58,9 @@ def to_html(view: View, found: History, *, within: float) -> str:
     parts += [
         "<h2>What was learned of the terms of a step</h2>",
         "<p>By what their predicted seconds should be multiplied.</p>",
-        _table(("term", "factor", "80% range"), corrections),
+        html_table(("term", "factor", "80% range"), corrections),
     ]
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style>" + "\n".join(parts) + "</html>\n"
-    )
+    return page(title, parts)
 
 
 def _trial_rows(view: View) -> list[tuple[str, ...]]:
@@ -128,8 +125,3 @@ def _height(value: float, low: float, high: float) -> float:
 def _words(one: Believed) -> str:
     measured = "" if one.measured_s is None else f", measured {one.measured_s:.4g} s"
     return f"after {one.trials} trials: {one.value:.4g} s, {one.low:.4g} to {one.high:.4g}{measured}"
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{body}</table>"

@@ -70,7 +70,7 @@ class RuntimeCosts:
     description's. `collective_factor` multiplies the times of collectives, `network_factor` also those between nodes,
     to which each crossing adds `crossing_s` (`CollectiveModel`). `reserved` is measured over described memory,
     `activations` a further factor on memory that is no state. `flush_s` is added to a micro batch where the allocator
-    has to return memory; None: as described. `borrowed`: the costs are those of a similar runtime. `host_speed` is the
+    has to return memory; None: as described. `host_speed` is the
     time of this host over that of the hosts in descriptions.
     """
 
@@ -86,7 +86,6 @@ class RuntimeCosts:
     flush_s: float | None = None
     spread: float = 0.0  # of the runs around the fit, relative
     runs: int = 0
-    borrowed: bool = False
     host_speed: float = 1.0
 
     def factors(self, shape: LayerShape) -> tuple[float, float]:
@@ -145,7 +144,7 @@ class Calibration:
             return own or RuntimeCosts()
         found = self.runtimes.get((spec.like, compiled), RuntimeCosts())
         kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
-        return replace(found, host=kept, borrowed=True)
+        return replace(found, host=kept)
 
     @property
     def host_speed(self) -> float:

@@ -392,17 +392,13 @@ def _norm(reader: ConfigReader) -> tuple[str, bool]:
 def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
     """Return whether the query/key/value, the attention output and the feed-forward projections have biases."""
     family = reader.family
-    qkv, out, mlp = family.qkv_bias, family.out_bias, family.mlp_bias
+    biases = family.biases
     if reader.model_type == "gpt":  # --disable-bias-linear, inverted, is the default of the finer keys
-        qkv = out = mlp = reader.flag("use_bias", default=True)
+        biases = (reader.flag("use_bias", default=True),) * 3
         if reader.config.get("use_bias") is None:
             reader.assumed.append("use_bias not stated: every linear layer has a bias (Megatron-LM's default)")
-    if family.qkv_bias_key:
-        qkv = reader.flag(family.qkv_bias_key, default=qkv)
-    if family.out_bias_key:
-        out = reader.flag(family.out_bias_key, default=out)
-    if family.mlp_bias_key:
-        mlp = reader.flag(family.mlp_bias_key, default=mlp)
+    stated = zip(family.bias_keys, biases, strict=True)
+    qkv, out, mlp = (reader.flag(key, default=bias) if key else bias for key, bias in stated)
     return qkv, out, mlp
 
 

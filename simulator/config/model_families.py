@@ -11,7 +11,7 @@ those of one particular model, which need not be the one asked about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Family:
     """Shapes and defaults of one `model_type`.
 
     `kv_heads` and `head_dim` are what the class assumes for an absent key (None: as many as query heads; hidden over
-    heads). A bias is fixed when its `*_key` is empty; otherwise the value here is the key's default. Latent attention
+    heads). A bias is fixed when its key is empty; otherwise the value here is the key's default. Latent attention
     takes the widths of DeepSeek's classes, which are the same in V2 and V3 (`LATENT_DEFAULTS`).
     """
 
@@ -35,12 +35,8 @@ class Family:
     qk_norm: bool = False
     qk_norm_key: str = ""
     qk_norm_wide: bool = False
-    qkv_bias: bool = False
-    qkv_bias_key: str = ""
-    out_bias: bool = False  # used when `out_bias_key` is empty
-    out_bias_key: str = ""
-    mlp_bias: bool = False
-    mlp_bias_key: str = ""
+    biases: tuple[bool, bool, bool] = (False, False, False)  # of queries, keys and values, of their output, of the MLP
+    bias_keys: tuple[str, str, str] = ("", "", "")
     head_bias: bool = False
     multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
     latent: bool = False
@@ -72,14 +68,33 @@ LATENT_DEFAULTS = {
     "v_head_dim": 128,
 }
 
+EVERYWHERE = (True, True, True)
+ATTENTION = ("attention_bias", "attention_bias", "")
+ATTENTION_AND_MLP = ("attention_bias", "attention_bias", "mlp_bias")
+
+QWEN3_NEXT = Family(
+    config_class="Qwen3NextConfig",
+    kv_heads=2,
+    head_dim=256,
+    qk_norm=True,
+    attention_gate=True,
+    linear=True,
+    experts="required",
+    shared_gate=True,
+    shared_expert_width=512,
+)
+DEEPSEEK_V3 = Family(
+    config_class="DeepseekV3Config",
+    latent=True,
+    experts="required",
+    shared_experts=1,
+    dense_first=3,
+    router_bias=True,
+    bias_keys=ATTENTION,
+)
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        config_class="LlamaConfig",
-        generic=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        mlp_bias_key="mlp_bias",
-    ),
+    "llama": Family(config_class="LlamaConfig", generic=True, bias_keys=ATTENTION_AND_MLP),
     "mistral": Family(config_class="MistralConfig", kv_heads=8, sliding="all", sliding_window=4096),
     "mixtral": Family(
         config_class="MixtralConfig",
@@ -88,104 +103,49 @@ FAMILIES: dict[str, Family] = {
         experts="required",
         expert_width_keys=("intermediate_size", "moe_intermediate_size"),
     ),
-    "qwen2": Family(config_class="Qwen2Config", kv_heads=32, qkv_bias=True, sliding="qwen", sliding_window=4096),
+    "qwen2": Family(
+        config_class="Qwen2Config", kv_heads=32, sliding="qwen", sliding_window=4096, biases=(True, False, False)
+    ),
     "qwen2_moe": Family(
         config_class="Qwen2MoeConfig",
         kv_heads=16,
-        qkv_bias=True,
-        qkv_bias_key="qkv_bias",
         sliding="qwen-moe",
         sliding_window=4096,
         experts="required",
         shared_gate=True,
         shared_expert_width=5632,
+        biases=(True, False, False),
+        bias_keys=("qkv_bias", "", ""),
     ),
     "qwen3": Family(
         config_class="Qwen3Config",
         kv_heads=32,
         head_dim=128,
         qk_norm=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         sliding="qwen",
         sliding_window=4096,
+        bias_keys=ATTENTION,
     ),
     "qwen3_moe": Family(
         config_class="Qwen3MoeConfig",
         kv_heads=4,
         qk_norm=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         sliding="qwen-all",
         sliding_window=4096,
         experts="required",
+        bias_keys=ATTENTION,
     ),
-    "qwen3_next": Family(
-        config_class="Qwen3NextConfig",
-        kv_heads=2,
-        head_dim=256,
-        qk_norm=True,
-        attention_gate=True,
-        linear=True,
-        experts="required",
-        shared_gate=True,
-        shared_expert_width=512,
-    ),
-    "qwen3_5_moe_text": Family(
-        config_class="Qwen3_5MoeTextConfig",
-        kv_heads=2,
-        head_dim=256,
-        qk_norm=True,
-        attention_gate=True,
-        linear=True,
-        experts="required",
-        shared_gate=True,
-        shared_expert_width=512,
-    ),
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe_text": replace(QWEN3_NEXT, config_class="Qwen3_5MoeTextConfig"),
     "qwen3_5_text": Family(
         config_class="Qwen3_5TextConfig", kv_heads=4, head_dim=256, qk_norm=True, attention_gate=True, linear=True
     ),
     "deepseek_v2": Family(
-        config_class="DeepseekV2Config",
-        latent=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        mlp_bias_key="mlp_bias",
-        experts="required",
-        shared_experts=2,
+        config_class="DeepseekV2Config", latent=True, experts="required", shared_experts=2, bias_keys=ATTENTION_AND_MLP
     ),
-    "deepseek_v3": Family(
-        config_class="DeepseekV3Config",
-        latent=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        experts="required",
-        shared_experts=1,
-        dense_first=3,
-        router_bias=True,
-    ),
-    "deepseek_v32": Family(
-        config_class="DeepseekV32Config",
-        latent=True,
-        indexed=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        experts="required",
-        shared_experts=1,
-        dense_first=3,
-        router_bias=True,
-    ),
-    "glm_moe_dsa": Family(
-        config_class="GlmMoeDsaConfig",
-        latent=True,
-        indexed=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        experts="required",
-        shared_experts=1,
-        dense_first=3,
-        router_bias=True,
-    ),
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": replace(DEEPSEEK_V3, config_class="DeepseekV32Config", indexed=True),
+    "glm_moe_dsa": replace(DEEPSEEK_V3, config_class="GlmMoeDsaConfig", indexed=True),
     "gpt2": Family(
         config_class="GPT2Config",
         dropout=True,
@@ -193,24 +153,19 @@ FAMILIES: dict[str, Family] = {
         gated_mlp=False,
         norm="layernorm",
         rotary=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         multi_head_only=True,
         inner_is_4h=True,
         positions_default=1024,
+        biases=EVERYWHERE,
     ),
     "gpt_neox": Family(
         config_class="GPTNeoXConfig",
         gated_mlp=False,
         norm="layernorm",
         parallel_residual=True,
-        qkv_bias=True,
-        qkv_bias_key="attention_bias",
-        out_bias=True,
-        out_bias_key="attention_bias",
-        mlp_bias=True,
         multi_head_only=True,
+        biases=EVERYWHERE,
+        bias_keys=ATTENTION,
     ),
     "gptj": Family(
         config_class="GPTJConfig",
@@ -219,9 +174,9 @@ FAMILIES: dict[str, Family] = {
         norm="layernorm",
         norms_per_layer=1,
         parallel_residual=True,
-        mlp_bias=True,
         multi_head_only=True,
         inner_is_4h=True,
+        biases=(False, False, True),
     ),
     "falcon": Family(
         config_class="FalconConfig",
@@ -229,10 +184,8 @@ FAMILIES: dict[str, Family] = {
         gated_mlp=False,
         norm="layernorm",
         parallel_residual=True,
-        qkv_bias_key="bias",
-        out_bias_key="bias",
-        mlp_bias_key="bias",
         inner_is_4h=True,
+        bias_keys=("bias", "bias", "bias"),
     ),
     "gpt": Family(
         config_class="Megatron-LM GPTModel",
@@ -242,32 +195,20 @@ FAMILIES: dict[str, Family] = {
         gated_mlp=False,
         norm="layernorm",
         rotary=False,
-        qkv_bias=True,
-        qkv_bias_key="attention_bias",
-        out_bias=True,
-        out_bias_key="attention_bias",
-        mlp_bias=True,
-        mlp_bias_key="mlp_bias",
         inner_is_4h=True,
+        biases=EVERYWHERE,
+        bias_keys=ATTENTION_AND_MLP,
     ),
-    "gemma": Family(
-        config_class="GemmaConfig",
-        kv_heads=16,
-        head_dim=256,
-        tied=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-    ),
+    "gemma": Family(config_class="GemmaConfig", kv_heads=16, head_dim=256, tied=True, bias_keys=ATTENTION),
     "gemma2": Family(
         config_class="Gemma2Config",
         kv_heads=4,
         head_dim=256,
         tied=True,
         norms_per_layer=4,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         sliding="every-other",
         sliding_window=4096,
+        bias_keys=ATTENTION,
     ),
     "gemma3_text": Family(
         config_class="Gemma3TextConfig",
@@ -276,91 +217,73 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         norms_per_layer=4,
         qk_norm=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         sliding="five-of-six",
         sliding_window=4096,
+        bias_keys=ATTENTION,
     ),
     "gpt_oss": Family(
         config_class="GptOssConfig",
         kv_heads=8,
         head_dim=64,
-        qkv_bias=True,
-        qkv_bias_key="attention_bias",
-        out_bias=True,
-        out_bias_key="attention_bias",
         experts="required",
         expert_width_keys=("intermediate_size",),
         expert_bias=True,
         router_bias=True,
         sliding="every-other",
         sliding_window=128,
+        biases=(True, True, False),
+        bias_keys=ATTENTION,
     ),
     "phi3": Family(config_class="Phi3Config", sliding="all"),
-    "olmo2": Family(
-        config_class="Olmo2Config",
-        qk_norm=True,
-        qk_norm_wide=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-    ),
+    "olmo2": Family(config_class="Olmo2Config", qk_norm=True, qk_norm_wide=True, bias_keys=ATTENTION),
     "olmo3": Family(
         config_class="Olmo3Config",
         qk_norm=True,
         qk_norm_wide=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         sliding="three-of-four",
         sliding_window=4096,
+        bias_keys=ATTENTION,
     ),
     "olmoe": Family(
         config_class="OlmoeConfig",
         qk_norm=True,
         qk_norm_wide=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         experts="required",
         expert_width_keys=("intermediate_size",),
+        bias_keys=ATTENTION,
     ),
-    "smollm3": Family(
-        config_class="SmolLM3Config",
-        kv_heads=4,
-        tied=True,
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        mlp_bias_key="mlp_bias",
-    ),
-    "granite": Family(
-        config_class="GraniteConfig",
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
-        mlp_bias_key="mlp_bias",
-    ),
+    "smollm3": Family(config_class="SmolLM3Config", kv_heads=4, tied=True, bias_keys=ATTENTION_AND_MLP),
+    "granite": Family(config_class="GraniteConfig", bias_keys=ATTENTION_AND_MLP),
     "granitemoe": Family(
         config_class="GraniteMoeConfig",
-        qkv_bias_key="attention_bias",
-        out_bias_key="attention_bias",
         experts="required",
         expert_width_keys=("intermediate_size",),
+        bias_keys=ATTENTION,
     ),
-    "glm": Family(config_class="GlmConfig", kv_heads=2, head_dim=128, qkv_bias=True, qkv_bias_key="attention_bias"),
+    "glm": Family(
+        config_class="GlmConfig",
+        kv_heads=2,
+        head_dim=128,
+        biases=(True, False, False),
+        bias_keys=("attention_bias", "", ""),
+    ),
     "glm4": Family(
         config_class="Glm4Config",
         kv_heads=2,
         head_dim=128,
         norms_per_layer=4,
-        qkv_bias=True,
-        qkv_bias_key="attention_bias",
+        biases=(True, False, False),
+        bias_keys=("attention_bias", "", ""),
     ),
     "glm4_moe": Family(
         config_class="Glm4MoeConfig",
         kv_heads=8,
-        qkv_bias_key="attention_bias",
         qk_norm_key="use_qk_norm",
         experts="required",
         shared_experts=1,
         dense_first=1,
         router_bias=True,
+        bias_keys=("attention_bias", "", ""),
     ),
     "minimax_m2": Family(
         config_class="MiniMaxM2Config",
@@ -378,13 +301,9 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         gated_mlp=False,
         norm="layernorm",
-        qkv_bias=True,
-        qkv_bias_key="use_bias",
-        out_bias=True,
-        out_bias_key="use_bias",
-        mlp_bias=True,
-        mlp_bias_key="use_bias",
         sliding="all",
+        biases=EVERYWHERE,
+        bias_keys=("use_bias", "use_bias", "use_bias"),
     ),
 }
 

@@ -20,7 +20,7 @@ from simulator.config.plan_schema import MAX_COUNT, MAX_GPUS, MAX_LAYERS, MAX_WO
 from simulator.config.runtime import COMPUTE_ONLY, DTYPE_BYTES, EXPERT_PRODUCTS, MOE_DISPATCHERS, Runtime
 from simulator.config.workload import ROUTINGS, Workload
 from topology.errors import BadModel, BadPlan
-from topology.ranges import Range, out_of_range
+from topology.ranges import Range, out_of_range, shown
 
 MAX_PARAMETERS = 1 << 53  # exact as a float; a thousand times the largest model
 NORMS = ("rmsnorm", "layernorm")
@@ -44,9 +44,9 @@ def verify_model(model: Model, *, where: str) -> None:
         raise BadModel(f"{where}: {problem}")
     moe = model.moe
     wrong = {
-        f"norm is {_shown(model.norm)}, known: {', '.join(NORMS)}": model.norm not in NORMS,
+        f"norm is {shown(model.norm)}, known: {', '.join(NORMS)}": model.norm not in NORMS,
         f"heads {model.heads} is not a multiple of kv_heads {model.kv_heads}": model.heads % model.kv_heads,
-        f"family is {_shown(model.family)}": not model.family.isprintable() or len(model.family) > MAX_WORD,
+        f"family is {shown(model.family)}": not model.family.isprintable() or len(model.family) > MAX_WORD,
     }
     if moe is not None:
         chosen = f"moe.experts_per_token {moe.experts_per_token} of {moe.experts} experts"
@@ -107,9 +107,9 @@ def _verify_value(value: Any, known: PlanField, where: str) -> None:
     elif known.kind is Kind.COUNT:
         _whole(value, where, known.least, known.most)
     elif known.kind is Kind.NUMBER and not (math.isfinite(value) and 0 < value < known.most):
-        raise BadPlan(f"{where} is {_shown(value)}", why="it must be a number above zero")
+        raise BadPlan(f"{where} is {shown(value)}", why="it must be a number above zero")
     elif known.choices and value not in known.choices:
-        raise BadPlan(f"{where} is {_shown(value)}", why=f"known: {', '.join(known.choices)}")
+        raise BadPlan(f"{where} is {shown(value)}", why=f"known: {', '.join(known.choices)}")
     elif known.kind is Kind.WORD:
         _word(value, where, known.longest)
 
@@ -141,14 +141,14 @@ def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
 def verify_workload(workload: Workload, *, where: str) -> None:
     """Raise BadPlan, with the field and what is allowed, unless `workload` is a step that can be trained."""
     if workload.task != "train":
-        raise BadPlan(f"{where}: workload.task is {_shown(workload.task)}", why="only train is predicted")
+        raise BadPlan(f"{where}: workload.task is {shown(workload.task)}", why="only train is predicted")
     _whole(workload.seq_len, f"{where}: workload.seq_len", 1, MAX_COUNT)
     _whole(workload.global_batch_size, f"{where}: workload.global_batch_size", 1, MAX_COUNT)
     load = workload.expert_imbalance
     if not (math.isfinite(load) and 1 <= load < MAX_COUNT):
-        raise BadPlan(f"{where}: workload.expert_imbalance is {_shown(load)}", why="it must be a number from 1 on")
+        raise BadPlan(f"{where}: workload.expert_imbalance is {shown(load)}", why="it must be a number from 1 on")
     if workload.routing not in {"", *ROUTINGS}:
-        raise BadPlan(f"{where}: workload.routing is {_shown(workload.routing)}", why=f"known: {', '.join(ROUTINGS)}")
+        raise BadPlan(f"{where}: workload.routing is {shown(workload.routing)}", why=f"known: {', '.join(ROUTINGS)}")
     _whole(workload.document_len, f"{where}: workload.document_len", 0, MAX_COUNT)
     for index, count in enumerate(workload.expert_counts):
         _whole(count, f"{where}: workload.expert_counts[{index}]", 0, MAX_COUNT)
@@ -162,13 +162,13 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
         value = getattr(runtime, name)
         if value not in {*DTYPE_BYTES, *COMPUTE_ONLY}:
             raise BadPlan(
-                f"{where}: runtime.{name} is {_shown(value)}",
+                f"{where}: runtime.{name} is {shown(value)}",
                 why=f"known: {', '.join(dict.fromkeys((*DTYPE_BYTES, *COMPUTE_ONLY)))}",
             )
     for name, known in (("moe_dispatcher", MOE_DISPATCHERS), ("expert_products", EXPERT_PRODUCTS)):
         if getattr(runtime, name) not in {"", *known}:
             raise BadPlan(
-                f"{where}: runtime.{name} is {_shown(getattr(runtime, name))}", why=f"known: {', '.join(known)}"
+                f"{where}: runtime.{name} is {shown(getattr(runtime, name))}", why=f"known: {', '.join(known)}"
             )
     if runtime.adapter is not None:
         _verify_adapter(runtime.adapter, f"{where}: runtime.adapter")
@@ -177,27 +177,22 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
 def _verify_adapter(adapter: Adapter, where: str) -> None:
     for name, known in (("kind", KINDS), ("base_weights", ("", *BASE_BYTES))):
         if getattr(adapter, name) not in known:
-            raise BadPlan(f"{where}.{name} is {_shown(getattr(adapter, name))}", why=f"known: {', '.join(known)}")
+            raise BadPlan(f"{where}.{name} is {shown(getattr(adapter, name))}", why=f"known: {', '.join(known)}")
     if adapter.kind in {LORA, DORA}:
         _whole(adapter.rank, f"{where}.rank", 1, MOST_RANK)
     for index, name in enumerate(adapter.target_modules):
         _word(name, f"{where}.target_modules[{index}]")
         if adapter.kind != FROZEN and name != ALL_LINEAR and name.lower() not in MODULES:
-            raise BadPlan(f"{where}.target_modules[{index}] is {_shown(name)}", why="it is no matrix of a layer")
+            raise BadPlan(f"{where}.target_modules[{index}] is {shown(name)}", why="it is no matrix of a layer")
     if not 0 <= adapter.dropout < 1:
-        raise BadPlan(f"{where}.dropout is {_shown(adapter.dropout)}", why="it is a share: from 0 up to 1")
+        raise BadPlan(f"{where}.dropout is {shown(adapter.dropout)}", why="it is a share: from 0 up to 1")
 
 
 def _whole(value: int, where: str, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be a whole number from {least} to {most}")
+        raise BadPlan(f"{where} is {shown(value)}", why=f"it must be a whole number from {least} to {most}")
 
 
 def _word(value: str | None, where: str, longest: int = MAX_WORD) -> None:
     if value is not None and (len(value) > longest or not value.isprintable()):
-        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be one word of at most {longest} characters")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+        raise BadPlan(f"{where} is {shown(value)}", why=f"it must be one word of at most {longest} characters")

@@ -21,8 +21,8 @@ from simpy.core import EmptySchedule
 
 from simulator.engine.contention import Activity, Contention
 from simulator.program import trace as tr
-from simulator.program.check import find_deadlock
 from simulator.program.cost_model import Cost, CostModel, Ranks
+from simulator.program.deadlock import find_deadlock
 from simulator.program.fold import Folding, Meeting, RankClass, endpoint, fold, meeting_keys
 from simulator.program.program import (
     HOST,
@@ -64,8 +64,7 @@ def simulate(
     links: bool = True,
     watch: Callable[[float], None] | None = None,
 ) -> Run:
-    """Run `program`, in which `simulator.program.check.check` finds nothing, once on the machine that `costs`
-    describes.
+    """Run `program` once on the machine that `costs` describes.
 
     `folded=False` simulates every rank separately, with the same times. `spans=False` leaves the trace empty, where
     only times and peaks matter, and `links=False` without what links carry over time. `watch` is called with the
@@ -156,7 +155,7 @@ class _Machine:
         return PlannerError(
             "the program does not come to an end",
             why=find_deadlock(self.folding) or "a stream waits for something that never happens",
-            remedy="simulator.program.check.check(program) lists what is wrong with it",
+            remedy="report it with its question: programs are written here, and are to end",
         )
 
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:

@@ -16,12 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import scipy  # submodules are imported when first used
-from numpy.typing import NDArray
 
 from simulator.calibration.calibration import Contention
 from topology.profile.samples import ContentionSample
-
-Floats = NDArray[np.float64]
 
 
 def fit_contention(samples: Sequence[ContentionSample]) -> dict[str, Contention]:

@@ -6,8 +6,6 @@ parts alone.
     copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the
                     end, or, for large shards, during its products: partial sums travel round the ring in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
-    one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
-    multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
 All are pipelines of two stages, moving and multiplying, with equal steps. In such a pipeline the slower stage decides,
 so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the analytical model
@@ -15,7 +13,7 @@ and the simulation share every line here. Times of device and host are separate,
 shapes that is the host.
 
 `OverlapRates` has few rates, physical and the same for all shapes; `simulator.fitting.overlap_fit` fits them to
-measured times. Where the same shape was measured, `choose` uses the measurement.
+measured times.
 
 The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
 possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
@@ -297,36 +295,3 @@ def _fused_product_s(parts: Parts, product_s: Value, pieces: Value, rates: Overl
     piece = slowed / (parts.ranks * pieces)
     moving = _piped_s(piece, push, steps, parts.queued_s) if scatter else _piped_s(push, piece, steps)
     return np.maximum(slowed, moving + rates.signal_s) + rates.fused_tail_s
-
-
-def all_reduce_s(mode: str, copy_s: float, ranks: int, rates: OverlapRates) -> float:
-    """Return seconds of a small all-reduce inside one NVLink domain: `one_shot`, `two_shot` or `multimem`.
-
-    `copy_s` is the time of the whole tensor at the full rate to one peer. Raises ValueError for other modes.
-    """
-    if mode == "one_shot":
-        return rates.signal_s + (ranks - 1) * copy_s
-    if mode == "two_shot":
-        return 2 * rates.signal_s + 2 * (ranks - 1) / ranks * copy_s
-    if mode == "multimem":
-        return rates.signal_s + copy_s
-    raise ValueError(f"there is no all-reduce mode {mode}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The mode to run, the seconds of every executed mode, and whether these were `measured` or `modelled`."""
-
-    mode: str
-    seconds: tuple[tuple[str, float], ...]
-    source: str
-
-
-def choose(operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None) -> Choice:
-    """Return the fastest mode that the executor runs. For each mode, a measured time of the same shape replaces the
-    modelled one.
-    """
-    known = measured or {}
-    seconds = {mode: known.get(mode) or float(mode_s(mode, operation, parts, rates)) for mode in EXECUTED}
-    best = min(seconds, key=lambda mode: seconds[mode])
-    return Choice(mode=best, seconds=tuple(seconds.items()), source="measured" if best in known else "modelled")

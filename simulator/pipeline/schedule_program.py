@@ -1,4 +1,4 @@
-"""A pipeline schedule as a Program: the messages between its ranks, and the activations they keep.
+"""A pipeline schedule as a Program: the messages between its ranks.
 
 Actions of a rank run in order; the result of an action is sent to the neighbouring stage, on a channel of its own
 (stage boundary and direction) that carries one message at a time; nothing is sent between two stages of one rank.
@@ -6,9 +6,8 @@ Actions of a rank run in order; the result of an action is sent to the neighbour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from itertools import accumulate
 from types import MappingProxyType
 
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
@@ -40,26 +39,6 @@ def sent_to(action: Action, schedule: Schedule) -> int | None:
         return None
     rank = schedule.rank_of(target)
     return None if rank == schedule.rank_of(stage) else rank
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most (stage, micro batch) pairs in flight."""
-    return tuple(_peak(row) for row in schedule.table)
-
-
-def peak_on_stage(schedule: Schedule, stage: int) -> int:
-    """Return the most micro batches in flight on one stage."""
-    return _peak(schedule.table[schedule.rank_of(stage)], stage)
-
-
-# By how many micro batches an action changes the activations that a rank keeps; of a split backward pass, the second
-# half frees them.
-_KEEPS = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1, Kind.BACKWARD: -1}
-
-
-def _peak(row: Sequence[Action], stage: int | None = None) -> int:
-    leaves = (leaf for action in row for leaf in action.leaves)
-    return max(accumulate((_KEEPS[leaf.kind] for leaf in leaves if stage in (None, leaf.stage)), initial=0))
 
 
 # Passes after which a stage's parameters have a micro batch's gradients.

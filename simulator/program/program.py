@@ -8,7 +8,7 @@ as long as one for its 16 pipeline stages.
 Communication names a *family* of groups ("tp", "pp") and each rank takes part in the one group of the family that
 holds it, so code never mentions a rank and can be shared. Partners are positions in that group.
 
-Costs are in `simulator.program.cost_model`, checks in `simulator.program.check`.
+Costs are in `simulator.program.cost_model`; `tests/simulator/program_check.py` says what makes a program sound.
 """
 
 from __future__ import annotations
@@ -113,32 +113,9 @@ class WaitEvent:
     stream: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alloc:
-    """Allocates `nbytes` of `category`. On `host` it takes effect when issued, as in a caching allocator; on a stream,
-    when the stream reaches it.
-
-    `filled` buffers (parameters, optimizer state) hold a value from the start. A caching allocator has a `pool` for
-    each allocating stream; memory freed in one cannot be used by another.
-    """
-
-    buffer: str
-    nbytes: int
-    category: str
-    filled: bool = False
-    stream: str = HOST
-    pool: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Free:
-    buffer: str
-    stream: str = HOST
-
-
 Kernel = Launch | Collective | Send | Recv | Copy
 Transfer = Collective | Send | Recv
-Instruction = Launch | Collective | Send | Recv | Copy | HostWork | RecordEvent | WaitEvent | Alloc | Free
+Instruction = Launch | Collective | Send | Recv | Copy | HostWork | RecordEvent | WaitEvent
 
 
 def label(instruction: Instruction) -> str:
@@ -156,8 +133,6 @@ def label(instruction: Instruction) -> str:
             return f"copy {instruction.kind}"
         case RecordEvent() | WaitEvent():
             return f"{'record' if isinstance(instruction, RecordEvent) else 'wait'} {instruction.event}"
-        case Alloc() | Free():
-            return f"{type(instruction).__name__.lower()} {instruction.buffer}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,14 +278,6 @@ class CodeWriter:
 
     def host_work(self, name: str, duration_s: float) -> None:
         self.add(HostWork(name=name, duration_s=duration_s))
-
-    def alloc(
-        self, buffer: str, nbytes: int, category: str, *, filled: bool = False, stream: str = HOST, pool: str = ""
-    ) -> None:
-        self.add(Alloc(buffer=buffer, nbytes=nbytes, category=category, filled=filled, stream=stream, pool=pool))
-
-    def free(self, buffer: str, *, stream: str = HOST) -> None:
-        self.add(Free(buffer=buffer, stream=stream))
 
     def record(self, stream: str, event: str = "") -> str:
         """Mark a point of `stream`; return the event's name, which is generated if none is given."""

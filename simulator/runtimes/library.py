@@ -163,7 +163,7 @@ def lineage(name: str) -> tuple[str, ...]:
 def spec_for(runtime: Runtime) -> RuntimeSpec:
     """Return the description for a runtime's version; without a version, the description's own."""
     spec = runtime_spec(runtime.name)
-    generation = LATER if is_later_version(runtime) else _generations_back(runtime)
+    generation = LATER if is_later_version(runtime) else generations_back(runtime)
     if not generation and not runtime.savers and runtime.reentrant is None:
         return spec
     return _read(spec.names[0], generation, runtime.savers, runtime.reentrant)
@@ -226,12 +226,7 @@ def _replace_operators(operators: list[JsonObject], others: dict[str, list[JsonO
     return found
 
 
-def is_earlier_version(runtime: Runtime) -> bool:
-    """Whether `runtime` states a version of an older generation in its description."""
-    return _generations_back(runtime) > 0
-
-
-def _generations_back(runtime: Runtime) -> int:
+def generations_back(runtime: Runtime) -> int:
     """Return how many generations older than the described one the stated version is; 0 without a version."""
     version = runtime.version
     if version is None:

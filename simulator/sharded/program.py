@@ -15,11 +15,8 @@ from typing import Any
 
 import msgspec
 
-from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.program import (
-    Alloc,
     Collective,
-    Free,
     Groups,
     Instruction,
     Launch,
@@ -46,7 +43,6 @@ _INSTRUCTIONS: JsonObject = {
     "recv": Recv,
     "record": RecordEvent,
     "wait": WaitEvent,
-    "free": Free,
 }
 
 
@@ -160,33 +156,13 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
 
     def program(self) -> Program:
-        """Return the Program that the simulator times: inputs exist from the start, every result from the instruction
-        that writes it.
-        """
+        """Return the Program that the simulator times."""
         codes = []
         for stage in range(self.stages):
             ranks = tuple(rank for rank in range(self.ranks) if self.stage_of(rank) == stage)
             name = f"stage {stage}" if self.stage_axis else "all"
-            codes.append(RankCode(name=name, ranks=ranks, instructions=self._with_memory(self.code(stage))))
+            codes.append(RankCode(name=name, ranks=ranks, instructions=self.code(stage)))
         return Program(codes=tuple(codes), groups=self.groups())
-
-    def _with_memory(self, code: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        """Return code that allocates the inputs, and every buffer before it is written."""
-        used = {name for one in code if isinstance(one, Launch | Collective | Send) for name in one.reads}
-        given = {**dict.fromkeys(self.inputs.values()), **dict.fromkeys(self.seeds)}
-        out: list[Instruction] = [
-            self._alloc(name, filled=True) for name in given if name in used or not self.stage_axis
-        ]
-        for one in code:
-            if isinstance(one, Launch | Collective | Recv):
-                out += [self._alloc(name, filled=False) for name in one.writes]
-            out.append(one)
-        return tuple(out)
-
-    def _alloc(self, name: str, *, filled: bool) -> Alloc:
-        buffer = self.buffers[name]
-        nbytes = prod(buffer.local) * ELEMENT_BYTES[buffer.dtype]
-        return Alloc(buffer=name, nbytes=nbytes, category="gradients" if buffer.gradient else "tensors", filled=filled)
 
 
 def axes_of(group: str, names: tuple[str, ...]) -> tuple[str, ...]:

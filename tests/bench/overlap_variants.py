@@ -35,7 +35,6 @@ def parts(bench: Bench) -> None:
         bench.recorder.write("copy", bytes=nbytes, seconds=bench.times({"push": copy}, rounds=3)["push"])
     x = bench.draw(2**20)
     done = bench.times({
-        "fill_word": lambda: stream_ops.fill_word(space.flags.at[peer], 1, stream_ops.current_stream(bench.device)),
         "write_word": lambda: stream_ops.write_word(space.flags.at[peer], 1, stream_ops.current_stream(bench.device)),
         "wait_word": lambda: stream_ops.wait_word(space.flags.at[bench.rank], 0, stream_ops.current_stream(bench.device)),
         "barrier": lambda: space.flags.handle.barrier(0, 10_000),

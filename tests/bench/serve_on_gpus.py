@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from planner.serving.measured.asked_run import AskedRun, Step, all_steps, asked_run  # noqa: E402 - as above
 from planner.serving.measured.samples import add_to_profile  # noqa: E402 - as above
-from planner.serving.measured.side_by_side import Compared, load_rows, mean_error, step_rows  # noqa: E402 - as above
+from planner.serving.measured.side_by_side import Compared, load_rows, step_rows  # noqa: E402 - as above
 from planner.serving.question.from_flags import ServingFlags, serving_question  # noqa: E402 - after the path
 from simulator.serving.deployment import Pool  # noqa: E402 - as above
 from simulator.serving.latency import latency  # noqa: E402 - as above
@@ -182,7 +182,10 @@ def table(found: dict[int, dict]) -> str:
         for phase in ("go on", "read"):
             chosen = [row for row in steps if row.predicted_for and phase in row.what]
             if chosen:
-                lines += ["", f"Steps that {phase}: {mean_error(chosen):.1%} in the mean of absolute errors."]
+                lines += [
+                    "",
+                    f"Steps that {phase}: {mean(abs(row.error) for row in chosen):.1%} in the mean of absolute errors.",
+                ]
         lines += _load_lines(document)
         lines += [f"- missing: {line['what']}" for line in document["missing"]]
         if document["failure"]:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 GPUS = torch.cuda.device_count()
 ITERATIONS = 1000  # of each of a dozen operations
 SHARED_ITERATIONS = 20  # where ranks take turns on one GPU, and every wait costs milliseconds
-CAPTURED = 2 * 2 * 2 + 3  # products, modes, to eager and float64; sums
+CAPTURED = 3  # sums
 
 
 def wrong(checks: list[dict]) -> dict[str, tuple[float, float]]:
@@ -31,7 +31,7 @@ def wrong(checks: list[dict]) -> dict[str, tuple[float, float]]:
 @pytest.mark.skipif(GPUS < 2, reason="there are not two CUDA GPUs")
 @pytest.mark.parametrize("ranks", [2, *([4] if GPUS >= 4 else [])])
 def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
-    """Odd shapes, every type, poisoned buffers; thousands of calls with delays; captured graphs equal eager calls."""
+    """Odd shapes, every type, poisoned buffers; thousands of calls with delays; captured sums equal eager calls."""
     out = tmp_path / "checks.jsonl"
     arguments = [str(out), "--seconds=230", "--stages=check", f"--iterations={ITERATIONS}"]
     done = launch(

@@ -3,14 +3,13 @@
 Hosts run ahead of their GPUs, so what keeps a call's flags and buffers apart from the next one's is only what the
 streams were given. Here every stream is a queue of what a host has issued, a random one of those whose head can run
 goes on, and what is asserted is that all queues empty and the right rows were there whenever a product looked. Kernels
-that wait are played: the fused product, which lowers its flags at its end, and those of captured graphs.
+that wait are played: the fused product, which lowers its flags at its end.
 """
 
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -42,20 +41,18 @@ class Group:
     size: int
     group_name: str = "all"
     made: int = 0
-    barriers: int = 0
 
 
 class Machine:
     """Ranks of three streams each; the one whose turn it is to issue is `rank`."""
 
     def __init__(self, world: int) -> None:
-        self.world, self.rank, self.capturing, self.lane = world, 0, False, CURRENT
+        self.world, self.rank, self.lane = world, 0, CURRENT
         self.queues: list[list[deque[tuple[Callable[[], bool], Callable[[], object]]]]] = [
             [deque() for _ in STREAMS | {"current": CURRENT}] for _ in range(world)
         ]
         self.groups = [Group(rank=rank, size=world) for rank in range(world)]
         self.memory: list[list[Any]] = []
-        self.met: list[int] = [0] * world
 
     def issue(self, stream: int, run: Callable[[], object], ready: Callable[[], bool] = ALWAYS) -> None:
         self.queues[self.rank][stream].append((ready, run))
@@ -65,14 +62,6 @@ class Machine:
         self.issue(first, lambda: reached.append(True))
         for stream in then if isinstance(then, tuple) else (then,):
             self.issue(stream, lambda: None, lambda: bool(reached))
-
-    def barrier(self) -> None:
-        """A barrier of the ranks on their current streams."""
-        group = self.groups[self.rank]
-        group.barriers += 1
-        number = group.barriers
-        self.issue(CURRENT, lambda: self.met.__setitem__(group.rank, self.met[group.rank] + 1))
-        self.issue(CURRENT, lambda: None, lambda: min(self.met) >= number)
 
     def run(self, seed: int) -> None:
         choose = random.Random(seed)
@@ -118,10 +107,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(symmetric, "Allocation", Memory)
     monkeypatch.setattr(symmetric, "Order", lambda _: made.order)
     monkeypatch.setattr(symmetric, "_workspaces", {})
-    monkeypatch.setattr(symmetric.Workspace, "is_capturing", staticmethod(lambda: made.capturing))
-    monkeypatch.setattr(symmetric.Workspace, "barrier", lambda _: made.barrier())
+    monkeypatch.setattr(symmetric.Workspace, "is_capturing", staticmethod(lambda: False))
     monkeypatch.setattr(stream_ops, "current_stream", lambda _: CURRENT)
-    for name, call in (("copy", copy), ("write_word", write), ("fill_word", write), ("wait_word", wait)):
+    for name, call in (("copy", copy), ("write_word", write), ("wait_word", wait)):
         monkeypatch.setattr(stream_ops, name, call)
     for module in (push, relay):
         monkeypatch.setattr(
@@ -129,20 +117,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=CURRENT))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(made, "lane", stream.cuda_stream))
-    monkeypatch.setattr(push.CopyExchange, "_wait_kernel", lambda _: wait_and_clear(made))
     monkeypatch.setattr(push.CopyScatter, "_add_kernel", lambda self, _: adding(made, self))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
     monkeypatch.setattr(torch.distributed, "barrier", lambda _: None)
     return made
-
-
-def wait_and_clear(machine: Machine) -> Callable[..., None]:
-    def run(stream: int, flag: int, _: int) -> None:
-        machine.issue(stream, lambda: setattr(word(flag), "value", 0), lambda: word(flag).value >= 1)
-
-    return run
 
 
 def adding(machine: Machine, exchange: push.CopyScatter) -> Callable[..., None]:
@@ -213,8 +193,6 @@ def relayed_on_two_streams(machine: Machine, group: Any, seed: int) -> None:
 
 
 def relayed(machine: Machine, group: Any, seed: int, lanes: int = 1) -> None:
-    if machine.capturing:
-        return scatter(machine, group, seed)
     parts = draw(machine.world, machine.world, 4, 2, seed=seed)
 
     def multiply(shard: int, first: int, last: int, out: Any, add: bool) -> None:
@@ -224,7 +202,6 @@ def relayed(machine: Machine, group: Any, seed: int, lanes: int = 1) -> None:
     found = relay.relay_sum(multiply, (4, 2), parts.dtype, group, CPU, pieces=2, lanes=lanes)
     KEPT.append(found)
     machine.issue(CURRENT, lambda: same(found, parts[:, group.rank].sum(0)))
-    return None
 
 
 def same(found: Any, expected: Any) -> None:
@@ -234,25 +211,12 @@ def same(found: Any, expected: Any) -> None:
 CALLS = (gather, fused_gather, scatter, relayed, relayed_on_two_streams)
 
 
-@contextmanager
-def replayed(machine: Machine) -> Iterator[None]:
-    machine.capturing = True
-    yield
-    machine.capturing = False
-
-
-def play(machine: Machine, calls: list[tuple[Callable[..., None], bool]], seed: int) -> None:
+def play(machine: Machine, calls: list[Callable[..., None]], seed: int) -> None:
     KEPT.clear()
-    if not machine.memory:  # what captured calls need is there before
-        calls = [*((call, False) for call in (gather, scatter)), *calls]
     for rank, group in enumerate(machine.groups):
         machine.rank = rank
-        for number, (call, captured) in enumerate(calls):
-            if captured:
-                with replayed(machine):
-                    call(machine, group, 100 * seed + number)
-            else:
-                call(machine, group, 100 * seed + number)
+        for number, call in enumerate(calls):
+            call(machine, group, 100 * seed + number)
     machine.run(seed)
 
 
@@ -261,24 +225,22 @@ def play(machine: Machine, calls: list[tuple[Callable[..., None], bool]], seed: 
 def test_any_calls_in_any_order_of_streams_end_with_the_right_rows(machine: Machine, seed: int) -> None:
     choose = random.Random(seed)
     for trial in range(8):
-        calls = [(choose.choice(CALLS), choose.random() < 0.4) for _ in range(10)]
+        calls = [choose.choice(CALLS) for _ in range(10)]
         play(machine, calls, 1000 * seed + trial)
 
 
 @pytest.mark.parametrize("machine", [2], indirect=True)
-def test_a_layer_replayed_between_eager_layers_ends(machine: Machine) -> None:
-    """Forward and backward of a column-parallel layer in the fused mode, which once took the graph's flags away."""
-    layer = [fused_gather, gather, scatter]
-    calls = [(call, captured) for captured in (True, False, True, False, False) for call in layer]
+def test_layers_in_a_row_end(machine: Machine) -> None:
+    """Forward and backward of a column-parallel layer in the fused mode."""
     for seed in range(30):
-        play(machine, calls, seed)
+        play(machine, 5 * [fused_gather, gather, scatter], seed)
 
 
 @pytest.mark.parametrize("machine", [2], indirect=True)
 def test_waits_of_streams_are_counted_for_the_watch(machine: Machine) -> None:
-    play(machine, [(gather, False), (fused_gather, False), (gather, True), (relayed, False), (scatter, False)], 0)
-    for space in symmetric.workspaces():  # one more of each, by which memory came to be
-        assert word(space.call_counter.address).value == {"gather": 1 + 1, "scatter": 1 + 2}[space.purpose]
+    play(machine, [gather, fused_gather, relayed, scatter], 0)
+    for space in symmetric.workspaces():  # the fused gather's kernel waits itself
+        assert word(space.call_counter.address).value == {"gather": 1, "scatter": 2}[space.purpose]
         assert space.call_counter.stalled(1e9) is None
 
 

@@ -35,7 +35,6 @@ from planner.tune.sessions.session import cut_short
 from planner.tune.state import read_state
 from planner.tune.text import lines as text_of_tuning
 from simulator.config.hf_config import load_model, model_from_config
-from simulator.config.model_summary import describe
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import Calibrations
@@ -283,7 +282,7 @@ def _read_config(text: str, _path: Path) -> list[Any]:
     model = model_from_config(codec.parse_json(text, where="config"), name="fuzzed")
     plan, workload = Plan(dp_shard=8), Workload(seq_len=256, global_batch_size=8)
     question = question_of(model, cluster("dgx-h100"), workload, gpus=8)
-    return [codec.to_builtins(model), describe(model), codec.to_builtins(question.estimate([plan]).estimate(0))]
+    return [codec.to_builtins(model), codec.to_builtins(question.estimate([plan]).estimate(0))]
 
 
 def _read_captured(text: str, _path: Path) -> list[Any]:

@@ -292,7 +292,7 @@ OVERLAP_TESTS = "tests/executor/test_overlap_on_gpus.py"
 
 
 def overlap(place: Place, tell: Tell) -> None:
-    """Every overlap mode at odd shapes and in every type, thousands of times and in captured graphs."""
+    """Every overlap mode at odd shapes and in every type, thousands of times, and sums in captured graphs."""
     _tests(place, "overlap", [ROOT / OVERLAP_TESTS], tell)
 
 

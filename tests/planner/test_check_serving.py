@@ -19,7 +19,7 @@ import planner as package
 from planner.cli import main
 from planner.configs.formats.command_line import CommandLine, option_kinds
 from planner.configs.formats.configuration import CheckFlags
-from planner.configs.serving import VERSIONS, CheckedServing, check_serving, flag_of, serving_engine
+from planner.configs.serving import VERSIONS, CheckedServing, check_serving, flag_of, serving_engine, setting_of
 from planner.export.schema import schema
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
@@ -296,7 +296,7 @@ def test_any_command_is_judged_or_refused(words: list[str]) -> None:
 
 def test_abbreviations_as_argparse_has_them() -> None:
     keys = schema("sglang", VERSIONS["sglang"])["keys"]
-    assert keys[flag_of("--tp", keys)]["dest"] == "tp_size"
+    assert setting_of(flag_of("--tp", keys), keys) == "tp_size"
     assert flag_of("--enable", keys) == "", "many flags begin so"
     assert serving_engine("torchrun train.py") == ""
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSIONS["vllm"])

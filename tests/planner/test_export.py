@@ -18,7 +18,6 @@ from planner.export.hosts import hosts_of
 from planner.export.job import ExportJob, export_job
 from planner.export.launchers import torchrun
 from planner.export.planned import planned_in
-from planner.export.schema import schema
 from planner.export.targets.registry import TARGETS, export, find_target
 from planner.question.cases import case_of_file
 from planner.question.question import question_of
@@ -28,6 +27,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
+from tests.planner.target_schemas import schema_of
 from topology import codec
 from topology.catalog import clusters as catalog
 from topology.cluster import NodeGroup
@@ -88,7 +88,7 @@ def every_export_of(name: str):
 @pytest.mark.parametrize("name", JOBS)
 def test_every_key_is_one_that_the_package_knows(name: str) -> None:
     for done in every_export_of(name):
-        keys = schema(done.target, done.version)["keys"]
+        keys = schema_of(done.target, done.version)["keys"]
 
         assert done.settings
         for key, value in done.settings.items():

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from planner.export.schema import schema
 from planner.export.targets.registry import TARGETS, export
+from tests.planner.target_schemas import schema_of
 from tests.planner.test_export import JOBS
 from tests.tools.export_schemas import package_version
 from tests.tools.export_table import read_back
@@ -27,7 +27,7 @@ def _installed(target) -> str | None:
     if target.name == "slurm":
         return package_version("slurm") if shutil.which("sbatch") else None
     try:
-        version(schema(target.name, target.version)["package"])
+        version(schema_of(target.name, target.version)["package"])
     except PackageNotFoundError:
         return None
     return package_version(target.name)

@@ -49,7 +49,7 @@ def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> N
         ("overlap", -0.5, TIME["copies"]),
         ("bubble", 1.5, TIME["bubble"]),
     ]
-    drawn = bars(waterfall(terms, title="a step", low_s=3.6, high_s=4.8, source="fitted"))
+    drawn = bars(waterfall(terms, title="a step", low_s=3.6, high_s=4.8, source="fitted").text())
 
     scale = drawn[0][1] / 2.0
     assert [width / scale for _, width, _ in drawn] == pytest.approx([2.0, 1.0, 0.5, 1.5], abs=0.01)
@@ -66,7 +66,7 @@ def test_waterfall_says_its_figures_range_and_source() -> None:
             low_s=2.5,
             high_s=3.5,
             source="measured",
-        )
+        ).text()
     )
 
     assert "3 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
@@ -184,7 +184,7 @@ def test_names_stay_text(name: str) -> None:
     hostile = replace(cluster, name=name, groups=(NodeGroup(node=replace(node, gpus=gpus)),), findings=(found,))
     for text in (
         topology(hostile),
-        waterfall([(name, 1.0, "#000000")], title=name, low_s=0.9, high_s=1.1, source=name),
+        waterfall([(name, 1.0, "#000000")], title=name, low_s=0.9, high_s=1.1, source=name).text(),
     ):
         tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(text).iter()}
         assert tags <= {"svg", "title", "desc", "style", "rect", "polyline", "path", "text"}

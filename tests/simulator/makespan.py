@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
-from simulator.pipeline.schedule_program import Result, makes, needs, peak_in_flight, sent_to
+from simulator.pipeline.schedule_program import Result, makes, needs, sent_to
 from simulator.pipeline.schedules.table import Action, Kind, Schedule
 
 
@@ -151,3 +152,23 @@ def _durations(
     if missing:
         raise ValueError(f"schedule {schedule.name} needs times of {', '.join(sorted(k.name for k in missing))}")
     return times
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most (stage, micro batch) pairs in flight."""
+    return tuple(_peak(row) for row in schedule.table)
+
+
+def peak_on_stage(schedule: Schedule, stage: int) -> int:
+    """Return the most micro batches in flight on one stage."""
+    return _peak(schedule.table[schedule.rank_of(stage)], stage)
+
+
+# By how many micro batches an action changes the activations that a rank keeps; of a split backward pass, the second
+# half frees them.
+_KEEPS = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1, Kind.BACKWARD: -1}
+
+
+def _peak(row: Sequence[Action], stage: int | None = None) -> int:
+    leaves = (leaf for action in row for leaf in action.leaves)
+    return max(accumulate((_KEEPS[leaf.kind] for leaf in leaves if stage in (None, leaf.stage)), initial=0))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from simulator.config.plan import Plan
 from simulator.engine.simulate import simulate
-from simulator.program import check as ck
-from simulator.program.check import check
 from simulator.program.program import CodeWriter, Collective, Program, RecordEvent, WaitEvent
+from tests.simulator import program_check as ck
 from tests.simulator.engine_toys import SimpleCosts
+from tests.simulator.program_check import check
 
 
 def kinds(*codes: CodeWriter, groups=None) -> list[str]:
@@ -27,7 +27,6 @@ def kinds(*codes: CodeWriter, groups=None) -> list[str]:
 
 def test_reading_what_nobody_wrote():
     code = CodeWriter()
-    code.alloc("x", 8, "activations")
     code.launch("a", reads=["x"])
 
     assert kinds(code) == [ck.UNDEFINED]
@@ -35,49 +34,9 @@ def test_reading_what_nobody_wrote():
 
 def test_parameters_are_filled_from_the_start():
     code = CodeWriter()
-    code.alloc("w", 8, "parameters", filled=True)
     code.launch("a", reads=["w"])
 
-    assert kinds(code) == []
-
-
-def test_use_after_free():
-    code = CodeWriter()
-    code.alloc("x", 8, "activations")
-    code.launch("a", writes=["x"])
-    code.free("x")
-    code.launch("b", reads=["x"])
-
-    assert kinds(code) == [ck.FREED]
-
-
-def test_double_free_and_free_of_nothing():
-    code = CodeWriter()
-    code.alloc("x", 8, "activations")
-    code.free("x")
-    code.free("x")
-    code.free("y")
-
-    assert kinds(code) == [ck.DOUBLE_FREE, ck.DOUBLE_FREE]
-
-
-def test_double_allocation():
-    code = CodeWriter()
-    code.alloc("x", 8, "activations")
-    code.alloc("x", 8, "activations")
-
-    assert kinds(code) == [ck.DOUBLE_ALLOC]
-
-
-def test_a_buffer_may_live_again():
-    code = CodeWriter()
-    for _ in range(2):
-        code.alloc("x", 8, "activations")
-        code.launch("a", writes=["x"])
-        code.launch("b", reads=["x"])
-        code.free("x")
-
-    assert kinds(code) == []
+    assert check(Program(codes=(code.code("r0", [0]),)), given=["w"]) == []
 
 
 def test_a_missing_event_is_a_race():
@@ -94,17 +53,6 @@ def test_overwriting_what_another_stream_reads_is_a_race():
     code.after("copy", "compute")
     code.copy(8, "d2h", reads=["x"])
     code.launch("a", writes=["x"])
-
-    assert kinds(code) == [ck.UNORDERED]
-
-
-def test_freeing_on_a_stream_must_come_after_all_uses():
-    code = CodeWriter()
-    code.alloc("x", 8, "activations")
-    code.launch("a", writes=["x"])
-    code.after("copy", "compute")
-    code.copy(8, "d2h", reads=["x"])
-    code.free("x", stream="compute")
 
     assert kinds(code) == [ck.UNORDERED]
 

@@ -25,9 +25,10 @@ from simulator.legality.rule import Grade
 from simulator.lowering.training import lower_training
 from simulator.memory.replay import MemoryReplay
 from simulator.overlap.combined import LayerParts, hidden_and_lost_s, pair_s
-from simulator.pipeline.schedule_program import makes, needs, peak_in_flight
+from simulator.pipeline.schedule_program import makes, needs
 from simulator.pipeline.schedules.registry import build_schedule
 from simulator.pipeline.schedules.table import Kind
+from tests.simulator.makespan import peak_in_flight
 from topology.catalog.clusters import cluster
 
 MEGATRON = Runtime(name="megatron-lm", param_dtype="bfloat16")

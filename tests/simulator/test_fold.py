@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from simulator.config.plan import Plan
 from simulator.engine.simulate import simulate
-from simulator.program.check import check
 from simulator.program.cost_model import Cost, LinkUse
 from simulator.program.fold import fold
 from simulator.program.program import CodeWriter, Launch, Program
 from tests.simulator.engine_toys import SimpleCosts, mesh_groups
+from tests.simulator.program_check import check
 
 PLANS = {
     "dp": Plan(dp_replicate=4),

@@ -25,12 +25,12 @@ from simulator.lowering.training import lower_training, plan_context, strided_gr
 from simulator.overlap.modes import FURTHER_CALLS, HOST_CALLS, IN_LAYERS, OPERATIONS, OverlapRates
 from simulator.overlap.site_costs import SITE_MODES
 from simulator.overlap.torch_async import together_s
-from simulator.program.check import check
 from simulator.program.program import Collective, Launch, Send
 from simulator.runtimes.model_operators import operators_for
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.update import update_bytes
 from tests.simulator.lowering_plans import run, shortened
+from tests.simulator.program_check import check
 from tests.simulator.published_bubbles import bubble_fraction
 from topology.catalog.clusters import cluster
 from topology.errors import BadPlan

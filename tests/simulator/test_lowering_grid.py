@@ -14,8 +14,8 @@ from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
-from simulator.program.check import check
 from tests.simulator.lowering_plans import draw, run
+from tests.simulator.program_check import check
 
 MARGIN = 0.13
 PESSIMISM = 0.13

@@ -12,14 +12,14 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.memory.replay import replayed_micro_batches
-from simulator.pipeline.schedule_program import TURNS, last_backwards, peak_in_flight, peak_on_stage, pipeline_program
+from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule, schedules_that
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import beside_gradients, in_flight
-from simulator.program.check import check
 from simulator.program.program import Launch
 from tests.simulator.engine_toys import SimpleCosts
-from tests.simulator.makespan import pipeline_makespan
+from tests.simulator.makespan import peak_in_flight, peak_on_stage, pipeline_makespan
+from tests.simulator.program_check import check
 from tests.simulator.published_bubbles import bubble_fraction
 from tests.simulator.schedule_checks import schedule_from_rows
 from topology.errors import BadPlan

@@ -11,7 +11,7 @@ from simulator.config.runtime import Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import Roofline, efficiency, grouped_tile_factor
-from simulator.runtimes.library import attention_kernel, is_earlier_version, runtime_spec, spec_for
+from simulator.runtimes.library import attention_kernel, generations_back, runtime_spec, spec_for
 from simulator.runtimes.quantized import LowPrecisionSpec, quantized
 from topology.catalog.gpus import gpu_kind, gpu_kinds
 from topology.cluster import GpuKind
@@ -212,7 +212,7 @@ def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
     """A description that is like another's has versions of its own; a release number says nothing where only months
     do.
     """
-    assert is_earlier_version(Runtime(name=name, version=version)) == early
+    assert (generations_back(Runtime(name=name, version=version)) > 0) == early
     assert (spec_for(Runtime(name=name, version=version)) != runtime_spec(name)) == early
 
 

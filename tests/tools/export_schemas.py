@@ -1,4 +1,4 @@
-"""Read the keys that other tools accept off their real packages, into planner/export/schema/.
+"""Read the keys that other tools accept off their real packages, into planner/export/schema/, or tests/data/.
 
 Run inside an environment that has one of the packages:
 
@@ -24,7 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-FOLDER = Path(__file__).resolve().parents[2] / "planner" / "export" / "schema"
+ROOT = Path(__file__).resolve().parents[2]
+READ = ("accelerate", "deepspeed", "megatron", "torchtitan")  # by `planner check` and exports, not by tests alone
 
 
 def typed(annotation: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def actions_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the options of an argparse parser by their flags."""
     keys: dict[str, Any] = {}
     for action in parser._actions:
-        entry: dict[str, Any] = {"dest": action.dest, "type": getattr(action.type, "__name__", "str")}
+        entry: dict[str, Any] = {"type": getattr(action.type, "__name__", "str")}
         if action.nargs == 0:
             entry["type"] = "flag"
         if action.choices is not None:
@@ -339,8 +340,9 @@ def main() -> None:
     found = package_version(target)
     made = globals()[target]()
     document = {"package": PACKAGES.get(target, "slurm-client"), "version": found, **made}
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{target}_{found}.json"
+    folder = ROOT / ("planner/export/schema" if target in READ else "tests/data/export_schemas")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{target}_{found}.json"
     path.write_text(json.dumps(document, indent=1, sort_keys=True, default=str) + "\n")
     print(f"{path.name}: {len(document['keys'])} keys, {len(document.get('models', ()))} models")
 

@@ -129,9 +129,10 @@ def sglang_keys(root: Path) -> dict[str, Any]:
 
 
 def keep(keys: dict[str, Any], flags: list[str], entry: dict[str, Any]) -> None:
-    for flag in flags:
+    first, *_ = names = [flag.lstrip("-").replace("-", "_") for flag in flags]
+    for flag, name in zip(flags, names, strict=True):
         if flag.startswith("-"):
-            keys[flag] = entry | {"dest": flags[0].lstrip("-").replace("-", "_")}
+            keys[flag] = entry | ({} if name == first else {"dest": first})
 
 
 def main() -> None:

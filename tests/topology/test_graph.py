@@ -5,17 +5,16 @@ from itertools import combinations
 
 import pytest
 
+from tests.topology.paths import bottleneck_path, pair_bytes_per_s
 from topology.catalog.clusters import cluster
 from topology.catalog.platform import CUBE_MESH
 from topology.cluster import Cluster, LinkKind, LinkState, NodeGroup
 from topology.rates.graph import (
     bisection_bytes_per_s,
-    bottleneck_path,
     gpus_of,
     graph,
     islands,
     max_flow_bytes_per_s,
-    pair_bytes_per_s,
 )
 from topology.rates.node_rates import HOST_KINDS, NVLINK_KINDS, node_rates
 
@@ -106,12 +105,9 @@ def test_nodes_argument_limits_the_graph():
     assert graph(big, 1).number_of_nodes() == graph(cluster("dgx-h100"), 1).number_of_nodes()
 
 
-def test_forwarding_gpus_are_opt_in():
+def test_gpus_do_not_forward():
     g = graph(cluster("dgx-1v"))
     assert bottleneck_path(g, "n0.gpu0", "n0.gpu5", NVLINK_KINDS) == (0.0, ())
-    rate, path = bottleneck_path(g, "n0.gpu0", "n0.gpu5", NVLINK_KINDS, through_gpus=True)
-    assert rate == 50 * GB
-    assert all(vertex.startswith("n0.gpu") for vertex in path)
 
 
 def test_measured_rate_wins_and_edges_say_where_they_are_from():
@@ -133,6 +129,7 @@ def test_pair_table_agrees_with_the_fast_path(name):
     made = cluster(name)
     table = pair_bytes_per_s(graph(made))
     rates = node_rates(made)
+    assert table == pytest.approx(rates.pairs())
     for (a, b), rate in table.items():
         assert rate == table[b, a]
         if rates.nvlink(a, b)[0] > 0:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topology.captures import MATRICES, TOPO, matrix
-from topology.readers.smi_topo import closest_nics, cpu_count, nv_count, parse_topo
+from topology.readers.smi_topo import closest_nics, nv_count, parse_topo
 
 
 @pytest.mark.parametrize("key", MATRICES, ids=lambda key: key["file"][:2])
@@ -38,7 +38,6 @@ def test_every_capture_matches_its_answer_key(key):
             said["numa_affinity"],
             said["gpu_numa_id"],
         )
-        assert cpu_count(read.cpu) == said["n_cpus"]
     closest = {f"GPU{gpu}": {"class": label, "nics": list(nics)} for gpu, (label, nics) in closest_nics(topo).items()}
     assert closest == (key["closest_nic_per_gpu"] or {})
     gpu_nic = {

@@ -109,20 +109,8 @@ def group_cost(cluster: Cluster) -> Cost | None:
 
     None when there is no fault, or when rates are unknown.
     """
-    node = cluster.groups[0].node
-    all_positions = range(len(node.gpus))
-    now, expected = all_reduce_s(cluster, all_positions), all_reduce_s(without_faults(cluster), all_positions)
-    if now is None or expected is None or now <= 1.001 * expected:
-        return None
-    measured = any(link.measured_bytes_per_s is not None for link in node.links)
-    return Cost(
-        op="all-reduce",
-        nbytes=REFERENCE_BYTES,
-        gpus=tuple(gpu.index for gpu in node.gpus),
-        now_s=now,
-        expected_s=expected,
-        source="measured and datasheet" if measured else "datasheet",
-    )
+    measured = any(link.measured_bytes_per_s is not None for link in cluster.groups[0].node.links)
+    return _cost_to_all(cluster, cluster, "measured and datasheet" if measured else "datasheet")
 
 
 def cost_without_nvlink(cluster: Cluster) -> Cost | None:
@@ -133,12 +121,16 @@ def cost_without_nvlink(cluster: Cluster) -> Cost | None:
     no_nvlink = replace(
         cluster, groups=(replace(cluster.groups[0], node=replace(node, links=absent)), *cluster.groups[1:])
     )
-    all_positions = range(len(node.gpus))
-    now, expected = all_reduce_s(no_nvlink, all_positions), all_reduce_s(without_faults(cluster), all_positions)
+    return _cost_to_all(no_nvlink, cluster, "datasheet")
+
+
+def _cost_to_all(found: Cluster, whole: Cluster, source: str) -> Cost | None:
+    """Return what the faults of `found` cost all GPUs of the first node, compared with `whole` without its own."""
+    gpus = tuple(gpu.index for gpu in whole.groups[0].node.gpus)
+    now, expected = all_reduce_s(found, range(len(gpus))), all_reduce_s(without_faults(whole), range(len(gpus)))
     if now is None or expected is None or now <= 1.001 * expected:
         return None
-    indices = tuple(gpu.index for gpu in node.gpus)
-    return Cost(op="all-reduce", nbytes=REFERENCE_BYTES, gpus=indices, now_s=now, expected_s=expected)
+    return Cost(op="all-reduce", nbytes=REFERENCE_BYTES, gpus=gpus, now_s=now, expected_s=expected, source=source)
 
 
 def unbridged_pair_cost(cluster: Cluster, unbridged: Sequence[int]) -> Cost | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkState, Node, Source, VertexKind
 from topology.codec import JsonObject, to_builtins
 from topology.probe.machine import components
-from topology.rates.graph import bisection_bytes_per_s, crossing_kinds, graph, pair_bytes_per_s
+from topology.rates.graph import bisection_bytes_per_s, crossing_kinds, graph
 from topology.rates.node_rates import node_rates
 
 MAX_SPLIT_GPUS = 16  # GPUs of the largest machine built whose pairs differ
@@ -103,7 +103,7 @@ def _bandwidth_lines(cluster: Cluster) -> list[str]:
         return []
     rate = f"{bisection['bytes_per_s'] / 1e9:.0f} GB/s each way ({bisection['source']} rates)"
     lines = [f"between any two halves of the GPUs at least {rate}"]
-    pairs = pair_bytes_per_s(graph(cluster, 1))
+    pairs = node_rates(cluster).pairs()
     slowest, fastest_rate = min(pairs, key=pairs.__getitem__), max(pairs.values())
     if pairs[slowest] < fastest_rate:
         a, b = sorted(slowest)

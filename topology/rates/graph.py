@@ -1,4 +1,4 @@
-"""The cluster as a networkx graph, with max-flow, bisection bandwidth, widest paths and NVLink islands.
+"""The cluster as a networkx graph, with max-flow, bisection bandwidth and NVLink islands.
 
 Vertices are `n{node}.{vertex}`: GPUs, the NVSwitch hub, PCIe switches, root ports, CPUs and NICs of each node; then
 `leaf{pod}.{rail}` and `spine`. Edges are directed, one each way, with the rates of the link they come from. An NVSwitch
@@ -134,13 +134,9 @@ def _add_fabric(result: Graph, cluster: Cluster) -> None:
 # Sets of GPUs
 
 
-def gpus_of(g: Graph, node: int | None = None) -> tuple[str, ...]:
-    """Return the GPU vertices, of one node or of all, in order."""
-    return tuple(
-        vertex
-        for vertex, facts in g.nodes(data=True)
-        if facts["kind"] == "gpu" and (node is None or facts["node"] == node)
-    )
+def gpus_of(g: Graph) -> tuple[str, ...]:
+    """Return the GPU vertices in order."""
+    return tuple(vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "gpu")
 
 
 def islands(g: Graph) -> tuple[tuple[str, ...], ...]:
@@ -177,7 +173,7 @@ def max_flow_bytes_per_s(
     start, end = set(sources), set(sinks)
     if start & end or not start or not end:
         raise ValueError("sources and sinks must be two separate, non-empty sets")
-    return _max_flow(_capacities(g, kinds, keep=start | end), start, end)
+    return _max_flow(capacities(g, kinds, keep=start | end), start, end)
 
 
 def _max_flow(flow: nx.DiGraph[str], start: Collection[str], end: Collection[str]) -> float:
@@ -205,7 +201,7 @@ def bisection_bytes_per_s(g: Graph) -> float:
         near = [gpu for gpu in gpus if g.nodes[gpu]["node"] in first]
         return max_flow_bytes_per_s(g, near, set(gpus) - set(near), kinds)
     # Every GPU is on one side, so the cut is the direct links between the sides plus the flow through switches.
-    rest = _capacities(g, kinds, keep=set(gpus))
+    rest = capacities(g, kinds, keep=set(gpus))
     wires = [(a, b, facts["capacity"]) for a, b, facts in rest.edges(data=True) if {a, b} <= set(gpus)]
     halves = _halves(rest, gpus)
     rest.remove_edges_from([(a, b) for a, b, _ in wires])
@@ -266,47 +262,11 @@ def _splits(classes: list[list[str]], gpus: tuple[str, ...]) -> Iterator[tuple[s
             yield tuple(gpu for group, count in zip(classes, counts, strict=True) for gpu in group[:count])
 
 
-def bottleneck_path(
-    g: Graph, a: str, b: str, kinds: Collection[LinkKind] | None = None, *, through_gpus: bool = False
-) -> tuple[float, tuple[str, ...]]:
-    """Return (bytes/s, vertices) of the widest path from `a` to `b`, the shortest among equals; (0, ()) if none.
-
-    Other GPUs forward only if `through_gpus` says so.
-    """
-    flow = _capacities(g, kinds, keep={a, b} | (set(gpus_of(g)) if through_gpus else set()))
-    if a not in flow or b not in flow:
-        return 0.0, ()
-    rates = sorted({facts["capacity"] for _, _, facts in flow.edges(data=True)}, reverse=True)
-    low, high = 0, len(rates)  # the widest rate at which b can be reached is among those of the edges
-    while low < high:
-        middle = (low + high) // 2
-        if nx.has_path(_at_least(flow, rates[middle]), a, b):
-            high = middle
-        else:
-            low = middle + 1
-    if low == len(rates):
-        return 0.0, ()
-    return rates[low], tuple(nx.shortest_path(_at_least(flow, rates[low]), a, b))
-
-
-def pair_bytes_per_s(g: Graph, node: int = 0) -> dict[tuple[int, int], float]:
-    """Return the rate of a single copy between each two GPUs of a node, by GPU index: over NVLink, else the host."""
-    gpus = gpus_of(g, node)
-    table = {}
-    for a, b in combinations(gpus, 2):
-        rate, _ = bottleneck_path(g, a, b, NVLINK_KINDS)
-        if rate <= 0:
-            rate, _ = bottleneck_path(g, a, b, HOST_KINDS)
-        i, j = g.nodes[a]["index"], g.nodes[b]["index"]
-        table[i, j] = table[j, i] = rate
-    return table
-
-
 def _is_usable(facts: dict[str, Any], kinds: Collection[LinkKind] | None) -> bool:
     return facts["rate_bytes_per_s"] > 0 and (kinds is None or facts["kind"] in kinds)
 
 
-def _capacities(g: Graph, kinds: Collection[LinkKind] | None, keep: set[str]) -> nx.DiGraph[str]:
+def capacities(g: Graph, kinds: Collection[LinkKind] | None, keep: set[str]) -> nx.DiGraph[str]:
     """Return `g` with parallel edges added up as `capacity`, without GPUs that are not in `keep`."""
     flow: nx.DiGraph[str] = nx.DiGraph()
     for a, b, facts in g.edges(data=True):
@@ -319,10 +279,3 @@ def _capacities(g: Graph, kinds: Collection[LinkKind] | None, keep: set[str]) ->
     for vertex in keep:
         flow.add_node(vertex)
     return flow
-
-
-def _at_least(flow: nx.DiGraph[str], rate: float) -> nx.DiGraph[str]:
-    wide = [(a, b) for a, b, facts in flow.edges(data=True) if facts["capacity"] >= rate]
-    kept: nx.DiGraph[str] = nx.DiGraph(wide)
-    kept.add_nodes_from(flow)
-    return kept

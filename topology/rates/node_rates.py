@@ -150,6 +150,16 @@ class NodeRates:
         direct = self.nvlink(a, b)[0]
         return direct or self._ring_of([a, b], nvlink=False).bytes_per_s
 
+    def pairs(self) -> dict[tuple[int, int], float]:
+        """Return the rate of a single copy between each two GPUs, by index; 0 where no listed links join them."""
+        gpus = list(enumerate(self.node.gpus))
+        table = {}
+        for (a, one), (b, other) in combinations(gpus, 2):
+            joined = self.nvlink(a, b)[0] > 0 or self.host_path(one.vertex, other.vertex) is not None
+            rate = self.pair_bytes_per_s(a, b) if joined else 0.0
+            table[one.index, other.index] = table[other.index, one.index] = rate
+        return table
+
     def host_path(self, a: str, b: str) -> tuple[Edge, ...] | None:
         """Return the directed edges of the shortest, then widest, path from `a` to `b` through the host.
 

@@ -100,19 +100,6 @@ def closest_nics(matrix: TopoMatrix) -> dict[int, tuple[str, tuple[str, ...]]]:
     return closest
 
 
-def cpu_count(affinity: str | None) -> int | None:
-    """Return how many CPUs a list such as `0-55,112-167` names; None when it is blank or `N/A`."""
-    if affinity is None or not affinity[:1].isdigit():
-        return None
-    total = 0
-    for part in affinity.strip(",").split(","):
-        first, _, last = part.partition("-")
-        if "-" in last:
-            return None
-        total += int(last or first) - int(first) + 1
-    return total
-
-
 def _read_legend(text: str) -> dict[str, str]:
     legend: dict[str, str] = {}
     for line in clean_lines(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import streamlit as st
 
@@ -10,8 +11,6 @@ from planner.requests.flag import shell_line
 from planner.requests.serving import Engine, Load, Task
 from planner.requests.training import Objective, Suggest
 from planner.serving import ServingFlags, flags_of_search
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
-from simulator.serving.engine import engines
 from topology import codec
 from ui.question import state
 
@@ -76,51 +75,21 @@ class ServingInputs:
 
 def ask(about: state.Inputs) -> ServingInputs:
     """Draw the question of the page and return it."""
-    first = st.columns(4, gap="small")
-    with first[0]:
-        isl = state.number("Prompt, tokens", "isl", state.MAX_SEQ, "", "On average.") or 1024
-    with first[1]:
-        osl = state.number("Answer, tokens", "osl", state.MAX_SEQ, "", "On average.") or 256
-    with first[2]:
-        clients = state.number(
-            "Clients", "clients", state.MAX_CLIENTS, "8 a GPU", "A closed loop: each asks again when answered."
-        )
-    with first[3]:
-        rate = state.number("Requests/s", "rate", state.MAX_CLIENTS, "none", "Poisson arrivals, instead of clients.")
-    kept = [str(st.session_state[key]) for key in ("engine", "weights", "cache", "aim")]
-    with st.expander(f"Engine, formats, price, targets: {', '.join(kept)}"):  # a phone sees the answer first
-        formats, bounds = st.columns(4, gap="small"), st.columns(3, gap="small")
-    with formats[0]:
-        engine = state.choice("Engine", list(engines()), "engine", "Its scheduler, its limits, its host time.")
-    with formats[1]:
-        weights = state.choice(
-            "Weights", [state.AS_STORED, *WEIGHT_BYTES], "weights", "Their format; as stored: the checkpoint's."
-        )
-    with formats[2]:
-        cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
-    with formats[3]:
-        aim = state.choice(
-            "Objective", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, whole answers, or their price."
-        )
-    with bounds[0]:
-        price = state.price("Price of a GPU hour")
-    with bounds[1]:
-        ttft = state.number("First token, ms at most", "ttft", state.MAX_TARGET_MS, "no target", "On average.")
-    with bounds[2]:
-        tpot = state.number("Further token, ms at most", "tpot", state.MAX_TARGET_MS, "no target", "On average.")
-    found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
-    state.write_link(**found, cache=cache, aim=aim, price=price, ttft=ttft, tpot=tpot)
-    return ServingInputs(
-        about=about,
-        isl=isl,
-        osl=osl,
-        clients=clients,
-        rate=rate,
-        engine=engine,
-        weights=weights,
-        cache=cache,
-        aim=aim,
-        price=price,
-        ttft=ttft,
-        tpot=tpot,
-    )
+    found: dict[str, Any] = {}
+    for column, key in zip(st.columns(4, gap="small"), ("isl", "osl", "clients", "rate"), strict=True):
+        with column:
+            found[key] = state.number(key) or state.FIELDS[key].default
+    choices = ("engine", "weights", "cache", "aim")
+    kept = ", ".join(str(st.session_state[key]) for key in choices)
+    with st.expander(f"Engine, formats, price, targets: {kept}"):  # a phone sees the answer first
+        formats, (of_price, *bounds) = st.columns(4, gap="small"), st.columns(3, gap="small")
+    for column, key in zip(formats, choices, strict=True):
+        with column:
+            found[key] = state.choice(key)
+    with of_price:
+        found["price"] = state.price("Price of a GPU hour")
+    for column, key in zip(bounds, ("ttft", "tpot"), strict=True):
+        with column:
+            found[key] = state.number(key)
+    state.write_link(**found)
+    return ServingInputs(about=about, **found)

@@ -8,7 +8,7 @@ appear in the URL, and values that are not among the choices are ignored. Upload
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,6 @@ def _price(word: str) -> float | None:
     return value if 0 < value <= MAX_PRICE else None
 
 
-def _among(options: Callable[[], list[str]]) -> Callable[[str], str | None]:
-    return lambda word: word if word in options() else None
-
-
 def clusters() -> list[str]:
     return [*catalog_names(), *uploads.choices("cluster")]
 
@@ -145,36 +141,72 @@ def _gpu_models() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A part of the question in the link. `read` returns its value for a word of a link, None where there is none."""
+    """A part of the question. `read` returns its value for a word of a link, None where there is none.
+
+    Its widget has a `title` and `text` that explains it: a choice has `options`, and a number ends at `most` and shows
+    `empty` where it is left open.
+    """
 
     label: str
-    default: Any
     read: Callable[[str], Any]
+    title: str = ""
+    text: str = ""
+    default: Any = None
+    options: Callable[[], list[str]] = list
+    most: int = 0
+    empty: str = ""
+
+
+def _chosen(label: str, title: str, options: Callable[[], list[str]], default: str, text: str) -> Field:
+    def read(word: str) -> str | None:
+        return word if word in options() else None
+
+    return Field(label=label, read=read, title=title, text=text, default=default, options=options)
+
+
+def _counted(label: str, title: str, most: int, empty: str, text: str, *, default: int | None = None) -> Field:
+    return Field(label=label, read=_count(most), title=title, text=text, default=default, most=most, empty=empty)
 
 
 _DEFAULT = Inputs()
+_ALL = "Left open: all of the cluster. A cluster of the catalogue gets as many nodes as needed."
+_LENGTH = f"Tokens in a sequence; left open: {SEQ_LEN:,}, or the model's own limit if that is less."
+_MODEL = "A built-in model, or a config.json you upload."
+_GPU = "A topology matrix does not always name its GPUs, and predictions need their rates."
+_BATCH = "Sequences in an optimizer step; left open: a published recipe's."
+_AIMS = "Least step time, least memory, or the Pareto front of both."
+_SERVED = "Output tokens a GPU, whole answers, or their price."
+_RULES = "Its rules for legal plans, and its kernels."
+_WEIGHTS = "Their format; as stored: the checkpoint's."
+_LOOP = "A closed loop: each asks again when answered."
+_RATE = "Poisson arrivals, instead of clients."
+_MEAN = "On average."
 FIELDS = {
-    "cluster": Field(label="cluster", default=_DEFAULT.cluster, read=_among(clusters)),
-    "gpu": Field(label="GPU model", default=FROM_FILE, read=_among(_gpu_models)),
-    "gpus": Field(label="number of GPUs", default=None, read=_count(MAX_GPUS)),
-    "model": Field(label="model", default=_DEFAULT.model, read=_among(models)),
-    "seq": Field(label="sequence length", default=None, read=_count(MAX_SEQ)),
-    "batch": Field(label="global batch", default=None, read=_count(MAX_BATCH)),
-    "framework": Field(label="framework", default=_DEFAULT.framework, read=_among(lambda: list(FRAMEWORKS))),
-    "objective": Field(label="objective", default=_DEFAULT.objective, read=_among(lambda: list(OBJECTIVES))),
+    "cluster": _chosen(
+        "cluster", "Cluster", clusters, _DEFAULT.cluster, "A cluster of the catalogue, or a file you upload."
+    ),
+    "gpu": _chosen("GPU model", "GPU model", _gpu_models, FROM_FILE, _GPU),
+    "gpus": _counted("number of GPUs", "GPUs", MAX_GPUS, "all", _ALL),
+    "model": _chosen("model", "Model", models, _DEFAULT.model, _MODEL),
+    "seq": _counted("sequence length", "Sequence", MAX_SEQ, "", _LENGTH),
+    "batch": _counted("global batch", "Global batch", MAX_BATCH, "a recipe's", _BATCH),
+    "framework": _chosen("framework", "Framework", lambda: list(FRAMEWORKS), _DEFAULT.framework, _RULES),
+    "objective": _chosen("objective", "Objective", lambda: list(OBJECTIVES), _DEFAULT.objective, _AIMS),
     "compile": Field(label="torch.compile", default=False, read=lambda word: True if word == "true" else None),
-    "plan": Field(label="plan", default=None, read=str),
-    "isl": Field(label="prompt length", default=1024, read=_count(MAX_SEQ)),
-    "osl": Field(label="answer length", default=256, read=_count(MAX_SEQ)),
-    "clients": Field(label="number of clients", default=None, read=_count(MAX_CLIENTS)),
-    "rate": Field(label="rate of requests", default=None, read=_count(MAX_CLIENTS)),
-    "engine": Field(label="engine", default="vllm", read=_among(lambda: list(engines()))),
-    "weights": Field(label="format of weights", default=AS_STORED, read=_among(lambda: [AS_STORED, *WEIGHT_BYTES])),
-    "cache": Field(label="format of the cache", default="bfloat16", read=_among(lambda: list(CACHE_BYTES))),
-    "aim": Field(label="serving objective", default="throughput", read=_among(lambda: list(SERVING_OBJECTIVES))),
-    "price": Field(label="price of a GPU", default=None, read=_price),
-    "ttft": Field(label="target of the first token", default=None, read=_count(MAX_TARGET_MS)),
-    "tpot": Field(label="target of a token", default=None, read=_count(MAX_TARGET_MS)),
+    "plan": Field(label="plan", read=str),
+    "isl": _counted("prompt length", "Prompt, tokens", MAX_SEQ, "", _MEAN, default=1024),
+    "osl": _counted("answer length", "Answer, tokens", MAX_SEQ, "", _MEAN, default=256),
+    "clients": _counted("number of clients", "Clients", MAX_CLIENTS, "8 a GPU", _LOOP),
+    "rate": _counted("rate of requests", "Requests/s", MAX_CLIENTS, "none", _RATE),
+    "engine": _chosen("engine", "Engine", lambda: list(engines()), "vllm", "Its scheduler, its limits, its host time."),
+    "weights": _chosen("format of weights", "Weights", lambda: [AS_STORED, *WEIGHT_BYTES], AS_STORED, _WEIGHTS),
+    "cache": _chosen(
+        "format of the cache", "KV cache", lambda: list(CACHE_BYTES), "bfloat16", "The format of keys and values."
+    ),
+    "aim": _chosen("serving objective", "Objective", lambda: list(SERVING_OBJECTIVES), "throughput", _SERVED),
+    "price": Field(label="price of a GPU", read=_price),
+    "ttft": _counted("target of the first token", "First token, ms at most", MAX_TARGET_MS, "no target", _MEAN),
+    "tpot": _counted("target of a token", "Further token, ms at most", MAX_TARGET_MS, "no target", _MEAN),
 }
 
 
@@ -280,79 +312,23 @@ def ask(*, row: bool, training: bool) -> Inputs:
         st.sidebar.caption("The question, for all pages")
         first = second = third = fourth = st.sidebar
     with first:
-        model = choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
+        asked: dict[str, Any] = {"model": choice("model")}
     with second:
-        cluster = choice("Cluster", clusters(), "cluster", "A cluster of the catalogue, or a file you upload.")
-        gpu = None
-        if uploads.find(cluster):
-            gpu = choice(
-                "GPU model",
-                _gpu_models(),
-                "gpu",
-                "A topology matrix does not always name its GPUs, and predictions need their rates.",
-            )
+        asked["cluster"] = choice("cluster")
+        asked["gpu"] = choice("gpu") if uploads.find(asked["cluster"]) else FROM_FILE
     with third:
-        gpus = number(
-            "GPUs",
-            "gpus",
-            MAX_GPUS,
-            "all",
-            "Left open: all of the cluster. A cluster of the catalogue gets as many nodes as needed.",
-        )
-    if not training:
-        return _machine_only(model, cluster, gpu, gpus)
-    with fourth:
-        batch = number(
-            "Global batch",
-            "batch",
-            MAX_BATCH,
-            "a recipe's",
-            "Sequences in an optimizer step; left open: a published recipe's.",
-        )
-    with st.sidebar:
-        length = number(
-            "Sequence",
-            "seq",
-            MAX_SEQ,
-            f"{_length_of(model):,}",
-            f"Tokens in a sequence; left open: {SEQ_LEN:,}, or the model's own limit if that is less.",
-        )
-        framework = choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
-        objective = choice(
-            "Objective", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
-        )
-        compiled = st.toggle(
-            "torch.compile", key="compile", disabled=not _compiles(framework), persist_state="session"
-        ) and _compiles(framework)
-    write_link(
-        cluster=cluster,
-        gpu=gpu or FROM_FILE,
-        gpus=gpus,
-        model=model,
-        seq=length,
-        batch=batch,
-        framework=framework,
-        objective=objective,
-        compile=compiled,
-    )
-    return Inputs(
-        cluster=cluster,
-        gpu=None if gpu == FROM_FILE else gpu,
-        gpus=gpus,
-        model=model,
-        seq_len=length or _length_of(model),
-        global_batch=batch,
-        framework=framework,
-        objective=objective,
-        compile=compiled,
-    )
-
-
-def _machine_only(model: str, cluster: str, gpu: str | None, gpus: int | None) -> Inputs:
-    """Return the question with what it says of training as the link has it."""
-    write_link(cluster=cluster, gpu=gpu or FROM_FILE, gpus=gpus, model=model)
-    kept = of_link({key: word for key, word in link().items() if FIELDS[key].read(word) is not None}) or Inputs()
-    return replace(kept, cluster=cluster, gpu=None if gpu == FROM_FILE else gpu, gpus=gpus, model=model)
+        asked["gpus"] = number("gpus")
+    if training:
+        with fourth:
+            asked["batch"] = number("batch")
+        with st.sidebar:
+            asked["seq"] = number("seq", empty=f"{_length_of(asked['model']):,}")
+            asked |= {key: choice(key) for key in ("framework", "objective")}
+            compiles = _compiles(asked["framework"])
+            ticked = st.toggle("torch.compile", key="compile", disabled=not compiles, persist_state="session")
+            asked["compile"] = ticked and compiles
+    write_link(**asked)
+    return of_link({key: word for key, word in link().items() if FIELDS[key].read(word) is not None}) or Inputs()
 
 
 def of_link(words: Mapping[str, str]) -> Inputs | None:
@@ -378,26 +354,28 @@ def _length_of(choice: str) -> int:
         return SEQ_LEN
 
 
-def choice(label: str, options: list[str], key: str, text: str) -> str:
+def choice(key: str) -> str:
     """Draw a choice that the link holds, and return it."""
-    default = FIELDS[key].default
-    if st.session_state.get(key, default) not in options:  # an upload that was deleted
+    field = FIELDS[key]
+    options = field.options()
+    if st.session_state.get(key, field.default) not in options:  # an upload that was deleted
         st.session_state.pop(key)
-    position = options.index(default)
-    return str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
+    position = options.index(field.default)
+    return str(st.selectbox(field.title, options, index=position, key=key, help=field.text, persist_state="session"))
 
 
-def number(label: str, key: str, most: int, empty: str, text: str) -> int | None:
-    """Draw a number that the link holds, and return it; None where it is left open."""
+def number(key: str, *, empty: str = "") -> int | None:
+    """Draw a number that the link holds, and return it; None where it is left open, which is shown as `empty`."""
+    field = FIELDS[key]
     value = st.number_input(
-        label,
+        field.title,
         min_value=1,
-        max_value=most,
-        value=FIELDS[key].default,
+        max_value=field.most,
+        value=field.default,
         step=1,
-        placeholder=empty or None,
+        placeholder=empty or field.empty or None,
         key=key,
-        help=text,
+        help=field.text,
         persist_state="session",
     )
     return None if value is None else int(value)

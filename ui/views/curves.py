@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from planner.search.whole_run import WholeRun
     from simulator.config.estimate import Interval
 
-MOST = 4.0  # largest multiple of the present value: nobody plans for a machine further away
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
 MAX_COUNTS = 5
 SEARCHED_UNASKED = 64  # most GPUs searched without a request: for more, searches take minutes

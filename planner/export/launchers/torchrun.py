@@ -15,7 +15,6 @@ from topology import codec
 from topology.codec import JsonObject
 
 VERSION = "2.13"
-TITLE = "torchrun"
 REQUEST_VERSION = 1
 STEPS, WARM_UP = 10, 3
 MULTICAST = "NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric"

@@ -11,9 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from topology.errors import PlannerError
-from topology.units import MIB
-
-BLOCK = MIB
 
 
 class Files:

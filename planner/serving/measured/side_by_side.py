@@ -92,11 +92,6 @@ def measured_latency(answers: Sequence[Mapping[str, float]]) -> dict[str, Distri
     }
 
 
-def mean_error(rows: Sequence[Compared]) -> float:
-    """Return the mean of absolute relative errors."""
-    return float(np.mean([abs(row.error) for row in rows]))
-
-
 def print_run(document: Mapping[str, Any]) -> None:
     """Print a report: the check, steps and loads, and what is missing."""
     screen = console()

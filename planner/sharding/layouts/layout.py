@@ -120,10 +120,6 @@ class Layout:
         return {item for spec in self.dims for item in spec if isinstance(item, str)}
 
 
-def replicated(rank: int) -> Layout:
-    return Layout(((),) * rank)
-
-
 def normalize_spec(spec: Sequence[str | int]) -> DimSpec:
     """Return the canonical form of a spec: no block counts of 1, adjacent ones multiplied, none at the end."""
     out: list[str | int] = []

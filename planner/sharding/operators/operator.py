@@ -6,7 +6,6 @@ names for one dim, and one may see a single axis where another sees two.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -16,7 +15,6 @@ from planner.sharding.operators.formula import Formula, parse_formula
 from planner.sharding.operators.roles import AxisRoles, check_annotation, derive_annotation
 from planner.sharding.ops.annotation import Annotation, Dim, axis_name, parse_annotation
 from planner.sharding.ops.axis_flow import NotUnderstood, Shape
-from planner.sharding.ops.syntax import called_name, number_of
 from planner.sharding.ops.table import shape_of
 from topology.errors import BadInput
 
@@ -60,7 +58,6 @@ class Operator:
     roles: AxisRoles
     index: int = 0
     functions: frozenset[str] = frozenset()
-    top_k: int = 0  # k of a top-k
 
     @property
     def likeness(self) -> Hashable:
@@ -223,7 +220,6 @@ def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, dec
         roles=roles,
         index=line.index,
         functions=formula.functions,
-        top_k=_top_k(formula.tree),
     )
 
 
@@ -343,13 +339,3 @@ def _merge_unknown_groups(
         normalized=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.normalized),
         explicit=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.explicit),
     )
-
-
-def _top_k(tree: ast.expr) -> int:
-    """Return the k of a top-k, or 1."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and called_name(node) == "topk":
-            for argument in node.args:
-                if (found := number_of(argument)) is not None:
-                    return found
-    return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -237,10 +238,6 @@ def _capture_losses(call: AtenCall) -> list[Statement]:
         raise NotKnownError
     given = (call.argument(0), call.argument(1), tensor(weights) if weights else None)
 
-    def made(suffix: str, formula: str, annotation: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
-        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
-        return call.statement(formula, annotation, result=result, op=op, args=args, kwargs={}, shape=shape)
-
     def losses(suffix: str, kernel: str, more: tuple[Any, ...]) -> Statement:
         parts = [
             " ".join("1" if size == 1 else axis for axis, size in zip(dims, call.shapes[name], strict=True))
@@ -248,35 +245,46 @@ def _capture_losses(call: AtenCall) -> list[Statement]:
         ]
         right = " ".join("1" if size == 1 else axis for axis, size in zip(kept, of_rows, strict=True))
         formula = f"{kernel}_of({', '.join(names)})"
-        return made(suffix, formula, f"{', '.join(parts)} -> {right}", kernel, (*given, *more), of_rows)
-
-    def total_of(suffix: str, name: str) -> Statement:
-        args = (tensor(name), list(range(len(of_rows))), False)
-        return made(suffix, f"sum({name})", "", "reduce.sum", args, ())
+        return _made(call, suffix, formula, kernel, (*given, *more), of_rows, f"{', '.join(parts)} -> {right}")
 
     own = losses("rows" if reduction else "", "loss_rows", (word, ignored, smoothing))
+    if shares:  # the mean is over rows, for any weights
+        return _reduced_loss(call, own, reduction, prod(of_rows))
+    return _reduced_loss(call, own, reduction, lambda: losses("counted", "loss_weights", (ignored,)))
+
+
+def _made(
+    call: AtenCall, suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Shape, annotation: str = ""
+) -> Statement:
+    """Return a statement of a captured operator that takes several; the last one, without a suffix, has its name."""
+    result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
+    return call.statement(formula, annotation, result=result, op=op, args=args, kwargs={}, shape=shape)
+
+
+def _reduced_loss(
+    call: AtenCall, own: Statement, reduction: int, counted: int | Callable[[], Statement]
+) -> list[Statement]:
+    """Return the losses of all rows with their sum (2) or mean (1) after them; 0 is neither.
+
+    A mean is over a number of rows, or over the sum of what `counted` computes of each.
+    """
+
+    def total_of(suffix: str, one: Statement) -> Statement:
+        args = (tensor(one.result), list(range(len(one.shape))), False)
+        return _made(call, suffix, f"sum({one.result})", "reduce.sum", args, ())
+
     if reduction == 0:
         return [own]
-    total = total_of("total" if reduction == 1 else "", own.result)
+    total = total_of("total" if reduction == 1 else "", own)
     if reduction == 2:
         return [own, total]
-    if shares:  # the mean is over rows, for any weights
-        return [
-            own,
-            total,
-            made(
-                "",
-                f"{total.result} / {prod(of_rows)}",
-                "",
-                "aten.div.Scalar",
-                (tensor(total.result), prod(of_rows)),
-                (),
-            ),
-        ]
-    counted = losses("counted", "loss_weights", (ignored,))
-    count = total_of("count", counted.result)
+    if isinstance(counted, int):
+        args: tuple[Any, ...] = (tensor(total.result), counted)
+        return [own, total, _made(call, "", f"{total.result} / {counted}", "aten.div.Scalar", args, ())]
+    each = counted()
+    count = total_of("count", each)
     args = (tensor(total.result), tensor(count.result))
-    return [own, total, counted, count, made("", f"{total.result} / {count.result}", "", "aten.div.Tensor", args, ())]
+    return [own, total, each, count, _made(call, "", f"{total.result} / {count.result}", "aten.div.Tensor", args, ())]
 
 
 def _capture_cross_entropy(call: AtenCall) -> list[Statement]:
@@ -286,24 +294,13 @@ def _capture_cross_entropy(call: AtenCall) -> list[Statement]:
     logits, targets = call.tensor(0), call.tensor(1)
     rows, reduction, ignored = call.shape(0)[0], call.argument(3, 1), call.argument(4, -100)
 
-    def made(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
-        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
-        return call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=shape)
+    def valid() -> Statement:
+        of_targets = (tensor(targets), ignored)
+        return _made(call, "valid", f"ne({targets}, {int(ignored)})", "not_equal", of_targets, (rows,))
 
-    def total_of(suffix: str, name: str) -> Statement:
-        return made(suffix, f"sum({name})", "reduce.sum", (tensor(name), [0], False), ())
-
-    loss = f"cross_entropy({logits}, {targets})"
-    own = made("rows" if reduction else "", loss, "cross_entropy", (tensor(logits), tensor(targets), ignored), (rows,))
-    if reduction == 0:
-        return [own]
-    total = total_of("total" if reduction == 1 else "", own.result)
-    if reduction == 2:
-        return [own, total]
-    valid = made("valid", f"ne({targets}, {int(ignored)})", "not_equal", (tensor(targets), ignored), (rows,))
-    count = total_of("count", valid.result)
-    args = (tensor(total.result), tensor(count.result))
-    return [own, total, valid, count, made("", f"{total.result} / {count.result}", "aten.div.Tensor", args, ())]
+    loss, args = f"cross_entropy({logits}, {targets})", (tensor(logits), tensor(targets), ignored)
+    own = _made(call, "rows" if reduction else "", loss, "cross_entropy", args, (rows,))
+    return _reduced_loss(call, own, reduction, valid)
 
 
 # --- over a sharded axis

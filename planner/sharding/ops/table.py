@@ -54,11 +54,6 @@ STATISTICS = {op.kind: op.statistics for op in _ALL if op.statistics}  # by kind
 _KERNELS: dict[str, Op] = {name: op for op in _ALL for name in op.kernels.split()}
 
 
-def function(name: str) -> Op | None:
-    """Return the operator of the function `name`; none for `NAME_bwd` without an entry of its own."""
-    return FUNCTIONS.get(name)
-
-
 def kernel(name: str) -> Op | None:
     """Return the operator that a kernel of a program runs: `aten.add.Tensor`, or a name in the executor's table."""
     return _KERNELS.get(name.removeprefix("aten.").split(".")[0] if name.startswith("aten.") else name)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable
-from functools import partial
+import gc
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import overlap
 from executor.gpu import symmetric_memory as symmetric
 from executor.launch.records import Deadline, Recorder
 from executor.overlap import all_reduce
@@ -20,9 +19,17 @@ from executor.verify.overlap import Shape
 
 LONGEST_CASE_S = 45.0
 LEAST_S = 5.0  # with less nothing is begun
-CHECKED_EVERY = 50  # replays
 TYPES = (torch.bfloat16, torch.float64, torch.float16, torch.float32)
-CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
+
+
+def fill_with_nan(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Fill the data of all workspaces with NaN; a collective call, between operations."""
+    for space in symmetric.workspaces():
+        if space.data is not None:
+            space.data.local.fill_(0xFF)  # also for flagged words: no call has the number 0xFFFFFFFF
+        torch.cuda.synchronize(space.device)
+    for group in groups:
+        dist.barrier(group)
 
 
 class Ranks:
@@ -48,66 +55,13 @@ class Ranks:
 
 
 def captured(ranks: Ranks, iterations: int) -> None:
-    """Replays of graphs, forward and backward, equal eager calls between them, and float64 now and then."""
-    for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
-        for mode in CHANGING:
-            gathers = operation == "all_gather_matmul"
-            rows, depth, columns = (
-                2048 * ranks.world,
-                256,
-                2048,
-            )  # so small that no way of adding is chosen but the graph's
-            x = ranks.draw(rows // ranks.world if gathers else rows, depth).requires_grad_()
-            weight = ranks.draw(columns, depth).requires_grad_()
-
-            def call(x: Tensor, weight: Tensor, mode: str = mode, gathers: bool = gathers) -> Tensor:
-                if gathers:
-                    return overlap.all_gather_matmul(x, (weight,), ranks.group, mode=mode)[0]
-                return overlap.matmul_reduce_scatter(x, weight, ranks.group, mode=mode)
-
-            if not _starting(ranks, f"{operation} {mode}: captured"):
-                continue
-            replay = overlap.as_cuda_graphs(
-                call, x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
-            )
-            worst, exact = (torch.zeros((), dtype=torch.float64, device=ranks.device) for _ in range(2))
-            for turn in range(iterations):
-                with torch.no_grad():
-                    x.normal_(generator=ranks.generator)
-                found = [t.clone() for t in _both_ways(replay, x, weight)]
-                for _ in range(turn % 3):
-                    wanted = _both_ways(call, x, weight)
-                    for one, other in zip(found, wanted, strict=True):
-                        worst = torch.maximum(worst, difference(one, other.double(), other))
-                if turn % CHECKED_EVERY == 0:  # seldom: the host is to run ahead of both GPUs
-                    symmetric.check_delivered()
-                if turn % 100 == 0:
-                    wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
-                    for one, other in zip(found, _both_ways(partial(call, mode="nccl"), *wide), strict=True):
-                        exact = torch.maximum(exact, difference(one, other, other))
-            for what, value, units in (
-                # The other direction of the fused gather is a reduce-scatter, of another kernel in a graph.
-                ("captured, to eager", worst, 16 if mode == "fused" else 0),
-                ("captured, to float64", exact, 16),
-            ):
-                dist.all_reduce(value, dist.ReduceOp.MAX)
-                _say(
-                    ranks,
-                    verify_overlap.OverlapVerdict(
-                        operation=f"{operation} {what}",
-                        mode=mode,
-                        dtype="bfloat16",
-                        shape=Shape(rows=rows, depth=depth, columns=columns),
-                        iterations=iterations,
-                        difference=float(value),
-                        tolerance=units * torch.finfo(torch.bfloat16).eps,
-                    ),
-                )
+    """Replays of graphs of sums over ranks equal eager calls between them."""
     for nbytes in (2**13, 2**19, 2**22):
         x = ranks.draw(nbytes // 2)
         if not _starting(ranks, f"all_reduce of {nbytes} bytes: captured"):
             continue
-        replay = overlap.as_cuda_graphs(lambda x: all_reduce.all_reduce(x, ranks.group), x.clone())
+        gc.collect()  # earlier graphs are garbage in cycles; collecting them during a capture would invalidate it
+        replay = torch.cuda.make_graphed_callables(lambda x: all_reduce.all_reduce(x, ranks.group), (x.clone(),))
         worst = torch.zeros((), dtype=torch.float64, device=ranks.device)
         for turn in range(iterations):
             x.normal_(generator=ranks.generator)
@@ -154,13 +108,6 @@ def _ended() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the result and the gradients of x and the weight, for a slope that the result itself tells."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = call(x, weight)
-    return (out.detach(), *torch.autograd.grad(out, (x, weight), out.detach().cos()))
-
-
 def modes(ranks: Ranks, names: tuple[str, ...]) -> None:
     """Odd shapes, poisoned buffers; bfloat16 and float64 in all of them, the other types in the first."""
     shapes = [
@@ -189,7 +136,7 @@ def modes(ranks: Ranks, names: tuple[str, ...]) -> None:
                             iterations=2,
                         ),
                     )
-                    verify_overlap.fill_with_nan([ranks.group])
+                    fill_with_nan([ranks.group])
     _ended()
 
 
@@ -208,7 +155,7 @@ def sums(ranks: Ranks) -> None:
                 _say(ranks, verify_overlap.check(
                     "all_reduce", mode, shape, ranks.group, device=ranks.device, dtype=dtype, iterations=3
                 ))  # fmt: skip
-                verify_overlap.fill_with_nan([ranks.group])
+                fill_with_nan([ranks.group])
     _ended()
 
 

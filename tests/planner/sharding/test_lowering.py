@@ -8,9 +8,9 @@ from planner.sharding.plans.report import planned_case
 from simulator.calibration.calibration import Calibration, Contention
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
-from simulator.program.check import check
 from tests.planner.sharding import cases
 from tests.planner.sharding.known import KNOWN
+from tests.simulator.program_check import check
 from topology.catalog.cluster_file import load_cluster
 from topology.errors import Infeasible
 from topology.rates.groups import GroupShape

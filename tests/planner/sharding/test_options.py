@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.layouts.layout import make_mesh, parse_placements, replicated
+from planner.sharding.layouts.layout import Layout, make_mesh, parse_placements
 from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.operators.options import combine_axis_specs, split_dim_spec
@@ -158,7 +158,7 @@ def test_a_product_of_a_tensor_with_itself_is_whole_along_what_is_in_the_result_
     mesh = make_mesh(["a"], [2])
     layout = parse_placements(["S(1)"], (4, 4, 8), mesh, of="x")
     graph = builder.build()
-    whole = {"y": replicated(len(graph.tensors["y"].shape))}
+    whole = {"y": Layout(((),) * len(graph.tensors["y"].shape))}
     problem = ShardingProblem(mesh=mesh, graph=graph, input_layouts={"x": layout}, pins=whole, policy="min_ring_bytes")
 
     virtual_ranks.run(problem, cases.values(problem))

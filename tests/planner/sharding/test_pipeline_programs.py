@@ -21,9 +21,9 @@ from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.work import backward_s, operator_work
 from planner.sharding.problem.problem import Machine
 from planner.sharding.solver.pricing import TimePricing
-from simulator.program.check import check
 from simulator.program.program import Recv, Send
 from simulator.sharded.program import Exchange, Kernel
+from tests.simulator.program_check import check_runnable
 from topology.catalog.cluster_file import load_cluster
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "sharding" / "captured.json"
@@ -145,7 +145,7 @@ def test_stages_cut_by_time_are_never_slower_than_even_ones(widths, schedule) ->
 
     seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (chosen, stated)]
     assert seconds[0] <= seconds[1]
-    assert check(chosen.written.program.program()) == []
+    assert check_runnable(chosen.written.program) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_messages_need_no_tags_and_no_room(stages, inside, schedule) -> None:
     asked["stages"] = {"axis": "pp", "of": of, "micro_batches": 2 * stages, "schedule": schedule}
     program = answer_request(asked, where="a pipeline").written.program
 
-    assert check(program.program()) == []
+    assert check_runnable(program) == []
     codes = [program.code(stage) for stage in range(stages)]
     for here, there in ((a, b) for a in range(stages) for b in range(stages) if a != b):
         sent = [(one.tag, one.nbytes) for one in codes[here] if isinstance(one, Send) and one.peer == there]

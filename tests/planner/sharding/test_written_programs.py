@@ -22,8 +22,8 @@ from planner.sharding.plans.report import Limits
 from planner.sharding.problem.problem import Machine, MemoryLimit
 from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
-from simulator.program.check import check
 from simulator.sharded.program import Exchange, read_program
+from tests.simulator.program_check import check_runnable
 from topology.catalog.clusters import cluster
 from topology.errors import BadInput, Infeasible
 
@@ -38,7 +38,7 @@ def answer():
 def test_a_program_has_no_fault_and_comes_to_an_end(answer) -> None:
     program = answer.written.program
 
-    assert check(program.program()) == []
+    assert check_runnable(program) == []
     run = simulate_program(answer.written, answer.problem, cluster("dgx-h100"))
     assert run.step_s > 0
     text = msgspec.json.encode(program)
@@ -198,7 +198,7 @@ def test_products_run_in_chunks_where_the_program_is_shorter_for_it(backward) ->
 
     seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (whole, cut, chosen)]
     assert chosen.written.chunks
-    assert check(chosen.written.program.program()) == []
+    assert check_runnable(chosen.written.program) == []
     assert seconds[2] < seconds[0]
     assert seconds[2] <= seconds[1]
 
@@ -225,7 +225,7 @@ def test_with_little_memory_weights_are_gathered_again_and_intermediates_compute
         written = answer.written
         assert state + written.peak_bytes <= limit
         assert written.again
-        assert check(written.program.program()) == []
+        assert check_runnable(written.program) == []
         again = {name for name in written.program.buffers if name.endswith(".again")}
         assert {f"{name}.again" for name in written.again} <= again
     seconds = [simulate_program(one.written, one.problem, machine).step_s for one in (roomy, *little)]
@@ -294,7 +294,7 @@ def test_a_product_around_a_ring_passes_pieces_on_instead_of_gathering_them() ->
     (passed,) = {tensor for kind, tensor in exchanged if kind == "collective_permute"}
     assert exchanged.count(("collective_permute", passed)) == 3
     assert ("all_gather", passed) not in exchanged
-    assert check(ring.written.program.program()) == []
+    assert check_runnable(ring.written.program) == []
     sent = simulate_program(ring.written, ring.problem, machine).step_s
     assert simulate_program(chosen.written, chosen.problem, machine).step_s <= sent
 
@@ -316,7 +316,7 @@ def test_how_pieces_move_beside_a_product_is_chosen_by_time_and_told_with_the_ne
     first = chosen.written.tried["linear_0_product"]
     for way, one in stated.items():
         assert simulate_program(one.written, one.problem, machine).step_s == first[way]
-        assert check(one.written.program.program()) == []
+        assert check_runnable(one.written.program) == []
     at = tmp_path / "case.json"
     at.write_text(json.dumps(asked))
     assert main(["shard", str(at), "--cluster", "h200x4", "--explain"]) == 0
@@ -346,7 +346,7 @@ def test_gathers_and_scatters_send_the_same_bytes_whichever_way_they_go(way, kin
     answer = answer_request(asked, where=way)
     program = answer.written.program
 
-    assert check(program.program()) == []
+    assert check_runnable(program) == []
     sent = [w for w in answer.written.works if isinstance(w.do, Exchange) and w.do.kind in kinds]
     assert {w.do.kind for w in sent} == kinds
     pieces = 4 if way == "broadcast" else 3
@@ -367,7 +367,7 @@ def test_the_program_of_a_pipeline_is_simulated_as_it_is_run() -> None:
         stages = {"axis": "pp", "of": {"down": 1}, "micro_batches": number}
         answer = answer_request({**asked, "stages": stages}, where="pipeline", cluster=cluster("h200x4"))
         program = answer.written.program
-        assert check(program.program()) == []
+        assert check_runnable(program) == []
         assert [code.ranks for code in program.program().codes] == [(0, 1), (2, 3)]
         sent = [one for one in program.instructions if one["do"] == "send"]
         assert [one["stage"] for one in sent] == [0] * number + [1] * number

@@ -7,6 +7,7 @@ pieces by their own formula; those that merge statistics over pieces (softmax, a
 
 from __future__ import annotations
 
+import re
 from functools import partial, reduce
 from itertools import permutations, product
 
@@ -295,9 +296,10 @@ def _merged(operator, option, pieces, world):
         e = [np.exp(scores_of(operands[0][r], operands[1][r], *seen[r])).sum(-1) for r in ranks]
         return [array(np.log(t)) for t in over(e, np.add)]
     if operator.kind == "topk":
-        best = [FUNCTIONS["topk"](x, min(operator.top_k, x.shape[-1])).values for x in operands[0]]
+        most = int(re.search(r"topk\((?:[A-Za-z_]\w*,\s*)?(?:k\s*=\s*)?(\d+)", operator.text)[1])
+        best = [FUNCTIONS["topk"](x, min(most, x.shape[-1])).values for x in operands[0]]
         every = [np.concatenate([best[m] for m in world.group(r, axes)], -1) for r in ranks]
-        return [array(FUNCTIONS["topk"](x, operator.top_k).values) for x in every]
+        return [array(FUNCTIONS["topk"](x, most).values) for x in every]
     if operator.kind == "layernorm":
         size = operator.sizes[operator.dims[-1][0]]
         total = over([np.stack([x.sum(-1), (x * x).sum(-1)]) for x in operands[0]], np.add)
