@@ -13,7 +13,8 @@ from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, made_even
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kernel_tables import reduce_kernels
-from simulator.serving.kernels import Kernels, on_fullest_rank, visited_share
+from simulator.serving.expert_choice import on_fullest_rank, visited_share
+from simulator.serving.kernels import Kernels
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from simulator.serving.step_collectives import StepCollectives
@@ -426,22 +427,29 @@ def test_balanced_routers_reach_more_experts_than_others() -> None:
     assert shares[2] == pytest.approx(1.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("tokens", [4, 16, 64])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_all_ranks_wait_for_the_one_with_the_most_experts_and_rows(tokens: int, ranks: int) -> None:
-    """Against draws: each token chooses 8 of 256 experts by chance, a rank has every so many of them."""
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_all_ranks_wait_for_the_one_with_the_most_experts_and_rows(tokens: int, ranks: int, groups: int) -> None:
+    """Against draws: each token chooses 8 of 256 experts by chance, of all or of half of the groups."""
+    moe = load_model("deepseek-v3").moe
+    assert moe is not None
+    moe = replace(moe, groups=groups, groups_per_token=-(-groups // 2))
     random = np.random.default_rng(ranks)
-    drawn = [np.argsort(random.random((tokens, 256)), axis=1)[:, :8].ravel() for _ in range(200)]
-    counts = [np.bincount(chosen, minlength=256).reshape(ranks, -1) for chosen in drawn]
-    here, share = 256 / ranks, 1 - (1 - 8 / 256) ** tokens
-    rows = np.array([tokens * 8 / ranks])
+    scores = random.random((300, tokens, groups, 256 // groups))
+    scores[np.argsort(random.random((300, tokens, groups)), axis=2) >= moe.groups_per_token] = -1.0
+    chosen = np.argsort(-scores.reshape(300, tokens, 256), axis=2)[:, :, :8].reshape(300, -1)
+    counts = [np.bincount(one, minlength=256).reshape(ranks, -1) for one in chosen]
 
-    visited = on_fullest_rank(np.array([here * share]), np.array([here * share * (1 - share)]), ranks)
-    fullest = on_fullest_rank(rows, rows * (1 - 1 / ranks), ranks)
+    visited, rows = on_fullest_rank(moe, np.array([float(tokens)]), ranks, 256 // ranks)
 
-    assert min(here, visited[0]) == pytest.approx(np.mean([(count > 0).sum(1).max() for count in counts]), rel=0.04)
-    assert fullest[0] == pytest.approx(np.mean([count.sum(1).max() for count in counts]), rel=0.04)
+    assert visited[0] == pytest.approx(np.mean([(count > 0).sum(1).max() for count in counts]), rel=0.06)
+    assert rows[0] == pytest.approx(np.mean([count.sum(1).max() for count in counts]), rel=0.06)
 
 
 def test_experts_of_one_rank_wait_for_no_other() -> None:
-    assert on_fullest_rank(np.array([3.0]), np.array([2.0]), 1) == pytest.approx([3.0])
+    moe = load_model("deepseek-v3").moe
+    assert moe is not None
+    visited, rows = on_fullest_rank(moe, np.array([16.0]), 1, 256)
+    assert visited == pytest.approx(256 * visited_share(moe, np.array([16.0])))
+    assert rows == pytest.approx([128.0])
