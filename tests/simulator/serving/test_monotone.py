@@ -143,9 +143,7 @@ def test_faster_gpus_serve_no_slower():
             engine=chance.choice(COMPARED), pool=pool, prefill=Pool(tp=pool.tp) if chance.random() < 0.4 else None
         )
         clients = chance.choice((1, 4, 33, 64))
-        prompt, output = (
-            Lengths(mean=chance.choice(means), low=0.8, high=1.2) for means in ((1, 128, 1024), (16, 64))
-        )
+        prompt, output = (Lengths(mean=chance.choice(means), low=0.8, high=1.2) for means in ((1, 128, 1024), (16, 64)))
         traffic = with_clients(Traffic(prompt=prompt, output=output, steady=True), clients)
         now, steps = served(model, machine, deployment, traffic)
         then, others = served(model, chance.choice(changes)(machine), deployment, traffic)
