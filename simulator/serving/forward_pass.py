@@ -354,7 +354,8 @@ class ForwardPass:
             down = product(rows, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim, h)
             queries = product(rows, heads * model.qk_dim, m.q_lora_rank or h)
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
-            whole = down + queries + expand + product(rows, h, heads * m.v_head_dim)
+            out = self.kernels.product(rows, h, heads * m.v_head_dim, stored=dense_format(self.deployment.weights))
+            whole = down + queries + expand + out
             if m.indexer is None:
                 return whole
             whole = whole + product(rows, m.indexer.heads * m.indexer.width, m.q_lora_rank)
