@@ -52,7 +52,7 @@ def test_weights_add_up_to_the_model() -> None:
 
 
 def test_latent_attention_keeps_16_bits_in_nvfp4_but_for_its_output() -> None:
-    """DeepSeek-V3 in nvfp4: 4.2 B weights of attention and 1.9 B of the ends in 2 bytes, all others in 9/16. The files of
+    """DeepSeek-V3 in nvfp4: 4.2 B weights of attention and 1.9 B of the ends in 2 bytes, others in 9/16. The files of
     nvidia/DeepSeek-R1-0528-FP4-v2 list 393.6 B numbers, two packed weights or a scale counted as one, with the
     prediction layer in 16 bits and its own copies of the ends.
     """

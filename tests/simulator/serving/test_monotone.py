@@ -148,5 +148,6 @@ def test_faster_gpus_serve_no_slower():
         now, steps = served(model, machine, deployment, traffic)
         then, others = served(model, chance.choice(changes)(machine), deployment, traffic)
         words = f"{model.name} on {machine.name}, {deployment}, {clients} clients, {prompt.mean} + {output.mean} tokens"
-        assert now <= then * (ROUNDING if steps == others else ORDER), words
+        alike = steps == others and deployment.prefill is None and pool.engines == 1  # the same requests count
+        assert now <= then * (ROUNDING if alike else ORDER), words
         left -= 1
