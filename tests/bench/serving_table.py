@@ -281,14 +281,13 @@ of all configurations.
 """
 AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
-together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 83841724, before experts and sums were priced anew.
+Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py --each 12`, 2026-11-30), engines
+that read and write together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples
+that both tools were made with.
 
-So compared, aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
-and nvfp4 points are predicted early by more the more clients there are, by four of DeepSeek-R1 with SGLang on B300, four points that both answer
-of ten drawn, of which two are of a release whose kernels were compiled while requests waited, and by two of Qwen3 235B with
-TensorRT-LLM 1.0, whose host is above.
+So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose host is
+above, and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
+too long (above). Of Qwen3.5 with SGLang on B300 both are off by as much.
 """
 VIDUR = """
 ## Compared with vidur, aiconfigurator and llm-optimizer by others

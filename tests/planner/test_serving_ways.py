@@ -8,13 +8,14 @@ import re
 import pytest
 
 from planner.export.serving.commands import command
+from planner.export.serving.files import serving_files
 from planner.serving.candidates import deployments
 from planner.serving.pareto import pareto
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.reports.documents import serving_document
 from planner.serving.reports.text import print_serving
 from planner.serving.search import search_serving
-from simulator.serving.deployment import Pool
+from simulator.serving.deployment import Deployment, Pool
 from topology.errors import Infeasible, UserError
 
 LACKS = "a100-pcie-x4"  # TensorRT-LLM has no 8-bit formats on its GPUs
@@ -92,6 +93,13 @@ def test_a_node_is_used_in_part_and_no_engine_lies_across() -> None:
     assert {(1, 8, 1), (3, 4, 1), (6, 2, 1), (1, 4, 3)} <= found
     assert not [one for one in found if one[1] in {6, 12}]
     assert max(engines * tp * pp for engines, tp, pp in found) == 12
+
+
+def test_a_script_says_how_many_engines_the_last_node_has() -> None:
+    files = serving_files(Deployment(pool=Pool(engines=3, tp=4)), "m", longest=100, gpus_per_node=8)
+    assert "# 2 of 3 engines: run it once on every node. The last node has the first 1 alone." in files["serve.sh"]
+    files = serving_files(Deployment(pool=Pool(engines=4, tp=4)), "m", longest=100, gpus_per_node=8)
+    assert "# 2 of 4 engines: run it once on every node.\n" in files["serve.sh"]
 
 
 def test_separated_engines_find_nodes_with_room_for_each() -> None:
