@@ -9,23 +9,30 @@ import numpy as np
 from simulator.columns.plan_table import Floats
 from simulator.config.model import MixtureOfExperts
 
-# Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
-# measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
-# an exponent of 1.01, for DeepSeek's family).
+# Ratio of the most to the least frequently chosen expert, whose logarithms are evenly spaced. Source: the loads that
+# aiconfigurator measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from
+# 0.01 to 2 with an exponent of 1.01, for DeepSeek's family). Loads of experts then differ by 1.29 of their mean, and
+# those of ranks of eight by 0.46; NVIDIA counted 1.28 and 0.48 of DeepSeek-R1 with requests for translations
+# (NVIDIA/TensorRT-LLM docs/source/blogs/tech_blog/blog04_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, Table 1).
 POPULAR = 200.0
 
 
 def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     """Return the share of experts that at least one of `tokens` chooses.
 
-    A router that balances loads by a bias for each expert (DeepSeek-V3's) chooses all with equal frequency. With other
-    routers the logarithms of the frequencies are evenly spaced, up to POPULAR times the lowest.
+    A router that balances loads by a bias for each expert (DeepSeek-V3's) is taken to choose all with equal frequency:
+    the few tokens of a step of answers agree with that (examples/validation/serving.md).
     """
-    chosen = moe.experts_per_token / moe.experts
     balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer instead
-    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
-    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
+    popularity = np.ones(1) if balanced else _popularity()
+    taken = np.minimum(1.0, moe.experts_per_token / moe.experts * popularity)
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
+
+
+def _popularity() -> Floats:
+    """Return how often experts are chosen, over the mean."""
+    frequencies: Floats = POPULAR ** np.linspace(0.0, 1.0, 65)
+    return frequencies / frequencies.mean()
 
 
 def on_fullest_rank(moe: MixtureOfExperts, tokens: Floats, ranks: int, here: int) -> tuple[Floats, Floats]:
@@ -33,7 +40,8 @@ def on_fullest_rank(moe: MixtureOfExperts, tokens: Floats, ranks: int, here: int
     experts each.
 
     Experts of a group are chosen by the same tokens: DeepSeek-V3's tokens choose among four of eight groups, and a rank
-    of eight holds one group, so it is chosen by half of the tokens and has more of their rows.
+    of eight holds one group, so it is chosen by half of the tokens and has more of their rows. Besides, experts of some
+    ranks are more popular than those of others, unless as many are held twice as make ranks alike.
     """
     share, rows = visited_share(moe, tokens), tokens * moe.experts_per_token / ranks
     if ranks == 1:
@@ -46,7 +54,9 @@ def on_fullest_rank(moe: MixtureOfExperts, tokens: Floats, ranks: int, here: int
     )
     together = sum(n * (two - one**2) for n, two in zip(counts, both, strict=True))
     visited = _most(here * share, here * share * (1 - share) + visits, ranks)
-    return np.minimum(here, visited), _most(rows, tokens * (here * one * (1 - one) + together), ranks)
+    by_chance = tokens * (here * one * (1 - one) + together)
+    popular = float(np.var(_popularity())) / here if here * ranks == moe.experts else 0.0
+    return np.minimum(here, visited), _most(rows, by_chance + popular * rows**2, ranks)
 
 
 def _pairs(moe: MixtureOfExperts, here: int) -> list[tuple[float, float]]:

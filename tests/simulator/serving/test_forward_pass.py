@@ -11,7 +11,6 @@ import pytest
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, made_even
-from simulator.serving.expert_choice import on_fullest_rank, visited_share
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kernel_tables import reduce_kernels
 from simulator.serving.kernels import Kernels
@@ -418,46 +417,3 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
     assert long / short == pytest.approx(1 / (0.5 + 0.5 * 128 / 9216), rel=0.001)
     dense = [cache_capacity(LLAMA8, h100, Deployment(), Pool(), length=n).tokens for n in (0, 9216)]
     assert dense[0] == dense[1]
-
-
-def test_balanced_routers_reach_more_experts_than_others() -> None:
-    """One token reaches those it chooses, many reach all; between, 16 tokens of 8 in 256 experts of DeepSeek-V3's
-    balanced router as many as by hand, and of a router without a bias fewer.
-    """
-    tokens = np.array([1.0, 16.0, 100_000.0])
-    balanced, other = (load_model(name).moe for name in ("deepseek-v3", "qwen3-235b-a22b"))
-    assert balanced is not None
-    assert other is not None
-    assert visited_share(balanced, tokens) == pytest.approx([8 / 256, 1 - (1 - 8 / 256) ** 16, 1.0])
-    shares = visited_share(other, tokens)
-    assert shares[0] == pytest.approx(8 / 128)
-    assert shares[1] < 1 - (1 - 8 / 128) ** 16
-    assert shares[2] == pytest.approx(1.0, abs=1e-6)
-
-
-@pytest.mark.parametrize("groups", [1, 8])
-@pytest.mark.parametrize("ranks", [2, 8, 32])
-@pytest.mark.parametrize("tokens", [4, 64])
-def test_all_ranks_wait_for_the_one_with_the_most_experts_and_rows(tokens: int, ranks: int, groups: int) -> None:
-    """Against draws: each token chooses 8 of 256 experts by chance, of all or of half of the groups."""
-    moe = load_model("deepseek-v3").moe
-    assert moe is not None
-    moe = replace(moe, groups=groups, groups_per_token=-(-groups // 2))
-    random = np.random.default_rng(ranks)
-    scores = random.random((300, tokens, groups, 256 // groups))
-    scores[np.argsort(random.random((300, tokens, groups)), axis=2) >= moe.groups_per_token] = -1.0
-    chosen = np.argsort(-scores.reshape(300, tokens, 256), axis=2)[:, :, :8].reshape(300, -1)
-    counts = [np.bincount(one, minlength=256).reshape(ranks, -1) for one in chosen]
-
-    visited, rows = on_fullest_rank(moe, np.array([float(tokens)]), ranks, 256 // ranks)
-
-    assert visited[0] == pytest.approx(np.mean([(count > 0).sum(1).max() for count in counts]), rel=0.06)
-    assert rows[0] == pytest.approx(np.mean([count.sum(1).max() for count in counts]), rel=0.06)
-
-
-def test_experts_of_one_rank_wait_for_no_other() -> None:
-    moe = load_model("deepseek-v3").moe
-    assert moe is not None
-    visited, rows = on_fullest_rank(moe, np.array([16.0]), 1, 256)
-    assert visited == pytest.approx(256 * visited_share(moe, np.array([16.0])))
-    assert rows == pytest.approx([128.0])
