@@ -32,7 +32,7 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
 def _popularity() -> Floats:
     """Return how often experts are chosen, over the mean."""
     frequencies: Floats = POPULAR ** np.linspace(0.0, 1.0, 65)
-    return frequencies / frequencies.mean()
+    return np.asarray(frequencies / frequencies.mean())
 
 
 def on_fullest_rank(moe: MixtureOfExperts, tokens: Floats, ranks: int, here: int) -> tuple[Floats, Floats]:
