@@ -285,7 +285,7 @@ AGAINST = """## Compared with aiconfigurator
 
 Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py --each 12`, 2026-11-30), engines
 that read and write together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples
-that both tools were made with. Ours are of commit f8947d9d, before ranks' rows differed by how popular their experts are.
+that both tools were made with.
 
 So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose host is
 above, and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
