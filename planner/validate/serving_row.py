@@ -91,7 +91,7 @@ class Side:
 
 
 # Fields that say where a row is from or repeat others, or figures that are not compared.
-BESIDE = frozenset({
+NOTED = frozenset({
     "source", "mode", "quality", "note", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
     "prefill_gpus", "decode_gpus",
 })  # fmt: skip
@@ -99,7 +99,7 @@ BESIDE = frozenset({
 
 def unread(data: Mapping[str, Any]) -> list[str]:
     """Return the fields of a row that state something and that nothing reads."""
-    known = BESIDE | {field.name for field in fields(ServingRow)}
+    known = NOTED | {field.name for field in fields(ServingRow)}
     return sorted(str(name)[:40] for name, value in data.items() if name not in known and value is not None)
 
 
