@@ -27,15 +27,15 @@ OWN = "meshwright"  # the executor, whose limits are those of executor/serving/r
 
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
-    """Return deployments on all GPUs of the cluster that hold the longest request, and how many others fail, by
-    reason.
+    """Return deployments with as many engines as the GPUs hold, whose cache holds the longest request, and how many
+    others fail, by reason.
     """
-    gpus = question.cluster.gpu_count
+    gpus = question.gpu_count
     found: list[Deployment] = []
     rejected: Counter[str] = Counter()
     fitting: list[Pool] = []
     for pool in _engines(question, gpus):
-        whole = question.deployment(_times(pool, gpus // pool.gpus))
+        whole = question.deployment(_times(pool, question.most_engines(pool)))
         reason = (
             no_format(question)
             or refusal(question.model, pool, question.engine)
@@ -48,7 +48,7 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
         fitting.append(pool)
         found.append(whole)
     if question.separate:
-        both = [question.deployment(decode, prefill) for prefill, decode in _separated(fitting, gpus)]
+        both = [question.deployment(decode, prefill) for prefill, decode in _separated(question, fitting)]
         joined = [one for one in both if not out_of_reach(question, one)]
         rejected.update(out_of_reach(question, one) for one in both if one not in joined)
         found += joined
@@ -109,16 +109,15 @@ def out_of_reach(question: ServingQuestion, deployment: Deployment) -> str:
 
 
 def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
-    """Yield engines whose copies use all GPUs: all degrees up to a node, and pipelines of whole nodes beyond."""
+    """Yield engines whose copies use all GPUs, or whose degrees are powers of two: all degrees up to a node, and
+    pipelines of whole nodes beyond.
+    """
     node = question.cluster.gpus_per_node
     experts = question.model.moe is not None
     for ranks in range(1, min(gpus, 4 * node) + 1):
-        if gpus % ranks:
-            continue
-        for stages in range(1, gpus // ranks + 1):
-            if gpus % (ranks * stages) or stages > 16:
-                continue
-            if ranks > node and ranks % node:
+        for stages in range(1, min(16, gpus // ranks) + 1):
+            powers = not (ranks & (ranks - 1) or stages & (stages - 1))
+            if (gpus % (ranks * stages) and not powers) or not question.most_engines(Pool(tp=ranks, pp=stages)):
                 continue
             yield Pool(tp=ranks, pp=stages)
             if experts and ranks > 1:
@@ -141,10 +140,11 @@ def _times(pool: Pool, engines: int) -> Pool:
     return Pool(engines=engines, tp=pool.tp, pp=pool.pp, ep=pool.ep, dp_attention=pool.dp_attention)
 
 
-def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
+def _separated(question: ServingQuestion, pools: list[Pool]) -> Iterator[tuple[Pool, Pool]]:
     """Yield (prefill, decode) pools that divide the GPUs in eighths or, if there are fewer, in whole GPUs, with engines
     of one stage.
     """
+    gpus = question.gpu_count
     flat = [pool for pool in pools if pool.pp == 1]
     for reading in sorted({gpus * eighths // 8 for eighths in range(1, 8)} - {0}):
         for prefill in flat:
@@ -152,4 +152,21 @@ def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
                 writing = gpus - reading
                 if reading % prefill.gpus or writing % decode.gpus:
                     continue
-                yield _times(prefill, reading // prefill.gpus), _times(decode, writing // decode.gpus)
+                both = _times(prefill, reading // prefill.gpus), _times(decode, writing // decode.gpus)
+                if not question.gpus or on_nodes(question, both):
+                    yield both
+
+
+def on_nodes(question: ServingQuestion, pools: tuple[Pool, ...]) -> bool:
+    """Return whether engines, the largest first, each find a node with room for it, or whole nodes."""
+    node = question.cluster.gpus_per_node
+    whole, rest = divmod(question.gpu_count, node)
+    free = [node] * whole + [rest]
+    for size in sorted((pool.gpus for pool in pools for _ in range(pool.engines)), reverse=True):
+        parts = [min(size, node)] * -(-size // node)  # several where it takes whole nodes
+        for part in parts:
+            place = next((number for number, room in enumerate(free) if room >= part), None)
+            if place is None:
+                return False
+            free[place] -= part
+    return True

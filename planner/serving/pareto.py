@@ -94,7 +94,7 @@ def pareto(
     if not points:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5))
         raise Infeasible(
-            f"{question.model.name} cannot be served on {question.cluster.gpu_count} GPUs"
+            f"{question.model.name} cannot be served on {question.gpu_count} GPUs"
             + ("" if whole else " within the time"),
             why=reasons,
             remedy=", or ".join(ways_to_fit(question)) if whole else "a longer --time-limit",
@@ -110,7 +110,7 @@ def pareto(
 
 def loads(question: ServingQuestion) -> list[int]:
     """Return the numbers of clients to compare: powers of four, and the question's."""
-    most = min(MOST_CLIENTS, MOST_A_GPU * question.cluster.gpu_count)
+    most = min(MOST_CLIENTS, MOST_A_GPU * question.gpu_count)
     powers = {4**power for power in range(6) if 4**power <= most}
     return sorted(powers | {question.traffic.concurrency})
 

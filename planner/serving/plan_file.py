@@ -86,6 +86,8 @@ def load_serving(path: str | Path) -> ServingFile:
         )
     verify_model(question.model, where=str(path))
     require_possible(question.cluster, where=str(path))
+    if not 0 <= question.gpus <= question.cluster.gpu_count:
+        raise BadPlan(f"{path}: {question.gpus} GPUs of a cluster with {question.cluster.gpu_count}")
     require_pool(deployment.pool, str(path))
     if deployment.prefill is not None:
         require_pool(deployment.prefill, str(path))

@@ -79,8 +79,7 @@ def search_serving(
         plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
         raise Infeasible(
-            f"{question.model.name} cannot be served on {question.cluster.gpu_count} x"
-            f" {question.cluster.slowest_kind.title}",
+            f"{question.model.name} cannot be served on {question.gpu_count} x {question.cluster.slowest_kind.title}",
             why="; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5)),
             remedy=", or ".join(ways_to_fit(question)),
         )
@@ -116,14 +115,14 @@ def _rank(plan: ServingPlan) -> tuple[bool, bool]:
 
 
 def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
-    """Return the value that the objective minimises: seconds of an answer, or GPU seconds of an output token. All
-    deployments that keep up with a rate of requests write the same tokens, so the faster answer is better. Of those
-    that fall behind, whose answers take ever longer, the one that writes most is best.
+    """Return the value that the objective minimises: seconds of an answer, or seconds of an output token on all GPUs,
+    idle ones among them. All deployments that keep up with a rate of requests write the same tokens, so the faster
+    answer is better. Of those that fall behind, whose answers take ever longer, the one that writes most is best.
     """
     keeps_up = plan.estimate.latency.keeps_up
     if keeps_up if question.traffic.request_rate else question.objective == "latency":
         return plan.estimate.e2e_s.value
-    return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
+    return 1.0 / (plan.deployment.gpus * plan.estimate.output_tokens_per_s_per_gpu.value)
 
 
 def _mechanisms(deployment: Deployment) -> int:

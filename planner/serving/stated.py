@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.serving.candidates import exceeds_memory, no_format, out_of_reach, refusal
+from planner.serving.candidates import exceeds_memory, no_format, on_nodes, out_of_reach, refusal
 from planner.serving.question.from_flags import ServingFlags
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
@@ -69,8 +69,8 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
         assumed.append(f"ep {ep}: experts are spread over all ranks where attention has its own requests")
     one = Pool(tp=tp, pp=flags.pp or 1, ep=ep, dp_attention=dp)
     require_pool(one, "--tp, --ep, --dp-attention")
-    left = question.cluster.gpu_count - (prefill.engines * prefill.gpus if prefill else 0)
-    engines = flags.replicas or max(1, left // one.gpus)
+    left = question.gpu_count - (prefill.engines * prefill.gpus if prefill else 0)
+    engines = flags.replicas or max(1, left // one.gpus if prefill else question.most_engines(one))
     pool = replace(one, engines=engines)
     if question.model.moe:
         experts = question.model.moe.experts
@@ -80,21 +80,26 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
     if flags.replicas is None:
         assumed.append(f"{engines} replica{'s' if engines > 1 else ''}: as many as the GPUs hold")
     deployment = question.deployment(pool, prefill)
-    idle = question.cluster.gpu_count - deployment.gpus
+    idle = question.gpu_count - deployment.gpus
     if idle > 0:
-        assumed.append(f"{idle} of {question.cluster.gpu_count} GPUs are idle")
+        assumed.append(f"{idle} of {question.gpu_count} GPUs are idle")
     return deployment, tuple(assumed)
 
 
 def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str, ...]:
     """Return why an engine cannot run a deployment on the question's GPUs; empty if it can."""
     cluster = question.cluster
+    pools = (deployment.pool, *([deployment.prefill] if deployment.prefill else []))
     found = [lacking] if (lacking := no_format(question)) else []
-    if deployment.gpus > cluster.gpu_count:
-        found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
+    if deployment.gpus > question.gpu_count:
+        has = f"{question.gpus} are asked for" if question.gpus else f"{cluster.name} has {cluster.gpu_count}"
+        found.append(f"the degrees take {deployment.gpus} GPUs, {has}")
+    elif question.gpus and not on_nodes(question, pools):
+        node = cluster.gpus_per_node
+        found.append(f"an engine's GPUs are not on one node: of nodes of {node}, the last has {question.gpus % node}")
     elif apart := out_of_reach(question, deployment):
         found.append(apart)
-    for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
+    for pool in pools:
         reason = refusal(question.model, pool, question.engine) or exceeds_memory(question, pool)
         found += [reason] if reason else []
     return tuple(dict.fromkeys([*found, *too_old(question.model, deployment, question.release)]))

@@ -15,7 +15,7 @@ from planner.serving import sglang_of, trtllm_of, vllm_of
 from planner.validate.makers_settings import as_makers_set
 from planner.validate.offline_benchmark import as_benchmark_sets, is_benchmark, requests_sent
 from planner.validate.serving_names import cluster_of, model_of
-from planner.validate.serving_row import ServingRow, read_row, side_of
+from planner.validate.serving_row import ServingRow, read_row, side_of, unread
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation
@@ -71,7 +71,8 @@ def validate_point(data: Mapping[str, Any]) -> JsonObject:
     except (NotCovered, UserError, Infeasible) as problem:
         return result | {"skipped": str(problem).splitlines()[0]}
     compared = _compared(estimate, found, result["medians"])
-    return result | compared | {"assumed": list(point.assumed), "tails": _tails(row, estimate.latency)}
+    assumed = [*point.assumed, *(f"the field {name} is not read" for name in unread(data))]
+    return result | compared | {"assumed": assumed, "tails": _tails(row, estimate.latency)}
 
 
 def _group(row: ServingRow) -> str:

@@ -1,10 +1,12 @@
-"""One row of serving points as its source wrote it, with types and ranges checked; other fields are not read."""
+"""One row of serving points as its source wrote it, with types and ranges checked. Other fields are not read, and named
+where they could say how it was run.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
@@ -86,6 +88,19 @@ class Side:
     pp: Degree = 1
     ep: Degree = 1
     dp_attention: Degree = 1
+
+
+# Fields that say where a row is from or repeat others, or figures that are not compared.
+NOTED = frozenset({
+    "source", "mode", "quality", "note", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
+    "prefill_gpus", "decode_gpus",
+})  # fmt: skip
+
+
+def unread(data: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a row that state something and that nothing reads."""
+    known = NOTED | {field.name for field in fields(ServingRow)}
+    return sorted(str(name)[:40] for name, value in data.items() if name not in known and value is not None)
 
 
 def read_row(data: Mapping[str, Any]) -> ServingRow:

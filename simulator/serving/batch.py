@@ -20,7 +20,7 @@ class Answer:
     """One request in the server. Times are seconds since the start; -1: not yet."""
 
     arrival_s: float
-    prompt: int  # tokens of the prompt to read, without those in the prefix cache
+    prompt: int  # tokens of the prompt to read, without those in the prefix cache; 0: its cache came from elsewhere
     output: int
     cached: int = 0  # tokens of the prompt in the prefix cache
     read: int = 0  # of the prompt
@@ -72,6 +72,7 @@ class Batch:
     steps: int = 0  # tokens by which answers have continued so far
     held: int = 0  # tokens of the cache in use or, where answers are reserved, promised
     keys: int = 0  # tokens of context of all answers in progress
+    began: list[Answer] = field(default_factory=list)  # in progress, and their first token comes with the next step
     preempted: int = 0
     arrived: deque[Answer] = field(default_factory=deque)  # arrived, but not yet seen by the scheduler
     unseen_steps: int = 0
@@ -127,15 +128,22 @@ class Batch:
 
     def _needs(self, answer: Answer) -> int:
         if self.reads_only or not self.engine.reserves_output:
-            return answer.cached + answer.prompt + 1
+            return answer.cached + answer.prompt + (answer.prompt > 0)
         return answer.whole
 
     def _admit(self) -> None:
-        """Move requests from the queue into the batch while there is room."""
+        """Move requests from the queue into the batch while there is room. One without a prompt to read continues at
+        once, next to the answers in progress (process_prebuilt of sgl-project/sglang, schedule_batch; generation
+        requests of TensorRT-LLM's py_executor; a query of one token counts as an answer in vLLM).
+        """
         while self.admits_next() and self.ready:
             answer = self.waiting.popleft()
             self.held += self._needs(answer)
-            self.reading.append(answer)
+            if answer.prompt:
+                self.reading.append(answer)
+            else:
+                self.began.append(answer)
+                self._continue(answer)
 
     def next_step(self) -> Step:
         """Return the work of the next step; the queue does not change until `finish_step`."""
@@ -185,15 +193,21 @@ class Batch:
             if self.reads_only or answer.written >= answer.output:
                 self._leave(answer, now_s, left)
             else:
-                self.writing += 1
-                self.keys += answer.context
-                answer.joined = self.steps
-                heapq.heappush(self._ends, (self.steps + answer.output - answer.written, next(self._order), answer))
+                self._continue(answer)
         return left
 
+    def _continue(self, answer: Answer) -> None:
+        """Count a request among the answers in progress."""
+        self.writing += 1
+        self.keys += answer.context
+        answer.joined = self.steps
+        heapq.heappush(self._ends, (self.steps + answer.output - answer.written, next(self._order), answer))
+
     def steps_to_next_end(self) -> int:
-        """Return the number of steps for which all answers can continue before one ends or the cache is full."""
-        steps = self._ends[0][0] - self.steps
+        """Return the number of steps for which all answers can continue before one begins or ends or the cache is
+        full.
+        """
+        steps = 1 if self.began else self._ends[0][0] - self.steps
         if not self.engine.reserves_output:
             steps = min(steps, max(1, (self.capacity - self.held) // self.writing))
         if self.receive_every > 1:
@@ -213,6 +227,9 @@ class Batch:
         self.keys += steps * self.writing
         if not reserved:
             self.held += steps * self.writing
+        for answer in self.began:
+            answer.first_s = now_s
+        self.began.clear()
         while self._ends and self._ends[0][0] <= self.steps:
             answer = heapq.heappop(self._ends)[2]
             self._stop(answer)

@@ -27,7 +27,8 @@ def dense_format(weights: str) -> str:
 
 def attention_format(weights: str, *, latent: bool) -> str:
     """Return the format of attention's weights. Checkpoints in nvfp4 leave those of latent attention in 16 bits
-    (NVIDIA/Model-Optimizer issue 150 on DeepSeek-R1-FP4; GLM-5-NVFP4 excludes `self_attn`).
+    (NVIDIA/Model-Optimizer issue 150 on DeepSeek-R1-FP4; GLM-5-NVFP4 excludes `self_attn`), except the output's, which
+    nvidia/DeepSeek-R1-FP4-v2 and DeepSeek-R1-0528-FP4-v2 have in 4 bits (their model cards).
     """
     return "bfloat16" if latent and weights == "float4" else dense_format(weights)
 

@@ -16,8 +16,9 @@ from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
+from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
-from simulator.serving.kernels import SINGLE, Kernels, on_fullest_rank, token_grid, visited_share
+from simulator.serving.kernels import SINGLE, Kernels, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
@@ -353,7 +354,8 @@ class ForwardPass:
             down = product(rows, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim, h)
             queries = product(rows, heads * model.qk_dim, m.q_lora_rank or h)
             expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
-            whole = down + queries + expand + product(rows, h, heads * m.v_head_dim)
+            out = self.kernels.product(rows, h, heads * m.v_head_dim, stored=dense_format(self.deployment.weights))
+            whole = down + queries + expand + out
             if m.indexer is None:
                 return whole
             whole = whole + product(rows, m.indexer.heads * m.indexer.width, m.q_lora_rank)
@@ -382,10 +384,7 @@ class ForwardPass:
             return np.zeros_like(tokens)
         h, f = model.hidden, moe.ffn / pool.expert_tp
         here = pool.experts_here(moe.experts)
-        share = visited_share(moe, tokens)
-        visited = np.minimum(here, on_fullest_rank(here * share, here * share * (1 - share), pool.ep))
-        rows = tokens * moe.experts_per_token / pool.ep
-        rows = on_fullest_rank(rows, rows * (1 - 1 / pool.ep), pool.ep)
+        visited, rows = on_fullest_rank(moe, tokens, pool.ep, here)
         routed = self.kernels.experts_s(rows, visited, here, h, f, 2 if model.gated_mlp else 1)
         if not self._sends_rows:  # all tokens come to all ranks
             routed = routed + self.kernels.passed_by_s(tokens * (1 - 1 / pool.ep), h)

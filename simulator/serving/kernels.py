@@ -6,12 +6,10 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
 import numpy as np
 
 from simulator.columns.plan_table import Floats
-from simulator.config.model import MixtureOfExperts
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
@@ -52,10 +50,6 @@ LATENT_READ = {
 # fuse_act_quant of vllm/config/compilation.py).
 CASTS_BEFORE = {"vllm"}
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
-# Ratio of the most to the least frequently chosen expert without balancing. Source: the loads that aiconfigurator
-# measures kernels of experts under (ai-dynamo/aiconfigurator collector/helper.py, sample_power_law from 0.01 to 2 with
-# an exponent of 1.01, for DeepSeek's family).
-POPULAR = 200.0
 # Rate of grouped products of many experts, over that of one large product. Source: kernels of vLLM 0.20 alone
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
 # and 16,384 tokens): H200 float8 in blocks 650 TFLOP/s with whole experts; with experts split over sixteen GPUs, and
@@ -258,28 +252,6 @@ class Kernels:
         most = max(listed)
         share = listed[min((count for count in listed if count >= heads), default=most)] / max(1.0, heads / most)
         return nbytes / (share * self.gpu.memory_bytes_per_s)
-
-
-def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
-    """Return the share of experts that at least one of `tokens` chooses.
-
-    A router that balances loads by a bias for each expert (DeepSeek-V3's) chooses all with equal frequency. With other
-    routers the logarithms of the frequencies are evenly spaced, up to POPULAR times the lowest.
-    """
-    chosen = moe.experts_per_token / moe.experts
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer instead
-    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
-    taken = np.minimum(1.0, chosen * popularity / popularity.mean())
-    return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
-
-
-def on_fullest_rank(mean: Floats, variance: Floats, ranks: int) -> Floats:
-    """Return the expected most over `ranks` of a number with this mean and variance on each (Blom's approximation of
-    the largest of as many normal numbers). All ranks wait for the one with the most experts to read, or the most rows.
-    """
-    if ranks == 1:
-        return mean
-    return np.asarray(mean + NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * np.sqrt(variance))
 
 
 def token_grid(most: int) -> Floats:

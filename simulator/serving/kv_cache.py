@@ -48,6 +48,7 @@ def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
     attention = model.attention_matmul_parameters_of_all * kept
     if model.latent:  # compressing projections, and those of an indexer, are repeated on each rank
         m = model.latent
+        attention -= model.layers * model.heads * m.v_head_dim * model.hidden * (kept - stored)
         weights_of_layer = model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim)
         weights_of_layer += m.indexer.matmul_parameters(model.hidden, m.q_lora_rank) if m.indexer else 0
         repeated = model.layers * weights_of_layer * kept

@@ -244,7 +244,7 @@ def _midway(request: Request, left: float) -> Answer:
     """Return a request with this share of its answer left to write, and all that comes before in the cache."""
     output = max(1, math.ceil(request.output * left))
     context = request.prompt + request.output - output
-    return Answer(arrival_s=0.0, prompt=1, output=output, cached=context - 1)
+    return Answer(arrival_s=0.0, prompt=0, output=output, cached=context)
 
 
 def _engines(
@@ -307,8 +307,8 @@ def _arrive(
 def _hand_over(
     env: simpy.Environment, read: list[Answer], last: EnginePool, move: Callable[[int], float], finished: Sink
 ) -> None:
-    """Move read prompts to the generating engines, where each continues as a prompt of which all but one token are
-    cached. These send the first token as well: NVIDIA Dynamo streams answers from its decode workers
+    """Move read prompts to the generating engines, where each continues as an answer does. These send the first token
+    as well: NVIDIA Dynamo streams answers from its decode workers
     (docs.nvidia.com/dynamo v0.9.1, architecture-flow), llm-d's prefill engines' tokens are dropped
     (inference-sim/inference-sim issue 930), and SGLang's router passes on what the decode engine streams
     (sgl-project/sglang issue 22853).
@@ -316,7 +316,7 @@ def _hand_over(
 
     def moved(answer: Answer) -> None:
         answer.done_s = answer.first_s = -1.0
-        answer.cached, answer.prompt, answer.read = answer.context - 1, 1, 0
+        answer.cached, answer.prompt, answer.read = answer.context, 0, 0
         answer.output, answer.written = answer.output - 1, 0
         last.add(answer)
 

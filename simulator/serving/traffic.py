@@ -10,6 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 LEAST_SHAPE = 1e-3  # lower variation counts as constant arrivals
+STRATA = 8  # equal parts of the range of lengths
 COUNTED = 200  # requests that steady figures of a closed loop are of, at least
 MOST_DRAWN = 1 << 18  # requests whose lengths are drawn to estimate the longest
 
@@ -48,10 +49,14 @@ class Lengths:
         return max(1, round(self.mean * (self.low + self.high) / 2))
 
     def draw(self, count: int, random: Generator) -> np.ndarray:
-        """Return one whole number for each request, at least 1."""
+        """Return one whole number for each request, at least 1. Of any STRATA in a row each is of another part of the
+        range, so that few requests are as long in the mean as many.
+        """
         if self.low == self.high:
             return np.full(count, max(1, round(self.mean * self.low)))
-        drawn = random.uniform(self.mean * self.low, self.mean * self.high, count)
+        rows = random.permuted(np.tile(np.arange(STRATA), (-(-count // STRATA), 1)), axis=1)
+        shares = (rows.ravel()[:count] + random.random(count)) / STRATA
+        drawn = self.mean * (self.low + (self.high - self.low) * shares)
         return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 

@@ -57,16 +57,33 @@ stated), medians and means of absolute errors:
 | latent attention of answers by its heads and the cache's bits (`LATENT_READ`) | 7.9 (14.8), joint engines; separated ones 11.3 (19.0) to 11.0 (17.6) % | DeepSeek-R1 with SGLang on B200 10 to 8 %, with TensorRT-LLM on H200 4 (4) to 3 (5), separated on B300 15 to 12 and its first tokens 45 to 39, separated on H200 10 to 8; worse: DeepSeek-R1 with SGLang on B300 10.6 to 11.1 %, throughput of separated engines 7 (16) to 11 (17) |
 | experts read as fast as memory allows, sums with their norm on Blackwell, SGLang's experts on Hopper, shared experts next to routed ones, casts of many rows (below) | 8.3 (14.4), joint engines; first tokens 19.0 (28.1) to 18.6 (27.7) % | means: DeepSeek-R1 with SGLang on B200 13.5 to 12.3 %, with TensorRT-LLM there 35.8 to 33.8, Qwen3.5 on B300 16.6 to 14.3, GLM-5 13.1 to 9.3, separated on H100 11.6 to 9.5; worse in the median: DeepSeek-R1 with SGLang on H200 3.2 to 5.7 %, with TensorRT-LLM there 3.1 to 4.6, separated there 8 to 12, with SGLang on B300 11 to 15, Kimi K2.5 on H200 2.2 to 4.8, on B300 8 to 10, Qwen3.5 on B200 9.6 to 10.5 |
 | at most 1,024 answers on a rank of separated engines, and none of them with Cutlass' experts (below) | separated ones: first tokens 43 (61) to 42 (54) %, tokens 10.6 (18.0) to 9.3 (14.0), throughput 10.6 (16.7) to 9.4 (16.3), with the row above | first tokens on B300 39 (71) to 39 (44) %, tokens there 12 (33) to 7 (18); worse: first tokens with SGLang on H200 43 (44) to 44 (48), where queues of prompts are near what one more percent of a step fills |
+| what comes from another pool continues next to other answers, in a step that reads nothing (below) | separated ones: tokens 9.3 (14.0) to 7.9 (10.8) %, first tokens 42 (54) to 43 (53), throughput 9.4 (16.3) to 13.1 (19.4) | tokens on B300 7 (18) to 6 (6) %, its first tokens 38 to 10; worse: throughput on H200 7 to 20 %, on H100 25 to 41 |
+| ranks wait for the fullest as groups of experts make it (below) | 8.3 (14.4) %, joint engines; separated ones 7.9 (10.8) to 7.0 (10.3) | DeepSeek-R1 with TensorRT-LLM on H200 4.6 to 2.8 %, separated there 12 to 8; worse: with SGLang on B300 15 to 17, separated on H100 12 to 17 |
+| the output of latent attention in 4 bits (below) | 8.3 (14.4) to 8.1 (14.2), joint engines; separated ones: first tokens 46 (53) to 41 (46) % | in nvfp4: separated on B300 tokens 5 to 2 %, first tokens 81 (87) to 12 (26); DeepSeek-R1 with TensorRT-LLM on B200 35 to 33, with SGLang there 8.5 to 7.7, on B300 18 to 15; Kimi K2.5 on B300 10 to 9 |
+| ranks' rows differ by how popular their experts are (below) | separated ones: first tokens 41 (46) to 30 (41) %, tokens 6.7 (10.0) to 6.7 (9.4); first tokens, joint engines 18.3 (27.2) to 18.1 (27.0) | first tokens of DeepSeek-R1 with TensorRT-LLM on H200 14 to 11 %, separated there 42 to 37, on B300 11 to 8; its throughput offline on H200 47 to 36; worse: Qwen3 235B offline on H200 2 to 8 |
 
 The largest term of what is off, by group:
 
 - **Experts over ranks.** A layer goes on once the slowest rank has its experts' products, and chance gives one rank more than
   others: of 4 tokens that choose 8 of 256 experts each, a rank of eight has 3.8 to read in the mean and the fullest 6.5; of 64
   tokens 27.8 and 30.3, and 76 rows where the mean is 64. Both are counted by the mean and variance of a choice by chance
-  (`on_fullest_rank` of `simulator/serving/kernels.py`, which agrees with draws within 4 %). Tables of kernels are loaded evenly, so
-  they have none of it. DeepSeek's limit to four of eight groups of experts is not counted, which makes ranks less even still.
-  Of SGLang 0.5.9's points in nvfp4 on B200 those with experts over eight ranks were 13 % early. Kernels of a rank besides pass the tokens
+  (`on_fullest_rank` of `simulator/serving/expert_choice.py`, which agrees with draws within 6 %). Tables of kernels are loaded evenly, so
+  they have none of it. DeepSeek's tokens choose among four of eight groups of experts, so half of them pass a rank that holds one group,
+  and its fullest rank has 7.7 experts of 4 tokens and 81 rows of 64. Besides, ranks differ in how popular their experts are: NVIDIA
+  counted a standard deviation of 1.28 times the mean load of DeepSeek-R1's experts, and of 0.48 of ranks of eight (NVIDIA/TensorRT-LLM
+  blog04_Scaling_Expert_Parallelism_in_TensorRT-LLM.md, Table 1), which is that of the loads that kernels of experts are measured under
+  (`POPULAR`). The experts that few tokens meet agree with an even choice, though: with that popularity tokens of networks of experts
+  would be 11 % off instead of 9, DeepSeek-R1 with SGLang on H200 9 % early instead of 3 % late. Of SGLang 0.5.9's points in nvfp4 on B200 those with experts over eight ranks were 13 % early. Kernels of a rank besides pass the tokens
   that chose none of its experts (`OTHERS_PASSED`): of 8,192 tokens of DeepSeek-R1 a rank of eight takes 0.32 ms, not an eighth of 0.80.
+- **Answers of separated engines on Hopper**: on H200 they are 6 to 9 % early, with attention data-parallel and 64 answers and more a rank 17 to
+  20 % there and on H100, where experts are over ranks; on B300 3 to 6 % where they are not. A request whose cache has come joins the next step as an
+  answer, in graphs, by all sources (`process_prebuilt` of SGLang's schedule_batch.py; TensorRT-LLM's py_executor.py has it among generation
+  requests; vLLM reads its last token again, which counts as an answer); a step that reads a token in its place, which the host has to issue, hid
+  this. Cutlass' experts loaded unevenly take 519 to 541 us of 512 tokens where evenly loaded ones take 397 (ai-dynamo/aiconfigurator 0.12,
+  h200_sxm, moe_perf.parquet, power laws of 1.01 and 1.2), which would be 7 of the 9 ms that are missing there. Blocks of latent
+  attention by themselves are priced within 7 % of mla_generation_module_perf.parquet of TensorRT-LLM there, and 8 us a layer too long on B200.
+- **The format of latent attention's output**: NVIDIA's checkpoints of DeepSeek-R1 in nvfp4 since version 2 have its weights in 4 bits (model cards
+  of nvidia/DeepSeek-R1-FP4-v2 and DeepSeek-R1-0528-FP4-v2), which 393.6 B numbers in the files confirm; GLM-5's has 16 bits.
 - **TensorRT-LLM 1.0**: Qwen3 235B is 11 to 13 % late. What a token takes longer with short answers, by prompts and clients, shows what was
   run: prompts that come together and are read two a step of 1,024 tokens, three of 512, whatever the number of GPUs. So NVIDIA's generator
   of configurations limits a step (ai-dynamo/aiconfigurator @efcae124 and since: the prompt, the clients and 1,500 tokens), which is assumed
@@ -152,8 +169,8 @@ The largest term of what is off, by group:
   knows no latent attention (64 requests a rank of DeepSeek-R1 with answers of 8,192 tokens, where the cache has room for 130), and
   does not cut prompts, so that a step has room for a whole one (`planner/validate/offline_benchmark.py`). With that and the
   requests that its makers send, throughput of TensorRT-LLM 1.x went from 24 to 16 % (mean 27 to 19 %), of prompts of 32,768
-  tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 48 % too high, with
-  64 requests 4 %. Random tokens may load its experts unevenly, which is not described for a router that is trained to load evenly.
+  tokens from -60 % to within 25 %, of DeepSeek-R1 on H200 from 56 to 42 %: with 375 requests a rank it is 37 % too high, with
+  64 requests 4 %.
 - **DeepSeek-R1 in nvfp4 and on B200**: with SGLang 0.5.9, of whose points in 8 bits some are sooner by what drafted tokens bring, the others'
   tokens are within 6 % up to 64 clients; in nvfp4 between 7 % early and 8 % late. The measured GPU's idle time between steps is one figure of one request (0.24 ms, or 2 ms a year before).
 - **Narrow experts**: Qwen3.5's 512 experts cut over four GPUs take 123 us of 64 tokens in nvfp4 by themselves where loads are skewed (SGLang
@@ -180,7 +197,7 @@ The largest term of what is off, by group:
   default, not the least loaded one first: of nine clients with seven places half wait, 1.65 s in the median, predicted 1.63, where the
   least loaded first would give 0.36. No recipe has more than 1,024 on a rank: 16,384
   clients of 8,192 places wait 135 s in the mean, predicted 134, with a token each 146 ms, predicted 148. What is left: recipes with other numbers of places, prompts read by TensorRT-LLM in 8 bits on B300, and SGLang's first tokens
-  on H200, which with 32 clients and more take 0.3 to 0.5 s longer than predicted whatever the load and the length, and first transfers between each two engines. Refuted: a `stream_interval` of 20 or 100 tokens, which the time between chunks shows, does
+  on H200, which with 32 clients and more take 0.4 to 0.55 s longer than predicted whatever the load and the length, and first transfers between each two engines. Refuted: a `stream_interval` of 20 or 100 tokens, which the time between chunks shows, does
   not delay first tokens (72 clients on H200: 0.22 s, 100 tokens 1.5 s), nor do SGLang's 10 on H200: of 921.9 tokens the first comes
   alone, since 92.5 chunks follow. Nor does what its source states (decode.py and prefill.py of sgl-project/sglang
   python/sglang/srt/disaggregation): the engine that writes makes room, and later sees that the cache has come, between two of its
@@ -266,14 +283,13 @@ of all configurations.
 """
 AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to ten of a group by chance (`tests/bench/against_aiconfigurator.py`), engines that read and write
-together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples that both tools were
-made with. Ours are of commit 83841724, before experts and sums were priced anew.
+Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py --each 12`, 2026-11-30), engines
+that read and write together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples
+that both tools were made with.
 
-So compared, aiconfigurator is ahead in tokens of three groups, and nowhere in first tokens: by two points of Qwen3.5 with SGLang on B300, whose 8-bit
-and nvfp4 points are predicted early by more the more clients there are, by four of DeepSeek-R1 with SGLang on B300, four points that both answer
-of ten drawn, of which two are of a release whose kernels were compiled while requests waited, and by two of Qwen3 235B with
-TensorRT-LLM 1.0, whose host is above.
+So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose host is
+above, and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
+too long (above). Of Qwen3.5 with SGLang on B300 both are off by as much.
 """
 VIDUR = """
 ## Compared with vidur, aiconfigurator and llm-optimizer by others

@@ -247,7 +247,7 @@ def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Fini
     assert {"tp 3 does not divide 64 attention heads", "tp 6 does not divide 64 attention heads"} <= set(found.rejected)
     shapes = {(p.deployment.pool.engines, p.deployment.pool.tp, p.deployment.pool.pp) for p in found.plans}
     assert {(1, 2, 3), (3, 2, 1)} & shapes
-    assert all(engines * tp * pp == 6 for engines, tp, pp in shapes)
+    assert {engines * tp * pp for engines, tp, pp in shapes} == {4, 6}  # an engine of four leaves two idle
     done = planner("estimate", "--task", "serve", "--model", "llama3-70b", "--gpus", "6", "--tp", "3")
     assert done.returncode == 3
 

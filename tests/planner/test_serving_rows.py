@@ -114,6 +114,11 @@ def test_a_field_that_cannot_be_read_is_named_as_the_row_does(change: dict[str, 
     assert f"point p1: {field}: expected" in str(validate_point({**ROW, "concurrency": 4, **change})["skipped"])
 
 
+def test_a_field_that_nothing_reads_is_named() -> None:
+    found = validate_point({**ROW, "concurrency": 4, "chunked_prefill": True, "note": "a table", "colour": None})
+    assert [line for line in found["assumed"] if "not read" in line] == ["the field chunked_prefill is not read"]
+
+
 def test_a_median_is_compared_with_the_median() -> None:
     """Of a closed loop that all clients begin at once: the first prompts wait for each other, later ones do not."""
     asked = {**ROW, "concurrency": 16, "isl": 1024, "osl": 256, "tpot_ms": 10.0}

@@ -8,11 +8,14 @@ import re
 import pytest
 
 from planner.export.serving.commands import command
+from planner.export.serving.files import serving_files
 from planner.serving.candidates import deployments
 from planner.serving.pareto import pareto
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.reports.documents import serving_document
+from planner.serving.reports.text import print_serving
 from planner.serving.search import search_serving
+from simulator.serving.deployment import Deployment, Pool
 from topology.errors import Infeasible, UserError
 
 LACKS = "a100-pcie-x4"  # TensorRT-LLM has no 8-bit formats on its GPUs
@@ -80,10 +83,41 @@ def test_the_price_is_that_of_all_gpus_over_all_tokens() -> None:
         assert estimate["price_per_million_tokens"] == pytest.approx(1e6 * a_second / estimate["output_tokens_per_s"])
 
 
-def test_nodes_are_taken_whole_and_the_answer_says_so() -> None:
-    question = serving_question(ServingFlags(model="llama3-8b", cluster="dgx-h100", gpus=12))
-    assert question.cluster.gpu_count == 16
-    assert "16 GPUs for the 12 asked for: whole nodes are taken" in question.assumed
+def test_a_node_is_used_in_part_and_no_engine_lies_across() -> None:
+    """Twelve GPUs are a node of eight and four of the next: one engine of eight, three of four, none of six, and
+    pipelines with a stage on the second node.
+    """
+    question = serving_question(ServingFlags(model="llama3-70b", cluster="dgx-h100", gpus=12))
+    assert "12 GPUs of nodes of 8: the last is used in part" in question.assumed
+    found = {(one.pool.engines, one.pool.tp, one.pool.pp) for one in deployments(question)[0]}
+    assert {(1, 8, 1), (3, 4, 1), (6, 2, 1), (1, 4, 3)} <= found
+    assert not [one for one in found if one[1] in {6, 12}]
+    assert max(engines * tp * pp for engines, tp, pp in found) == 12
+
+
+def test_a_script_says_how_many_engines_the_last_node_has() -> None:
+    files = serving_files(Deployment(pool=Pool(engines=3, tp=4)), "m", longest=100, gpus_per_node=8)
+    assert "# 2 of 3 engines: run it once on every node. The last node has the first 1 alone." in files["serve.sh"]
+    files = serving_files(Deployment(pool=Pool(engines=4, tp=4)), "m", longest=100, gpus_per_node=8)
+    assert "# 2 of 4 engines: run it once on every node.\n" in files["serve.sh"]
+
+
+def test_separated_engines_find_nodes_with_room_for_each() -> None:
+    flags = ServingFlags(model="llama3-70b", cluster="dgx-h100", gpus=12, separate=True)
+    found = [one for one in deployments(serving_question(flags))[0] if one.prefill]
+    sizes = {(one.pool.engines, one.pool.tp, one.prefill.engines, one.prefill.tp) for one in found if one.prefill}
+    assert (1, 8, 1, 4) in sizes
+    assert (2, 4, 1, 4) in sizes
+    assert all(one.gpus == 12 for one in found)
+
+
+def test_gpus_that_an_engine_has_no_use_for_stay_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    """A network of 64 heads on seven GPUs is faster with four of them than in seven stages."""
+    question = serving_question(ServingFlags(model="llama3-70b", cluster="dgx-h100", gpus=7, concurrency=32))
+    result = search_serving(question)
+    assert result.plans[0].deployment.pool == Pool(tp=4)
+    print_serving(result, (), top=1, start="")
+    assert "3 of 7 GPUs are idle" in capsys.readouterr().out
 
 
 def test_a_command_serves_the_formats_that_were_asked_for() -> None:
@@ -103,7 +137,7 @@ def test_a_command_serves_the_formats_that_were_asked_for() -> None:
 
 
 def test_no_deployment_is_simulated_twice_and_each_takes_all_gpus() -> None:
-    for gpus in (2, 3, 4, 8):
+    for gpus in (2, 4, 8):
         flags = ServingFlags(model="qwen3-30b-a3b", cluster="dgx-h100", gpus=gpus, engine="sglang", separate=True)
         found = deployments(serving_question(flags))[0]
         assert len(found) == len(set(found))

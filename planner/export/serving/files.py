@@ -44,9 +44,11 @@ def _script(deployment: Deployment, model: str, longest: int, gpus_per_node: int
     """Return a script that starts the engines of one node, each on its own GPUs and port, and ends them together."""
     pool = deployment.pool
     here = min(pool.engines, gpus_per_node // pool.gpus)
+    last = pool.engines % here
+    only = f" The last node has the first {last} alone." if last else ""
     lines = [
         "#!/usr/bin/env bash",
-        f"# {here} of {pool.engines} engines: run it once on every node.",
+        f"# {here} of {pool.engines} engines: run it once on every node.{only}",
         "set -euo pipefail",
     ]
     lines += ["trap 'kill $(jobs -p) 2> /dev/null' EXIT"]

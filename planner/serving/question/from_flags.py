@@ -114,13 +114,14 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     machine = _cut(whole, flags.gpus)
     defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
     assumed = [f"{name} {default}" for name, said, default in defaults if said is None]
-    if flags.gpus is not None and machine.gpu_count > flags.gpus:
-        assumed.append(f"{machine.gpu_count} GPUs for the {flags.gpus} asked for: whole nodes are taken")
+    partly = flags.gpus is not None and machine.gpu_count > flags.gpus
+    if partly:
+        assumed.append(f"{flags.gpus} GPUs of nodes of {machine.gpus_per_node}: the last is used in part")
     elif machine is not whole:
         assumed.append(f"the first {flags.gpus} GPUs of the node")
     assumed += cluster_caveats(machine)
     model = load_model(flags.model or MODEL)
-    traffic = _traffic(flags, machine.gpu_count, model.max_positions, assumed)
+    traffic = _traffic(flags, flags.gpus or machine.gpu_count, model.max_positions, assumed)
     _refuse_beyond(model, traffic)
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
@@ -135,6 +136,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         model=model,
         cluster=machine,
         traffic=traffic,
+        gpus=flags.gpus if partly and flags.gpus else 0,
         engine=engine,
         release=release,
         weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), stored or "bfloat16"),

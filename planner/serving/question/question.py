@@ -28,6 +28,7 @@ class ServingQuestion:
     model: Model
     cluster: Cluster
     traffic: Traffic
+    gpus: int = 0  # of the cluster, in the order of its nodes, to be used; 0: all
     engine: str = "vllm"
     release: str = ""  # release of the engine; empty: the one that is described
     weights: str = "bfloat16"
@@ -66,6 +67,24 @@ class ServingQuestion:
             two_batches=self.two_batches and known.program in OVERLAPS_BATCHES,
             receive_every=self.receive_every if known.program in RECEIVES else 1,
         )
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs to be used; the last node may have fewer than the others."""
+        return self.gpus or self.cluster.gpu_count
+
+    def most_engines(self, pool: Pool) -> int:
+        """Return how many engines of a kind the GPUs hold. One engine's tensor parallel ranks are on one node or on
+        whole nodes, and its stages on one node where they fit.
+        """
+        node = self.cluster.gpus_per_node
+        whole, rest = divmod(self.gpu_count, node)
+        together = pool.gpus if pool.gpus <= node else pool.ranks
+        if together > node:
+            held = 0 if together % node else whole // (together // node)
+        else:
+            held = whole * (node // together) + rest // together
+        return held if together == pool.gpus else held // pool.pp
 
     @property
     def longest(self) -> int:

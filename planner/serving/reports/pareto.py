@@ -88,7 +88,7 @@ def pareto_csv(found: Pareto) -> str:
 def title(found: Pareto) -> str:
     """Return the question's model and machine as text."""
     machine = found.question.cluster
-    return f"{found.question.model.name} on {machine.gpu_count} x {machine.slowest_kind.title}"
+    return f"{found.question.model.name} on {found.question.gpu_count} x {machine.slowest_kind.title}"
 
 
 def print_pareto(found: Pareto) -> None:

@@ -182,6 +182,9 @@ def _notes(result: ServingResult) -> list[str]:
     """Return what the answer is based on, each once."""
     many = len(result.plans)
     lines = [f"{many:,} deployment{'s' if many != 1 else ''} simulated, all that are legal; {result.seconds:.1f} s."]
+    used, all_ = result.plans[0].deployment.gpus, result.question.gpu_count
+    if used < all_:
+        lines.append(f"{all_ - used} of {all_} GPUs are idle; tokens/s are those of a GPU in use.")
     if result.rejected:
         lines.append(f"Not possible: {reasons_text(result.rejected)}.")
     if result.question.assumed:

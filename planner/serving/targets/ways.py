@@ -126,9 +126,9 @@ def _more_gpus(question: ServingQuestion, machine: Machine) -> Iterator[Change]:
     """Yield larger machines with the question's load, which is stated since it may have been assumed per GPU."""
     load = "" if question.traffic.trace else f" {load_flag(question)}"
     for factor in GROWTHS:
-        gpus = question.cluster.gpu_count * factor
+        gpus = question.gpu_count * factor
         try:
-            yield f"--gpus {gpus}{load}", replace(question, cluster=machine(gpus))
+            yield f"--gpus {gpus}{load}", replace(question, cluster=machine(gpus), gpus=0)
         except (UserError, ValueError):
             continue  # the machine does not exist in this size
 

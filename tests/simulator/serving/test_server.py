@@ -222,6 +222,36 @@ def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
     assert between(apart) < between(together)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_what_another_pool_has_read_continues_without_a_step_that_reads(engine: str) -> None:
+    """With a prompt engine to spare, answers of two tokens and more take one step for each token after the first."""
+    deployment = Deployment(engine=engine, pool=Pool(tp=2), prefill=Pool(tp=2, engines=4))
+    model, machine = load_model("llama3-8b"), cluster("dgx-h100", 16)
+    traffic = Traffic(prompt=Lengths(mean=64), output=Lengths(mean=33), concurrency=1, requests=4)
+    costs = ForwardPass(model, machine, deployment, deployment.pool)
+    steps = [costs.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=65.0 + past) for past in range(32)]
+
+    served = serve(model, machine, deployment, traffic)
+
+    for answer in served.answers:
+        assert answer.done_s - answer.first_s == pytest.approx(sum(steps[1:]), rel=1e-3)
+
+
+@pytest.mark.parametrize("mean", [2, 100, 5000])
+def test_few_requests_are_as_long_in_the_mean_as_many(mean: int) -> None:
+    """Lengths from nothing to twice the mean: eight in a row have one of each eighth of the range."""
+    lengths = Lengths(mean=mean, low=0.0, high=2.0)
+    many = lengths.draw(100_000, np.random.default_rng(0))
+    for seed in range(20):
+        few = lengths.draw(200, np.random.default_rng(seed))
+        assert few.mean() == pytest.approx(many.mean(), rel=0.02)
+    if mean > 8:
+        rows = np.sort(few.reshape(-1, 8), axis=1)
+        parts = np.arange(8) * mean / 4
+        assert (rows >= np.floor(parts)).all()
+        assert (rows <= np.ceil(parts + mean / 4)).all()
+
+
 def test_pools_apart_get_requests_in_turn() -> None:
     """The third request goes to the first engine again and waits for its long answer, though the second is free."""
     machine, sent = cluster("dgx-h100", 3), [Request(0.0, 64, 400), Request(0.1, 64, 2), Request(1.0, 64, 2)]
