@@ -128,10 +128,25 @@ def test_more_power_quickens_products_up_to_the_largest_that_was_found(name: str
 
 
 def test_power_that_no_search_has_tried_changes_nothing() -> None:
-    """An H20 has four times the power for its rate, of which nothing is known."""
-    gpu = gpu_kind("h20")
+    """An H20 has four times the power for its rate; here nothing is known of its products."""
+    gpu = replace(gpu_kind("h20"), achieved_flops={})
 
     assert Roofline(gpu=gpu).sustained_flops == Roofline(gpu=with_usual_power(gpu)).sustained_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("rtx-4090", 160.2e12), ("a10g", 66.6e12)],
+)
+def test_cards_whose_power_suffices_multiply_at_the_rate_of_their_clocks(name: str, published: float) -> None:
+    """Products of 8,192 by themselves (zzc0721/torch-performance-test-data, issues 78 and 126)."""
+    gpu = gpu_kind(name)
+    seconds = float(Roofline(gpu=gpu).seconds(product(8192, 8192, 8192))[0])
+
+    assert 2 * 8192**3 / seconds == pytest.approx(published * efficiency(gpu.architecture).sustained, rel=0.06)
+    assert Roofline(gpu=gpu, dtype="float32", tf32=True).sustained_flops == pytest.approx(
+        Roofline(gpu=gpu).sustained_flops / 2, rel=0.01
+    )
 
 
 def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
