@@ -180,7 +180,7 @@ def test_the_account_and_the_simulation_agree(plan: Plan, micro_batches: int, wo
         lowered = lower_training(asked, one, clocks=float(clocks))
         runs.append(simulate(lowered.program, lowered.costs, spans=False).step_s)
     assert table.step_s[1] == pytest.approx(runs[1], rel=0.03)
-    # Where 32 experts a rank keep the host busy, layers beside each other leave it nothing to get ahead in.
+    # Where 32 experts a rank keep the host busy, layers alongside each other leave it nothing to get ahead in.
     assert (table.step_s[1] < table.step_s[0]) == (runs[1] < runs[0]) == (plan.pp == 1)
     assert table.peak_bytes[1] >= table.peak_bytes[0]
     reserved = max(rank.reserved_bytes for rank in MemoryReplay(asked, plan).ranks())
