@@ -140,10 +140,11 @@ class BlockTimes:
         backward_s = backward_s + update_host_s(self.context, unit.tensors)
         if which is Pass.WEIGHT:
             weight = self.clocks * block.backward.weight_s
+            behind = block.backward.weight_behind_s + np.minimum(weight - block.backward.weight_s, 0.0)
             return PassTimes(
                 kernels_s=weight,
                 exposed_s=np.zeros(self.rows),
-                advance=launching(weight, weight, block.backward.weight_host_s),
+                advance=launching(weight, behind, block.backward.weight_host_s),
                 bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
                 launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
                 parts={"compute": weight},

@@ -47,6 +47,7 @@ class PassCost:
     lost_s: Floats
     behind_s: Floats
     weight_host_s: Floats  # part of host_s: to issue weight gradients
+    weight_behind_s: Floats  # as `behind_s`, of a pass of weight gradients alone
     moved_bytes: Floats
     launches: Floats
     measured_s: Floats | float = 0.0  # part of compute_s whose very operator was measured
@@ -217,6 +218,7 @@ class _Fold:
             lost_s=np.zeros(rows),
             behind_s=np.full(rows, -np.inf),
             weight_host_s=np.zeros(rows),
+            weight_behind_s=np.full(rows, -np.inf),
             moved_bytes=np.zeros(rows),
             launches=np.zeros(rows),
         )
@@ -272,6 +274,8 @@ class _Fold:
         if step.weight:
             cost.weight_s = cost.weight_s + seconds
             cost.weight_host_s = cost.weight_host_s + step.issue_s
+            ready_s = np.maximum(cost.weight_behind_s, cost.weight_host_s)
+            cost.weight_behind_s = np.where(step.rows, ready_s + seconds, cost.weight_behind_s)
 
     def transfer(self, step: Transfer) -> None:
         cost = self.cost
