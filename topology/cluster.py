@@ -59,8 +59,8 @@ class GpuKind:
     """One GPU model's datasheet and the best rates published for it.
 
     `peak_flops` and `achieved_flops` map a dtype name (`bfloat16`, `float16`, `float8`, `tfloat32`, `float32`) to
-    dense FLOP/s. `achieved_flops` is the best large matmul anyone published, which boost clocks and the power limit
-    keep below the datasheet. `sources` says where each field is from.
+    dense FLOP/s. `achieved_flops` is the best large matmul anyone published, which the power limit keeps below the
+    datasheet, and clocks above the rated one lift over it. `sources` says where each field is from.
     """
 
     name: str

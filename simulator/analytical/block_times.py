@@ -14,7 +14,7 @@ from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import efficiency
-from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_and_lost_s
+from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_lost_and_stalled_s
 from simulator.step.context import CostContext
 from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s, update_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
@@ -47,13 +47,13 @@ class PassTimes:
         object.__setattr__(self, "ahead_s", QUEUED_LAUNCHES * self.device_s / np.maximum(self.launches, 1.0))
         object.__setattr__(self, "waits", bool(np.isfinite(self.advance.waits_s).any()))
 
-    def hiding(self, axis: str, seconds: Floats, lost: Floats) -> PassTimes:
+    def hiding(self, axis: str, seconds: Floats, lost: Floats, stalled: Floats) -> PassTimes:
         """Return the pass with `seconds` of its communication along `axis` hidden behind kernels, which then take
-        `lost` longer.
+        `lost` longer, and the device waiting for the host for `stalled`.
         """
         advance = self.advance
         parts = {axis: self.parts[axis] - seconds, "contention": self.parts["contention"] + lost}
-        device_s = advance.device_s - seconds + lost
+        device_s = np.maximum(advance.device_s, self.device_s + stalled) - seconds + lost
         return PassTimes(
             kernels_s=self.kernels_s + lost,
             exposed_s=self.exposed_s - seconds,
@@ -93,25 +93,39 @@ class BlockTimes:
         """
         block = self.blocks[unit.block]
         forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
-        parts = self._parts(forward, block.forward), self._parts(backward, block.backward)
+        waits = np.zeros(self.rows, dtype=bool) if block.forward.waits is None else block.forward.waits.rows
+        parts = self._parts(forward, block.forward, waits), self._parts(backward, block.backward, waits)
         later = str(self.context.table.ep_overlap[0]) == DELAY_WGRAD
         held = block.forward.exchange_sms / self.context.roofline.gpu.sm_count
-        hidden, lost = hidden_and_lost_s(*parts, held, weights_later=later)
+        hidden, lost, stalled = hidden_lost_and_stalled_s(*parts, held, weights_later=later)
         times, own = (forward, parts[0]) if which is Pass.FORWARD else (backward, parts[1])
         share = own.moved_s / np.maximum(parts[0].moved_s + parts[1].moved_s, TINY)
-        return times.hiding("ep", share * hidden, share * lost)
+        return times.hiding("ep", share * hidden, share * lost, share * stalled)
 
-    def _parts(self, times: PassTimes, cost: PassCost) -> LayerParts:
+    def _parts(self, times: PassTimes, cost: PassCost, waits: NDArray[np.bool_]) -> LayerParts:
+        """Return the parts of a pass; the host's in the rows where it `waits` in forward passes."""
         experts = self.clocks * cost.experts_s + cost.experts_exposed_s
         moved = cost.communication_s.get("ep", np.zeros(self.rows))
         weight = self.clocks * cost.experts_weight_s
+        around = times.device_s - moved - experts
+        issues = waits.astype(np.float64)
+        before_s, before_host_s = np.zeros(self.rows), np.zeros(self.rows)
+        if cost.waits is not None:
+            before_s = issues * np.minimum(self.clocks * cost.waits.before_s[0], around)
+            before_host_s = issues * (cost.waits.before_s[2] + times.advance.host_s - cost.host_s)
         return LayerParts(
-            around_s=times.device_s - moved - experts,
+            around_s=around,
             experts_s=experts,
             around_weight_s=self.clocks * cost.weight_s - weight,
             experts_weight_s=weight,
             first_s=np.asarray(cost.first_exchange_s + np.zeros(self.rows)),
             second_s=moved - cost.first_exchange_s,
+            around_host_s=issues * (times.advance.host_s - cost.experts_host_s),
+            experts_host_s=issues * cost.experts_host_s,
+            around_weight_host_s=issues * (cost.weight_host_s - cost.experts_weight_host_s),
+            experts_weight_host_s=issues * cost.experts_weight_host_s,
+            before_wait_s=before_s,
+            before_wait_host_s=before_host_s,
         )
 
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
@@ -126,10 +140,11 @@ class BlockTimes:
         backward_s = backward_s + update_host_s(self.context, unit.tensors)
         if which is Pass.WEIGHT:
             weight = self.clocks * block.backward.weight_s
+            behind = block.backward.weight_behind_s + np.minimum(weight - block.backward.weight_s, 0.0)
             return PassTimes(
                 kernels_s=weight,
                 exposed_s=np.zeros(self.rows),
-                advance=launching(weight, weight, block.backward.weight_host_s),
+                advance=launching(weight, behind, block.backward.weight_host_s),
                 bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
                 launches=block.backward.launches * weight / np.maximum(self.clocks * block.backward.device_s, TINY),
                 parts={"compute": weight},

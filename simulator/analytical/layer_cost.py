@@ -36,8 +36,9 @@ class PassCost:
     device within the pass.
 
     Layers with experts on several ranks exchange tokens twice. Between the two exchanges lie `experts_s` of kernels
-    (`experts_weight_s` of them for weight gradients) and `experts_exposed_s` of other communication; `first_exchange_s`
-    is the first exchange. `exchange_sms` is set for plans that hide exchanges behind another micro batch.
+    (`experts_weight_s` of them for weight gradients), which the host issues in `experts_host_s` (and
+    `experts_weight_host_s`), and `experts_exposed_s` of other communication; `first_exchange_s` is the first exchange.
+    `exchange_sms` is set for plans that hide exchanges behind another micro batch.
     """
 
     compute_s: Floats
@@ -46,6 +47,7 @@ class PassCost:
     lost_s: Floats
     behind_s: Floats
     weight_host_s: Floats  # part of host_s: to issue weight gradients
+    weight_behind_s: Floats  # as `behind_s`, of a pass of weight gradients alone
     moved_bytes: Floats
     launches: Floats
     measured_s: Floats | float = 0.0  # part of compute_s whose very operator was measured
@@ -57,6 +59,8 @@ class PassCost:
     experts_s: Floats | float = 0.0
     experts_exposed_s: Floats | float = 0.0
     experts_weight_s: Floats | float = 0.0
+    experts_host_s: Floats | float = 0.0
+    experts_weight_host_s: Floats | float = 0.0
     first_exchange_s: Floats | float = 0.0
     exchange_sms: Floats | float = 0.0
 
@@ -214,11 +218,13 @@ class _Fold:
             lost_s=np.zeros(rows),
             behind_s=np.full(rows, -np.inf),
             weight_host_s=np.zeros(rows),
+            weight_behind_s=np.full(rows, -np.inf),
             moved_bytes=np.zeros(rows),
             launches=np.zeros(rows),
         )
         self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
         self._exchanged: tuple[Floats, Floats, Floats] | None = None  # amounts before the first exchange of tokens
+        self._issued = np.zeros((2, rows))  # seconds of the host by then, all and for weight gradients
 
     def done(self) -> PassCost:
         if (waits := self.cost.waits) is not None:
@@ -268,6 +274,8 @@ class _Fold:
         if step.weight:
             cost.weight_s = cost.weight_s + seconds
             cost.weight_host_s = cost.weight_host_s + step.issue_s
+            ready_s = np.maximum(cost.weight_behind_s, cost.weight_host_s)
+            cost.weight_behind_s = np.where(step.rows, ready_s + seconds, cost.weight_behind_s)
 
     def transfer(self, step: Transfer) -> None:
         cost = self.cost
@@ -299,10 +307,13 @@ class _Fold:
         there = (cost.compute_s, others_s, cost.weight_s)
         if self._exchanged is None or all(map(np.array_equal, self._exchanged, there)):
             self._exchanged, cost.first_exchange_s = there, cost.first_exchange_s + step.seconds
+            self._issued = np.stack([cost.host_s, cost.weight_host_s])
         else:
             cost.experts_s, cost.experts_exposed_s, cost.experts_weight_s = (
                 now - before for now, before in zip(there, self._exchanged, strict=True)
             )
+            issued = np.stack([cost.host_s, cost.weight_host_s]) - self._issued
+            cost.experts_host_s, cost.experts_weight_host_s = issued
 
     def _expose(self, axis: str, seconds: Floats) -> None:
         """Add communication along `axis` that nothing hides."""

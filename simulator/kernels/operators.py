@@ -57,8 +57,8 @@ class OperatorSpec:
     A product whose weight is `packed` reads a copy of it (its `reads`), which a `transient` operator makes and which is
     freed after the product; products of an `adapter` come in addition to those of the model. `replayed`: a CUDA graph
     launches it together with the operator before it. For each expert but the first the host issues `by_expert` more
-    launches; kernels that run `one_by_one` run once per expert. A product with `again` is first computed again in its
-    backward pass.
+    launches a kernel, and works for as long as `around_expert` launches forward and backward; kernels that run
+    `one_by_one` run once per expert. A product with `again` is first computed again in its backward pass.
     """
 
     name: str
@@ -94,6 +94,7 @@ class OperatorSpec:
     backward_launches: float = 1.0
     replayed: bool = False
     by_expert: float = 0.0
+    around_expert: tuple[float, float] = (0.0, 0.0)
     one_by_one: bool = False
     again: bool = False
 

@@ -251,10 +251,9 @@ class Roofline:
         known = efficiency(self.gpu.architecture)
         if self.simt:
             return self.peak_flops * known.simt * known.sustained
-        if self.tf32:  # the 16-bit share of the peak: one such number takes as much power as two of 16 bits
-            return self.products_peak_flops * known.burst * known.sustained * self.power_limited
-        sustained = self.peak_flops * known.burst * known.sustained * self.power_supplied
-        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+        sustained = known.burst * known.sustained * self.power_supplied
+        # TF32 reaches the 16-bit share of its peak: one such number takes as much power as two of 16 bits.
+        return self.products_peak_flops * sustained if self.tf32 else self.peak_flops * sustained
 
     @property
     def simt(self) -> bool:
@@ -273,9 +272,11 @@ class Roofline:
     @property
     def power_supplied(self) -> float:
         """The sustained share of the peak over the reference GPU's share: lower with less power per rate; higher with
-        more power if a search has found this GPU's best rate, else the same.
+        more power, up to the largest product that a search found on this GPU, where one has been made.
         """
-        return self._power if self.gpu.achieved_flops.get(self.dtype) else self.power_limited
+        peak, known = self.gpu.peak_flops.get("bfloat16", self.peak_flops), efficiency(self.gpu.architecture)
+        found = self.gpu.achieved_flops.get("bfloat16")
+        return min(self._power, found / (known.burst * peak)) if found else self.power_limited
 
     @property
     def rested(self) -> float:

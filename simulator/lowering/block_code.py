@@ -174,7 +174,8 @@ def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
     issue_s, hop_s = float(step.issue_s[0]), float(step.copy_s[0])
     if mode == ASYNC:
         name, shape, dtype = alone.key
-        whole = replace(alone, key=(f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype), merged=False)
+        key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
+        whole = replace(alone, key=key, host_s=alone.host_s + alone.more_host_s, more_host_s=0.0)
         piece = piece_of(whole, transfer.ranks, float(step.piece_s[0]))
         copies_s = issue_s / transfer.ranks - piece.host_s
         return AsyncStep(piece=piece, transfer=transfer, hop_s=hop_s, copies_host_s=copies_s)

@@ -12,13 +12,15 @@ KernelKey = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelStep:
-    """One launch on the compute stream. `weight`: a weight gradient, which a split backward pass runs later."""
+    """One launch on the compute stream, which may stand for several: the host issues the first in `host_s` and the
+    others in `more_host_s`. `weight`: a weight gradient, which a split backward pass runs later.
+    """
 
     key: KernelKey
     cost: Cost
     host_s: float
     weight: bool = False
-    merged: bool = False  # stands for many launches
+    more_host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +102,9 @@ def summed(run: Sequence[KernelStep], name: str) -> KernelStep:
             hbm_bytes_per_s=moved / seconds if seconds else 0.0,
             launches=sum(step.cost.launches for step in run),
         ),
-        host_s=sum(step.host_s for step in run),
+        host_s=run[0].host_s,
+        more_host_s=sum(step.host_s for step in run[1:]),
         weight=run[0].weight,
-        merged=True,
     )
 
 

@@ -56,11 +56,11 @@ class StepWriter:
         if launch is None:
             name, shape, dtype = step.key
             launch = self._launches[step.key] = Launch(name=name, shape=shape, dtype=dtype)
-            self.kernels[step.key] = (step.cost, 0.0 if step.merged else step.host_s)
+            self.kernels[step.key] = (step.cost, step.host_s)
         code.add(launch)
-        if step.merged and step.host_s:
+        if step.more_host_s:
             # The device starts the first of several launches while the host issues the others.
-            code.host_work(f"issue {step.key[0]}", step.host_s)
+            code.host_work(f"issue {step.key[0]}", step.more_host_s)
 
     def _ring(self, code: CodeWriter, step: RingStep) -> None:
         """Pass a shard on while the present piece computes; the next piece waits for both."""

@@ -135,7 +135,9 @@ class _Maker:
             return self.host.cast_launches * work.launches
         if operator.replayed or not operator.by_expert:
             return 0.0 if operator.replayed else work.launches
-        return work.launches * (1.0 + operator.by_expert * (self.context.sizes["e"] - 1.0))
+        ahead, back = operator.around_expert
+        around = ahead if not work.backward else back if work.name.endswith(WEIGHT_GRADIENT) else 0.0
+        return work.launches * (1.0 + (operator.by_expert + around) * (self.context.sizes["e"] - 1.0))
 
     def _moved(self, work: Work, operator: OperatorSpec, rows: Rows) -> Transfer | Ring:
         groups = self.context.groups

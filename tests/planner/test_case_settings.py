@@ -224,7 +224,7 @@ def test_userbuffers_hide_tensor_parallel_traffic_inside_a_node():
 EXPERTS = {
     "model": "qwen3-30b-a3b",
     "plan": {"dp_replicate": 8, "dp_shard": 1, "zero_stage": 1, "ep": 8, "micro_batch_size": 1},
-    "workload": {"seq_len": 4096, "global_batch_size": 32},
+    "workload": {"seq_len": 8192, "global_batch_size": 32},
     "runtime": {"name": "megatron-lm"},
 }
 

@@ -65,6 +65,29 @@ def test_rows_are_padded_and_written_back_around_the_products(family: str, first
     assert (names.index("expert_weigh") > names.index("unpermute")) == (not first)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_later_releases_neither_pad_rows_nor_weigh_tokens_first(family: str) -> None:
+    """Torchtitan @b5bcd76c, models/common/token_dispatcher.py: one index there and one sum back; an index more each way
+    with expert parallelism.
+    """
+    network = dataclasses.replace(model(2), family=family)
+    operators = operators_for(network, Runtime(name="torchtitan", version="0.3")).moe_layer
+    before, after = (
+        ["permute", "dispatch", "expert_permute"],
+        ["expert_restore", "combine", "expert_weigh", "unpermute"],
+    )
+    order = [*before, "expert_w1", *after]
+    names = [one.name for one in operators if not {"compiled", "autocast"} & {*one.when}]
+
+    assert [name for name in names if name in order] == order
+    assert not [name for name in names if "pad" in name or "repeated" in name]
+    assert {one.name for one in operators if one.matmul == one.collective == "" and "ep" in one.when} == {
+        "counts_to_host",
+        "expert_permute",
+        "expert_restore",
+    }
+
+
 MEASURED = json.loads((Path(__file__).parents[2] / "examples" / "validation" / "experts.json").read_text("utf-8"))
 LAYERS = [layer for layer in MEASURED["layers"] if layer["of"] == "torchtitan"]
 DTYPE_BYTES_OF = {"compute": 2.0, "f32": 4.0}

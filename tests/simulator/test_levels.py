@@ -68,6 +68,8 @@ EXPERTS = [
     ("experts and tensors", TITAN, Plan(tp=2, sequence_parallel=True, dp_shard=4, recompute="selective-op"), 4),
     ("experts, again", COMPILED, Plan(dp_shard=8, ep=4, recompute="full"), 2),
     ("experts in a pipeline", MEGATRON, Plan(dp_replicate=4, ep=4, pp=2, schedule="1F1B", zero_stage=1), 8),
+    ("a host late with experts", MEGATRON, Plan(pp=8, schedule="1F1B", recompute="full", zero_stage=1), 8),
+    ("a host late with their weights", MEGATRON, Plan(dp_replicate=2, pp=4, schedule="ZBH1", zero_stage=1), 8),
 ]
 STRATA = [
     pytest.param(model, *stratum, id=stratum[0])

@@ -128,10 +128,25 @@ def test_more_power_quickens_products_up_to_the_largest_that_was_found(name: str
 
 
 def test_power_that_no_search_has_tried_changes_nothing() -> None:
-    """An H20 has four times the power for its rate, of which nothing is known."""
-    gpu = gpu_kind("h20")
+    """An H20 has four times the power for its rate; here nothing is known of its products."""
+    gpu = replace(gpu_kind("h20"), achieved_flops={})
 
     assert Roofline(gpu=gpu).sustained_flops == Roofline(gpu=with_usual_power(gpu)).sustained_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("rtx-4090", 160.2e12), ("a10g", 66.6e12)],
+)
+def test_cards_whose_power_suffices_multiply_at_the_rate_of_their_clocks(name: str, published: float) -> None:
+    """Products of 8,192 by themselves (zzc0721/torch-performance-test-data, issues 78 and 126)."""
+    gpu = gpu_kind(name)
+    seconds = float(Roofline(gpu=gpu).seconds(product(8192, 8192, 8192))[0])
+
+    assert 2 * 8192**3 / seconds == pytest.approx(published * efficiency(gpu.architecture).sustained, rel=0.06)
+    assert Roofline(gpu=gpu, dtype="float32", tf32=True).sustained_flops == pytest.approx(
+        Roofline(gpu=gpu).sustained_flops / 2, rel=0.01
+    )
 
 
 def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
@@ -150,6 +165,41 @@ def test_attention_backward_takes_longer_than_forward() -> None:
     backward = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([2.5e13]), backward=True, **shape)
 
     assert roofline.seconds(backward)[0] > 2.5 * roofline.seconds(forward)[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "published_s"), [("", 13.102e-3), ("current", 6.812e-3), ("mxfp8", 7.161e-3), ("nvfp4", 3.764e-3)]
+)
+def test_products_of_a_layer_on_blackwell_ultra_take_what_their_makers_measured(low: str, published_s: float) -> None:
+    """TransformerEngine's 12 products by themselves (its docs/examples/gemm_profiling, 15,872 tokens, width 4,096)."""
+    gpu, tokens, width, inner = gpu_kind("b300-sxm"), 15872, 4096, 16384
+    compute = {"": "bfloat16", "nvfp4": "float4"}.get(low, "float8")
+    runtime = Runtime(name="megatron-lm", compute_dtype=compute, low_precision_recipe=low or None)
+    roofline = Roofline(gpu=gpu, low=recipe_of(runtime))
+    shapes = [(tokens, n, k) for n, k in ((3 * width, width), (width, width), (inner, width), (width, inner))]
+    every = [*shapes, *((m, k, n) for m, n, k in shapes), *((k, n, m) for m, n, k in shapes)]
+    seconds = sum(float(roofline.seconds(replace(product(*shape), low=bool(low)))[0]) for shape in every)
+
+    assert seconds * efficiency(gpu.architecture).sustained == pytest.approx(published_s, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forward", "backward"),
+    [(4096, 1408 / 591, 1148 / 474), (8192, 1574 / 644, 1332 / 541), (16384, 1708 / 673, 1328 / 579)],
+)
+def test_attention_on_blackwell_compares_with_hopper_as_its_makers_measured(
+    tokens: int, forward: float, backward: float
+) -> None:
+    """Kernels of cuDNN, causal, 64 heads of 128 (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training)."""
+
+    def seconds(name: str, sequences: float, back: bool) -> float:
+        shape = {"m": np.array([float(tokens)]), "n": np.array([float(tokens)]), "k": np.array([128.0])}
+        flops = np.array([sequences * 64 * tokens**2 * 128 * (5.0 if back else 2.0)])
+        work = Work(kind=WorkKind.ATTENTION, name="a", flops=flops, batch=64 * sequences, backward=back, **shape)
+        return float(Roofline(gpu=gpu_kind(name)).seconds(work)[0])
+
+    for back, published in ((False, forward), (True, backward)):
+        assert 2 * seconds("h200-sxm", 1.0, back) / seconds("gb200", 2.0, back) == pytest.approx(published, rel=0.06)
 
 
 def test_a_power_limit_slows_attention_as_it_slows_products() -> None:

@@ -6,7 +6,8 @@ entry contains the word "unconfirmed", and `cluster_caveats` lists it, so that a
 `memory_bytes` is what a CUDA program sees (torch's `total_memory`), a little less than nvidia-smi's total, which
 includes what the driver keeps. Where a kind has no published driver figure its source says so. `achieved_flops` is the
 larger of two published figures: the best matmul of the MAMF search, and the median over frameworks of the best GEMM
-of each; single outliers, which can come from input values that draw little power, do not count.
+of each; single outliers, which can come from input values that draw little power, do not count. Of cards that neither
+has, it is the middle of what their owners measured.
 """
 
 from __future__ import annotations

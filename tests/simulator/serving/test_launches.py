@@ -48,5 +48,5 @@ def test_a_short_prompt_is_not_read_sooner_by_more_gpus_than_the_host_issues_it(
         return costs.seconds(prompt_tokens=tokens, pairs=tokens**2 / 2, sequences=0, keys=0.0)
 
     assert read_s(8, 600) == pytest.approx(read_s(4, 600), rel=1e-3)
-    assert read_s(8, 8192) < 0.9 * read_s(4, 8192)
+    assert read_s(8, 16384) < 0.8 * read_s(4, 16384)
     assert read_s(8, 500) < read_s(8, 600), "graphs replay all but attention"
