@@ -11,8 +11,8 @@ from dataclasses import replace
 from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
-from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, refuse_experts, stated_workload
-from planner.question.flags import Flags
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
+from planner.question.flags import Flags, refuse_experts
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over

@@ -8,6 +8,7 @@ from functools import lru_cache
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.config.workload import Workload
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends, casts_adapters
@@ -116,6 +117,30 @@ def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
         return spec
     layer = 4 * model.heads * model.head_dim + 3 * model.ffn
     return replace(spec, pipeline=replace(spec.pipeline, head_weight=model.vocab / layer))
+
+
+def unused_settings(model: Model, runtime: Runtime, workload: Workload) -> tuple[str, ...]:
+    """Return, as assumptions, what a runtime and a workload state that changes nothing for `model`."""
+    lines = [
+        f"runtime.cuda_graph {scope} changes nothing: the layers of {model.name} in {runtime.name} have no such kernels"
+        for scope in runtime.graph_scopes
+        if scope in spec_for(runtime).graph_scopes and not _replays(model, replace(runtime, graph_scopes=(scope,)))
+    ]
+    if model.moe is None:
+        stated = {"moe_dispatcher": runtime.moe_dispatcher, "expert_products": runtime.expert_products}
+        lines += [f"runtime.{key} {word} changes nothing: no experts" for key, word in stated.items() if word]
+    if workload.attended_len < workload.seq_len and attention_implementation(runtime) == "unfused":
+        lines.append(
+            f"documents of {workload.document_len:,} tokens change nothing: attention that is not fused multiplies"
+            " whole sequences"
+        )
+    return tuple(lines)
+
+
+def _replays(model: Model, runtime: Runtime) -> bool:
+    """Return whether CUDA graphs of the runtime's parts hold kernels of the model."""
+    found = operators_for(model, runtime)
+    return any(one.replayed for one in (*found.dense_layer, *(found.moe_layer if model.moe else ())))
 
 
 FUSED_DISPATCH = ("deepep", "hybridep")
