@@ -170,7 +170,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qkv_bias": model.qkv_bias,
         "attention_out_bias": model.attention_out_bias,
         "mlp_bias": model.mlp_bias,
-        "selection_bias": bool(model.moe and model.moe.router_bias and not model.moe.expert_bias),
+        "selection_bias": bool(model.moe and model.moe.selection_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "fused_layers": runtime.compile or "layers" in runtime.fused,

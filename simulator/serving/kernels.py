@@ -267,8 +267,7 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     routers the logarithms of the frequencies are evenly spaced, up to POPULAR times the lowest.
     """
     chosen = moe.experts_per_token / moe.experts
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer instead
-    popularity = np.ones(1) if balanced else POPULAR ** np.linspace(0.0, 1.0, 65)
+    popularity = np.ones(1) if moe.selection_bias else POPULAR ** np.linspace(0.0, 1.0, 65)
     taken = np.minimum(1.0, chosen * popularity / popularity.mean())
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
 

@@ -36,7 +36,8 @@ def serving_flags(
     strict: bool = False,
 ) -> ServingFlags:
     """Return what a command states about serving. Raises UserError for options that only training has."""
-    only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
+    lengths = {name: getattr(flags, name) for name in ("seq_len", "global_batch", "document_len", "routing")}
+    only = {**lengths, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
     refuse([*names, *stated_names(others or {})], Task.SERVE, SPELLED)
     return ServingFlags(

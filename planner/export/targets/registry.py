@@ -106,7 +106,8 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
-    facts[LABEL] = planned_document(job, target.table, draft.settings, launches=launches)
+    run_as = job if draft.plan is None else job.with_plan(draft.plan)
+    facts[LABEL] = planned_document(run_as, target.table, draft.settings, launches=launches)
     if isinstance(draft.body, dict):
         text = json.dumps({SECTION: facts, **draft.body}, indent=2) + "\n"
     else:
