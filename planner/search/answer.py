@@ -120,7 +120,7 @@ def _fewest(
         return suggest(here, brief, grow=grow, progress=progress)
 
     price = options.gpu_price_per_hour
-    possible = gpu_counts(machine, least, most, MAX_NODES_TRIED)
+    possible = gpu_counts(question.cluster, least, most, MAX_NODES_TRIED)
     found = fewest_gpus(run, possible, gpu_price_per_hour=price, deadline=deadline)
     if options.reasons and not over(deadline):
         found = explained(found, options)
