@@ -118,6 +118,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     found = Asked(configuration=configuration, assumed=tuple(assumed), questions=unknown)
     try:
         given, facts, machine = _facts(configuration, flags, model, machine, assumed)
+        assumed += facts.pop("unused", ())
         _complete(facts, model, assumed)
         stated, defaults = _stated(configuration, facts, machine.cluster, where)
         case = None
