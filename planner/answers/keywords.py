@@ -10,6 +10,7 @@ from planner.io.hub_file import with_fetched_model
 from planner.requests.flag import from_keywords
 from planner.requests.known import request_of
 from planner.requests.serving import is_about_serving
+from planner.requests.training import Estimate, Suggest
 from topology.errors import UserError
 
 # Flags about what a command prints or draws, with what Python has instead.
@@ -33,8 +34,7 @@ def answer(command: str, keywords: Mapping[str, Any]) -> Any:
     serves = command != "check" and is_about_serving(command, asked)
     module = import_module(f"planner.answers.{'serve.' if serves else ''}{command}")
     found = getattr(module, command)(asked)
-    out = getattr(asked, "out", None)
-    if out is not None and getattr(found, "legal", True):
-        pick = getattr(asked, "pick", None)
-        found.save(out, force=asked.force, **({} if pick is None else {"pick": pick}))
+    if isinstance(asked, (Suggest, Estimate)) and asked.out is not None and getattr(found, "legal", True):
+        picked = {"pick": asked.pick} if isinstance(asked, Suggest) and asked.pick is not None else {}
+        found.save(asked.out, force=asked.force, **picked)
     return found

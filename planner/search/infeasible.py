@@ -93,9 +93,7 @@ class ConstrainedQuestion:
         return fastest_fitting(screened, replays or Replays(self.question), deadline)
 
     def best_rate(self, deadline: float | None = None) -> tuple[float, float]:
-        """Return tokens per second and GPU of `best_plan`, and the bytes of host memory that it needs for each GPU; 0
-        if there is none.
-        """
+        """Return `best_plan`'s tokens per second and GPU, and bytes of host memory for each GPU; 0 without one."""
         question, replays = self.question, Replays(self.question)
         best = self.best_plan(deadline, replays)
         if best is None:
@@ -298,7 +296,6 @@ def relaxations(
 
 
 def _at(rate: float, host_bytes: float) -> str:
-    """Return a throughput and what it takes of the host, in words; empty if it is not known."""
     host = f", {gib_text(host_bytes)} GiB of host memory a GPU" if host_bytes else ""
     return f" (about {two_digits(rate)} tokens/s/GPU{host})" if rate else ""
 
