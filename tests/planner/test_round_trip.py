@@ -84,7 +84,13 @@ def jobs(draw, target: str, framework: str = "") -> ExportJob:
     plan = columns.plan(draw(st.integers(0, len(columns) - 1)))
     compiled = draw(st.booleans()) if target not in {"megatron", "deepspeed"} else False
     runtime = replace(question.runtime, compile=compiled or plan.tp_overlap == "async")
-    workload = replace(question.workload, seq_len=draw(st.sampled_from((2048, 4096))))
+    routing = draw(st.sampled_from(("", "balanced"))) if question.model.moe else ""
+    workload = replace(
+        question.workload,
+        seq_len=draw(st.sampled_from((2048, 4096))),
+        document_len=draw(st.sampled_from((0, 512))),
+        routing=routing,
+    )
     question = replace(question, runtime=runtime, workload=workload)
     if plan.gpus <= 8 and draw(st.booleans()):
         plan = plan.with_(placement=tuple(reversed(range(plan.gpus))))
