@@ -118,6 +118,7 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     found = Asked(configuration=configuration, assumed=tuple(assumed), questions=unknown)
     try:
         given, facts, machine = _facts(configuration, flags, model, machine, assumed)
+        assumed += facts.pop("unused", ())
         _complete(facts, model, assumed)
         stated, defaults = _stated(configuration, facts, machine.cluster, where)
         case = None
@@ -323,7 +324,12 @@ def _stated(configuration: Configuration, facts: Facts, cluster: Cluster, where:
     impossible values.
     """
     rules = framework_of_runtime(configuration.rules)
-    workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
+    workload = Workload(
+        seq_len=facts["seq_len"],
+        global_batch_size=facts["global_batch_size"],
+        document_len=facts.get("document_len", 0),
+        routing=facts.get("routing", ""),
+    )
     stated, implied = implied_runtime(_runtime(configuration, facts), _plan(facts), rules)
     runtime, from_runtime = resolve_runtime(stated)
     plan, from_plan = complete_plan(_plan(facts), workload, rules, where=where)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.export.job import ExportJob
 from planner.export.mapping import Settings, Table
+from simulator.config.plan import Plan
 from simulator.runtimes.environment import Variable
 
 
@@ -18,7 +19,7 @@ class Draft:
     must read back, by its keys. `not_expressed` lists parts of the plan that the target cannot express, `needed` what
     the user must provide, and `run` is the command that starts the file. `files` must be in the working directory when
     it starts: they are written next to the file, or by it if it is a script. `environment` has variables besides those
-    that every plan assumes.
+    that every plan assumes. `plan` is what the target runs, where that is not the plan itself.
     """
 
     body: str | Settings
@@ -29,6 +30,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     environment: tuple[Variable, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

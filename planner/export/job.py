@@ -8,10 +8,13 @@ from planner.export.hosts import Hosts, hosts_of
 from planner.export.mapping import Facts, facts_of
 from planner.question.cases import Case
 from planner.question.question import Question
+from simulator.columns.experts import expert_split
+from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import Plan
-from simulator.legality.frameworks import framework_named
+from simulator.legality.frameworks import framework_named, framework_of_runtime
 from simulator.legality.rule import Grade
 from simulator.runtimes.environment import Variable, assumed_environment
+from simulator.runtimes.library import spec_for
 from topology import codec
 from topology.errors import Infeasible
 
@@ -39,6 +42,14 @@ class ExportJob:
         """Return the job with another plan."""
         return replace(self, plan=plan)
 
+    def with_split_experts(self) -> ExportJob:
+        """Return the job with the number of ranks that split each expert, which its plan may leave to its runtime."""
+        plan, runtime = self.plan, self.question.runtime
+        if self.question.model.moe is None or plan.etp is not None:
+            return self
+        split = expert_split(plan_columns([plan]), spec_for(runtime).splits_experts)
+        return self.with_plan(plan.with_(etp=int(split[0])))
+
     def facts(self) -> Facts:
         """Return the facts that the tables of frameworks write."""
         q = self.question
@@ -61,7 +72,11 @@ def export_job(case: Case, name: str | None = None) -> ExportJob:
 
 def require_legal(job: ExportJob, framework: str, title: str) -> tuple[str, ...]:
     """Return the warnings of `framework` on the plan. Raises Infeasible when the plan is not legal there."""
-    problems = replace(job.question, framework=framework_named(framework), gpus=job.plan.gpus).problems(job.plan)
+    target, question, plan = framework_named(framework), job.question, job.with_split_experts().plan
+    if framework_of_runtime(question.runtime.name) is not target:
+        runtime = replace(question.runtime, name=target.runtime_name, version=None)
+        question = replace(question, runtime=runtime)
+    problems = replace(question, framework=target, gpus=plan.gpus).problems(plan)
     refused = [problem.message for problem in problems if problem.grade is Grade.ILLEGAL]
     if refused:
         raise Infeasible(

@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 Settings = dict[str, Any]  # values by the keys of a tool
 
 PLAN_FACTS = frozenset(field.name for field in fields(Plan))
-WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})
+WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size", "document_len", "routing"})
 RUNTIME_FACTS = frozenset(
     {
         "compile",

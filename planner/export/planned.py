@@ -38,6 +38,8 @@ _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _S
     "savers": (),
     "reentrant": None,
     "low_precision_recipe": "",
+    "document_len": 0,
+    "routing": "",
 }
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "vocab")  # facts that every framework's keys for a model contain
 

@@ -54,13 +54,15 @@ def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str) -> float:
-    """Parse a size such as `32GB`, `29.8 GiB` or `80g` into bytes. Raises UserError."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?", text.strip(), flags=re.IGNORECASE)
+    """Parse a size such as `32GB`, `29.8 GiB`, `80g` or `1e9` into bytes. Raises UserError."""
+    number = r"\d{1,12}(?:\.\d{1,6})?(?:e\+?(?:\d|1[0-5]))?"
+    match = re.fullmatch(rf"({number})\s*([kmgt]?)(i?)b?", text.strip(), flags=re.IGNORECASE)
     if match is None:
-        raise UserError(f"{text!r} is not a size", why="a number and a unit: GB is 10^9, GiB 2^30", remedy="29.8GiB")
-    number, prefix, binary = match.groups()
+        why = "a number of at most 12 digits, in bytes or with a unit: GB is 10^9, GiB 2^30"
+        raise UserError(f"{text[:60]!r} is not a size", why=why, remedy="such as 512MiB, 1GB or 1e9")
+    value, prefix, binary = match.groups()
     power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
-    return float(number) * (1024.0 if binary else 1000.0) ** power
+    return float(value) * (1024.0 if binary else 1000.0) ** power
 
 
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:

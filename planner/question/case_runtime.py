@@ -12,6 +12,7 @@ from planner.question.case_fields import flag, kind_of, refuse_unknown, section_
 from planner.question.case_words import RUNTIME_KEYS
 from planner.question.notes import bf16_moments_noted, compile_noted, float8_noted, graph_scopes_noted, month_of
 from simulator.config.optimizers import canonical_optimizer
+from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
 from simulator.config.savers import optimizer_said, savers_of_some, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
@@ -189,7 +190,7 @@ def graphs_stated(said: Any, where: str) -> JsonObject:
 def implied_runtime(runtime: JsonObject, plan: Mapping[str, Any], framework: Framework) -> tuple[JsonObject, list[str]]:
     """Set what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
     overlap = plan.get("tp_overlap")
-    overlaps = not unsaid(overlap) and overlap != "none"
+    overlaps = not unsaid(overlap) and overlap not in {"none", USERBUFFERS}  # TransformerEngine's need no compiler
     if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
         return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
     return runtime, []

@@ -36,7 +36,7 @@ from planner.question.case_runtime import (
 )
 from planner.question.case_words import PLAN_KEYS, in_sections
 from planner.question.case_workload import case_workload, noted_workload
-from planner.question.flags import Flags
+from planner.question.flags import Flags, refuse_experts, refuse_unused
 from planner.question.notes import card_memory_noted, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
@@ -53,6 +53,7 @@ from simulator.config.verify import verify_lists, verify_plan, verify_runtime, v
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
+from simulator.runtimes.model_operators import unused_settings
 from simulator.step.away import away_assumed
 from simulator.step.offload import offload_assumed, paged_assumed
 from topology import codec
@@ -289,34 +290,6 @@ def stated_workload(flags: Flags, model: Model, gpus: int) -> tuple[Workload, li
     return workload, [*assumed, *([] if flags.seq_len else [f"sequence length {seq_len:,} tokens"])]
 
 
-def refuse_unused(flags: Flags, plan: Plan) -> None:
-    """Raise UserError if a flag states how a plan does what it does not do."""
-    said = flags.plan
-    for name, used, what in (
-        ("schedule", plan.pp > 1, "orders the stages of a pipeline, and the plan has none (pp 1)"),
-        ("cp_method", plan.cp > 1, "is a way of context parallelism, and the plan has none (cp 1)"),
-        ("sequence_parallel", plan.tp > 1, "divides tokens over tensor-parallel ranks, and the plan has none (tp 1)"),
-    ):
-        if said.get(name) and not used:
-            flag = f"--{name.replace('_', '-')}"
-            axis = what[-5:-3]
-            raise UserError(
-                f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}",
-                remedy=f"--{axis} 2, or leave {flag} out",
-            )
-
-
-def refuse_experts(flags: Flags, model: Model) -> None:
-    """Raise UserError if a flag states how experts run, and the model has none."""
-    said = {**flags.runtime, "routing": flags.routing}
-    for name in ("moe_dispatcher", "expert_products", "routing"):
-        if said.get(name) and model.moe is None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{flag} {said[name]} is about experts, and {model.name} has none", remedy=f"leave {flag} out"
-            )
-
-
 def all_assumed(
     assumed: Sequence[str], plans: Sequence[Plan], question: Question, measured: Calibrations
 ) -> tuple[str, ...]:
@@ -332,6 +305,7 @@ def all_assumed(
         *offload_assumed(plans, question.cluster),
         *paged_assumed(question.runtime, question.cluster, max((plan.gpus for plan in plans), default=1)),
         *away_assumed(question.runtime, plans, question.cluster),
+        *unused_settings(question.model, question.runtime, question.workload),
     )
     return tuple(dict.fromkeys(lines))
 
@@ -378,7 +352,8 @@ def complete_plan(
         values["recompute"] = framework.default_recompute
         assumed.append(f"recompute {values['recompute']} ({framework.title}'s default)")
     if values.get("tp_overlap") == USERBUFFERS and tp == 1:
-        del values["tp_overlap"]  # there is nothing to overlap
+        del values["tp_overlap"]
+        assumed.append(f"tp_overlap {USERBUFFERS} changes nothing: there is no tensor parallelism (tp 1)")
     if "micro_batch_size" not in values:
         dp = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
         whole = workload.global_batch_size % dp == 0

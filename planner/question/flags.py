@@ -10,6 +10,9 @@ from planner.io.inputs import refuse_empty
 from planner.question.case_runtime import graphs_stated
 from planner.question.learned_runtime import is_learned
 from planner.requests.training import OnePlan, Suggest, Trained
+from simulator.config.model import Model
+from simulator.config.overlap_sites import USERBUFFERS
+from simulator.config.plan import Plan
 from simulator.runtimes.library import graph_parts
 from topology.codec import JsonObject
 from topology.errors import UserError
@@ -150,3 +153,36 @@ def gpu_counts(text: str | None) -> tuple[int, ...] | None:
     raise UserError(
         f"--gpus {text!r} is neither a number from 1 to {1 << 20}, nor several, nor min", remedy="--gpus 16"
     )
+
+
+def refuse_unused(flags: Flags, plan: Plan) -> None:
+    """Raise UserError if a flag states how a plan does what it does not do."""
+    said = flags.plan
+    for name, used, what in (
+        ("schedule", plan.pp > 1, "orders the stages of a pipeline, and the plan has none (pp 1)"),
+        ("cp_method", plan.cp > 1, "is a way of context parallelism, and the plan has none (cp 1)"),
+        ("sequence_parallel", plan.tp > 1, "divides tokens over tensor-parallel ranks, and the plan has none (tp 1)"),
+        (
+            "tp_overlap",
+            plan.tp > 1 or said.get("tp_overlap") != USERBUFFERS,  # the rules refuse the others
+            "overlaps the products of tensor-parallel ranks, and the plan has none (tp 1)",
+        ),
+    ):
+        if said.get(name) and not used:
+            flag = f"--{name.replace('_', '-')}"
+            axis = what[-5:-3]
+            raise UserError(
+                f"{flag}{'' if said[name] is True else f' {said[name]}'} {what}",
+                remedy=f"--{axis} 2, or leave {flag} out",
+            )
+
+
+def refuse_experts(flags: Flags, model: Model) -> None:
+    """Raise UserError if a flag states how experts run, and the model has none."""
+    said = {**flags.runtime, "routing": flags.routing}
+    for name in ("moe_dispatcher", "expert_products", "routing"):
+        if said.get(name) and model.moe is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{flag} {said[name]} is about experts, and {model.name} has none", remedy=f"leave {flag} out"
+            )

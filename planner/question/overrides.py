@@ -13,8 +13,8 @@ from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
-from planner.question.cases import Case, all_assumed, complete_plan, refuse_experts, refuse_unused
-from planner.question.flags import Flags
+from planner.question.cases import Case, all_assumed, complete_plan
+from planner.question.flags import Flags, refuse_experts, refuse_unused
 from planner.question.plan_file import require_fresh
 from planner.question.question import Question
 from simulator.config.adapter import Adapter

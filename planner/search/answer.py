@@ -11,8 +11,8 @@ from dataclasses import replace
 from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
-from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, refuse_experts, stated_workload
-from planner.question.flags import Flags
+from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
+from planner.question.flags import Flags, refuse_experts
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
@@ -120,7 +120,7 @@ def _fewest(
         return suggest(here, brief, grow=grow, progress=progress)
 
     price = options.gpu_price_per_hour
-    possible = gpu_counts(machine, least, most, MAX_NODES_TRIED)
+    possible = gpu_counts(question.cluster, least, most, MAX_NODES_TRIED)
     found = fewest_gpus(run, possible, gpu_price_per_hour=price, deadline=deadline)
     if options.reasons and not over(deadline):
         found = explained(found, options)

@@ -92,14 +92,15 @@ class ConstrainedQuestion:
         screened = Screened(self.screening, nodes, self.recomputes, deadline=deadline)
         return fastest_fitting(screened, replays or Replays(self.question), deadline)
 
-    def best_rate(self, deadline: float | None = None) -> float:
-        """Return tokens per second and GPU of `best_plan`; 0 if there is none."""
+    def best_rate(self, deadline: float | None = None) -> tuple[float, float]:
+        """Return `best_plan`'s tokens per second and GPU, and bytes of host memory for each GPU; 0 without one."""
         question, replays = self.question, Replays(self.question)
         best = self.best_plan(deadline, replays)
         if best is None:
-            return 0.0
-        step_s = float(question.estimate([best]).step_s[0]) + replays[best].full_s
-        return question.workload.tokens_per_step / question.count / step_s
+            return 0.0, 0.0
+        found = question.estimate([best])
+        step_s = float(found.step_s[0]) + replays[best].full_s
+        return question.workload.tokens_per_step / question.count / step_s, found.estimate(0).memory.host_bytes
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -226,7 +227,11 @@ def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible
     """Return the error of `no_fitting_plan` without conflicts and relaxations, which is far quicker."""
     screening = Screening(question)
     _, held = least_memory_plan(screening, nodes, ConstrainedQuestion(question=question, bounds=bounds).recomputes)
-    return Infeasible(f"{gib_text(held.reserved_bytes - held.left_bytes)} GiB missing on the worst rank")
+    return Infeasible(
+        f"{gib_text(held.reserved_bytes - held.left_bytes)} GiB missing on the worst rank",
+        why=f"no legal plan of {question.model.name} fits on {gpus_text(question.count)}",
+        remedy="more GPUs or memory; without --time-limit, or with a longer one, the answer says what else would do",
+    )
 
 
 def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | None = None) -> list[str]:
@@ -283,11 +288,16 @@ def relaxations(
     found = []
     for text, relaxed in _relaxed(constrained, grow, deadline):
         if relaxed.gap() <= 0:
-            found.append((text, relaxed, 0.0 if over(deadline) else relaxed.best_rate(deadline)))
+            found.append((text, (0.0, 0.0) if over(deadline) else relaxed.best_rate(deadline)))
         if over(deadline):
             break
-    found.sort(key=lambda one: -one[2])
-    return [f"{text} (about {two_digits(rate)} tokens/s/GPU)" if rate else text for text, _, rate in found]
+    found.sort(key=lambda one: -one[1][0])
+    return [f"{text}{_at(*figures)}" for text, figures in found]
+
+
+def _at(rate: float, host_bytes: float) -> str:
+    host = f", {gib_text(host_bytes)} GiB of host memory a GPU" if host_bytes else ""
+    return f" (about {two_digits(rate)} tokens/s/GPU{host})" if rate else ""
 
 
 def _relaxed(

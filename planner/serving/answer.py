@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.serving.account import Account, serving_account
 from planner.serving.custom_reduce import nccl_because
 from planner.serving.question.question import ServingQuestion
-from planner.serving.stated import problems_of
+from planner.serving.stated import problems_of, unused_settings
 from simulator.serving.deployment import Deployment
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from topology.errors import Infeasible
@@ -64,7 +64,7 @@ def answer_deployment(
     """Return the answer about one deployment, legal or not."""
     problems = problems_of(question, deployment)
     reason = "" if problems else nccl_because(question, deployment.pool)
-    assumed += (reason,) if reason else ()
+    assumed += ((reason,) if reason else ()) + unused_settings(deployment)
     estimate = None
     if not problems:
         try:

@@ -73,6 +73,8 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
                 return f"tp {pool.tp} does not divide {name} of {size}"
     if model.heads % pool.tp:
         return f"tp {pool.tp} does not divide {model.heads} attention heads"
+    if pool.ep > 1 and model.moe is None:
+        return f"ep {pool.ep} spreads experts, and {model.name} has none"
     if pool.pp > model.layers:
         return f"{pool.pp} stages for {model.layers} layers"
     if model.moe and (model.moe.experts + pool.redundant_experts) % pool.ep:
@@ -83,7 +85,9 @@ def refusal(model: Model, pool: Pool, engine: str = "") -> str:
 
 
 def no_format(question: ServingQuestion) -> str:
-    """Return the format that an engine does not have on the question's GPUs; empty if it has all."""
+    """Return the format that the model or, on the question's GPUs, the engine does not have; empty if they have all."""
+    if question.weights == "mxfp4" and question.model.moe is None:
+        return f"weights in mxfp4 are those of experts, and {question.model.name} has none"
     kind = question.cluster.slowest_kind
     if engine_of(question.engine).program == "trtllm":
         for flag, word in (("--weights", question.weights), ("--kv-cache", question.kv_cache)):

@@ -11,6 +11,7 @@ from planner.serving.question.from_flags import (
     arrival_shape,
     measured_serving,
     number_format,
+    refuse_unknown_to,
     speculation_of,
 )
 from planner.serving.question.question import ServingQuestion
@@ -69,6 +70,7 @@ def with_serving_flags(
         ttft_s=content.question.ttft_s if ttft_s is None else ttft_s,
         tpot_s=content.question.tpot_s if tpot_s is None else tpot_s,
     )
+    refuse_unknown_to(question)
     before = content.deployment
     pool = replace(
         before.pool,

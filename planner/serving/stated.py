@@ -86,6 +86,19 @@ def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[D
     return deployment, tuple(assumed)
 
 
+def unused_settings(deployment: Deployment) -> tuple[str, ...]:
+    """Return, as assumptions, the stated settings that change nothing in a deployment."""
+    pools = (deployment.pool, *([deployment.prefill] if deployment.prefill else []))
+    unused = {
+        "two-batch overlap changes nothing: no tokens travel to experts on other GPUs (ep 1)": deployment.two_batches
+        and all(pool.ep == 1 for pool in pools),
+        "an engine without its own all-reduce is the same: nothing is summed over ranks (tp 1)": (
+            not deployment.custom_all_reduce and all(pool.tp == 1 for pool in pools)
+        ),
+    }
+    return tuple(line for line, holds in unused.items() if holds)
+
+
 def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str, ...]:
     """Return why an engine cannot run a deployment on the question's GPUs; empty if it can."""
     cluster = question.cluster

@@ -87,7 +87,7 @@ class MixtureOfExperts:
     shared_ffn: int = 0  # total width of the experts every token visits
     shared_gate: bool = False  # a scalar gate on the shared expert (qwen2-moe)
     expert_bias: bool = False  # biases on the routed experts (in transformers' classes only gpt-oss has them)
-    router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
+    router_bias: bool = False  # a bias for each expert on the router's scores
     dense_layers: int = 0
     dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
     groups: int = 1  # groups of experts, and the most groups that a token visits (deepseek-v3's n_group and topk_group)
@@ -96,6 +96,13 @@ class MixtureOfExperts:
     def __post_init__(self) -> None:
         if self.dense_layer_ids and len(self.dense_layer_ids) != self.dense_layers:
             raise ValueError(f"{self.dense_layers} dense layers, but {len(self.dense_layer_ids)} are named")
+
+    @property
+    def selection_bias(self) -> bool:
+        """Whether the router's bias only chooses experts (DeepSeek-V3's e_score_correction_bias), and is not that of a
+        linear layer, as in gpt-oss.
+        """
+        return self.router_bias and not self.expert_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

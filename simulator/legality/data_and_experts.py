@@ -62,7 +62,6 @@ _GRID_WORDS = {
     ExpertGrid.DATA: "the data-parallel degree",
     ExpertGrid.WORLD: "world / pp",
     ExpertGrid.STAGE: "the ranks of a stage",
-    ExpertGrid.NONE: "no ranks",
 }
 
 
@@ -137,6 +136,7 @@ EXPERT_RULES: list[Rule] = [
             f"ep {p.ep} must divide {_grid_words(p, q)} = {_ranks_for_experts(p, q)}, so that "
             "experts are sharded over whole groups",
         ),
+        applies=lambda q: q.framework.expert_grid is not ExpertGrid.NONE,  # then no ep above 1 is legal
     ),
     rule(
         "expert-grid",

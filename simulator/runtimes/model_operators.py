@@ -8,6 +8,7 @@ from functools import lru_cache
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.config.workload import Workload
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends, casts_adapters
@@ -118,6 +119,30 @@ def _with_head_weight(spec: RuntimeSpec, model: Model) -> RuntimeSpec:
     return replace(spec, pipeline=replace(spec.pipeline, head_weight=model.vocab / layer))
 
 
+def unused_settings(model: Model, runtime: Runtime, workload: Workload) -> tuple[str, ...]:
+    """Return, as assumptions, what a runtime and a workload state that changes nothing for `model`."""
+    lines = [
+        f"runtime.cuda_graph {scope} changes nothing: the layers of {model.name} in {runtime.name} have no such kernels"
+        for scope in runtime.graph_scopes
+        if scope in spec_for(runtime).graph_scopes and not _replays(model, replace(runtime, graph_scopes=(scope,)))
+    ]
+    if model.moe is None:
+        stated = {"moe_dispatcher": runtime.moe_dispatcher, "expert_products": runtime.expert_products}
+        lines += [f"runtime.{key} {word} changes nothing: no experts" for key, word in stated.items() if word]
+    if workload.attended_len < workload.seq_len and attention_implementation(runtime) == "unfused":
+        lines.append(
+            f"documents of {workload.document_len:,} tokens change nothing: attention that is not fused multiplies"
+            " whole sequences"
+        )
+    return tuple(lines)
+
+
+def _replays(model: Model, runtime: Runtime) -> bool:
+    """Return whether CUDA graphs of the runtime's parts hold kernels of the model."""
+    found = operators_for(model, runtime)
+    return any(one.replayed for one in (*found.dense_layer, *(found.moe_layer if model.moe else ())))
+
+
 FUSED_DISPATCH = ("deepep", "hybridep")
 
 
@@ -145,7 +170,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "qkv_bias": model.qkv_bias,
         "attention_out_bias": model.attention_out_bias,
         "mlp_bias": model.mlp_bias,
-        "selection_bias": bool(model.moe and model.moe.router_bias and not model.moe.expert_bias),
+        "selection_bias": bool(model.moe and model.moe.selection_bias),
         "copies_by_eight": bool(model.moe and model.moe.experts_per_token % 8 == 0),
         "compiled": runtime.compile,
         "fused_layers": runtime.compile or "layers" in runtime.fused,

@@ -23,8 +23,7 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     A router that balances loads by a bias for each expert (DeepSeek-V3's) is taken to choose all with equal frequency:
     the few tokens of a step of answers agree with that (examples/validation/serving.md).
     """
-    balanced = moe.router_bias and not moe.expert_bias  # gpt-oss has the bias of a linear layer instead
-    popularity = np.ones(1) if balanced else _popularity()
+    popularity = np.ones(1) if moe.selection_bias else _popularity()
     taken = np.minimum(1.0, moe.experts_per_token / moe.experts * popularity)
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
 

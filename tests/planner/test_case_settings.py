@@ -13,7 +13,7 @@ from planner.question.cases import case_from_flags, load_case
 from planner.question.flags import Flags, flags_of_plan
 from planner.requests.training import OnePlan, Trained
 from planner.validate.validation import validate_case
-from simulator.runtimes.library import attention_kernel
+from simulator.runtimes.library import attention_kernel, runtime_names, runtime_spec
 from tests.planner.stated_case import changed
 from topology.errors import BadPlan, UserError
 
@@ -483,3 +483,43 @@ def test_userbuffers_are_not_for_rocm(planner):
     assert nvidia["legal"]
     assert not amd["legal"]
     assert any("ROCm" in problem["message"] for problem in amd["problems"])
+
+
+# What a source may say of a run, each with a value that is no runtime's default.
+STATED = {
+    "compile": {"runtime": {"compile": True}},
+    "graphs": {"runtime": {"cuda_graph": "full"}},
+    "graphs of attention": {"runtime": {"cuda_graph": ["attn"]}},
+    "float32 parameters": {"runtime": {"param_dtype": "float32", "compute_dtype": "float32"}},
+    "float8": {"runtime": {"compute_dtype": "float8"}},
+    "a recipe alone": {"runtime": {"low_precision_recipe": "delayed"}},
+    "sgd": {"runtime": {"optimizer": "sgd"}},
+    "adapters": {"runtime": {"adapter": {"kind": "lora", "rank": 8}}},
+    "a dispatcher": {"runtime": {"moe_dispatcher": "allgather"}},
+    "experts one by one": {"runtime": {"expert_products": "loop"}},
+    "user buffers": {"plan": {"tp_overlap": "userbuffers"}},
+    "a schedule": {"plan": {"schedule": "GPipe"}},
+    "recomputation": {"plan": {"recompute": "full"}},
+    "offload": {"plan": {"offload": "optimizer"}},
+    "documents": {"workload": {"document_len": 16}},
+}
+
+
+@pytest.mark.parametrize("name", sorted({runtime_spec(name).names[0] for name in runtime_names()}))
+def test_what_a_source_says_is_used_refused_or_said_to_change_nothing(name):
+    """Nothing that is stated is dropped without a word, under any runtime: small layers, whose host decides too."""
+    about = {"model": "tiny-llama", "cluster": "h200x4", "runtime": {"name": name}}
+    sizes = {"workload": {"seq_len": 256, "global_batch_size": 8}, "plan": {"dp_shard": 1, "dp_replicate": 4}}
+    base = changed(**about, **sizes)
+    plain = answer_plan(load_case(base))
+    assert plain.estimate is not None
+    dropped = []
+    for what, stated in STATED.items():
+        try:
+            found = answer_plan(load_case(base | {part: base[part] | said for part, said in stated.items()}))
+        except UserError:
+            continue
+        if found.estimate == plain.estimate and {*found.case.assumed} <= {*plain.case.assumed}:
+            dropped.append(what)
+
+    assert dropped == []

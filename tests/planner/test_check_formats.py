@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -402,3 +403,19 @@ def test_a_trainer_over_megatron_is_not_taken_for_another() -> None:
     text = "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 1\ntensor_model_parallel_size: 2\n"
     with pytest.raises(NotAConfiguration, match="Megatron-Bridge or MCA"):
         ask(f"{text}mixed_precision: bf16_mixed\n", "a.yaml", CheckFlags())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("key", "what", "least"), [("offload_optimizer", "optimizer", 1), ("offload_param", "parameters", 3)]
+)
+def test_what_deepspeed_cannot_move_to_the_host_at_a_stage_is_said(stage: int, key: str, what: str, least: int) -> None:
+    """DeepSpeed 0.19.8, runtime/zero/config.py: parameters move at stage 3 only; the optimizer that moves is ZeRO's."""
+    zero = {"stage": stage, key: {"device": "cpu"}}
+    file = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    flags = CheckFlags(model="llama3.2-1b", gpus=8, seq_len=2048, global_batch=8)
+    found = ask(json.dumps(file), "ds.json", flags)
+
+    assert found.case is not None
+    assert found.case.plan.offload == (what if stage >= least else "none")
+    assert any(f"{key} changes nothing" in line for line in found.assumed) is (stage < least)

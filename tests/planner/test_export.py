@@ -489,6 +489,9 @@ def test_megatron_gets_the_numbers_of_a_known_model() -> None:
     assert (mixtral["--rotary-base"], mixtral["--moe-aux-loss-coeff"]) == (1000000, 0.02)
     deepseek = flags("deepseek-v3")
     assert (deepseek["--moe-router-num-groups"], deepseek["--moe-router-group-topk"]) == (8, 4)
+    # Its bias only selects experts whose scores are sigmoids; that of gpt-oss is of a linear layer before a softmax.
+    assert (deepseek["--moe-router-score-function"], deepseek["--moe-router-enable-expert-bias"]) == ("sigmoid", True)
+    assert not {"--moe-router-score-function", "--moe-router-enable-expert-bias"} & flags("gpt-oss-20b").keys()
     assert (deepseek["--moe-router-topk-scaling-factor"], deepseek["--moe-aux-loss-coeff"]) == (2.5, 1e-4)
     assert (deepseek["--rotary-scaling-factor"], deepseek["--mscale"], deepseek["--mscale-all-dim"]) == (40, 1.0, 1.0)
     assert "--rotary-base" not in flags("Qwen/Qwen2.5-14B-Instruct-1M")  # like another model, but for its positions

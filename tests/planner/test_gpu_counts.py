@@ -128,7 +128,7 @@ def test_the_fewest_surely_fit_and_fewer_are_said_with_their_chance():
     """On every smaller number of GPUs the search itself finds no plan, or none that surely fits."""
     bounds = Bounds(max_virtual_stages=1).fixing(pp=((1, 1),), cp=((1, 1),))
     options = SearchOptions(top=1, bounds=bounds, simulate=False)
-    flags = Flags(model="llama3-8b", cluster="dgx-h100", gpus=(), seq_len=8192, global_batch=8)
+    flags = Flags(model="llama3-8b", cluster="dgx-h100", gpus=(), seq_len=8192, global_batch=24)
     found = answer(flags, "torchtitan", options)
     fewest = found.plans[0].plan.gpus
     rows = {row.gpus: row for row in found.by_gpus}

@@ -153,12 +153,16 @@ def test_one_gpu_can_offload_what_it_has_nothing_to_share(planner, framework):
     )
     found = json.loads(planner("suggest", *flags, "--offload", "parameters", "--top", 1, "--json").stdout)["plans"][0]
     advice = " ".join(planner("suggest", *flags).stderr.split())
-    offered = re.search(r"--offload parameters \(about ([\d,]+) tokens", advice)
+    offered = re.search(
+        r"--offload parameters \(about ([\d,]+) tokens/s/GPU, ([\d,]+) GiB of host memory a GPU", advice
+    )
 
     assert found["plan"]["zero_stage"] == (3 if framework == "deepspeed" else None)
     assert found["fit_probability"] > 0.95
     assert offered is not None
     assert float(offered[1].replace(",", "")) == pytest.approx(found["estimate"]["tokens_per_s_per_gpu"], rel=0.1)
+    host_bytes = found["estimate"]["memory"]["host_bytes"]
+    assert float(offered[2].replace(",", "")) == pytest.approx(host_bytes / 2**30, rel=0.05)
 
 
 def test_explain_and_trace_speak_of_the_same_step(planner, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 
 import pytest
@@ -79,15 +80,36 @@ def test_text_that_is_no_topology_is_refused(planner):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("text", ["1e99", "9" * 20, "a lot", "1.5"])
+def test_a_size_that_is_none_names_sizes_that_are(planner, text):
+    """What an error offers is taken by the command that printed it."""
+    asked = ("collective", "--cluster", "dgx-h100", "--op", "all_reduce", "--gpus", "8", "--bytes")
+    refused = planner(*asked, text)
+    offered = re.findall(r"\d+(?:e\d+|[GM]i?B)?", refused.stderr.split("do:")[1])
+
+    assert refused.returncode == 2
+    assert offered
+    assert planner(*asked, ",".join(offered), "--json").document["rows"]
+
+
 def test_collective_rows_have_the_keys_of_the_contract(planner):
     pytest.importorskip("simulator.collectives.nccl_tables", reason="the collective model is a part of its own")
     done = planner(
-        "collective", "--cluster", "dgx-h100", "--op", "all_reduce", "--gpus", "8", "--bytes", "1024,1MiB,1GB", "--json"
+        "collective",
+        "--cluster",
+        "dgx-h100",
+        "--op",
+        "all_reduce",
+        "--gpus",
+        "8",
+        "--bytes",
+        "1024,1MiB,1GB,2e9",
+        "--json",
     )
     rows = json.loads(done.stdout)["rows"]
 
     assert done.returncode == 0, done.stderr
-    assert [row["bytes"] for row in rows] == [1024, 1048576, 10**9]
+    assert [row["bytes"] for row in rows] == [1024, 1048576, 10**9, 2 * 10**9]
     for row in rows:
         assert {
             "machine",

@@ -72,6 +72,32 @@ def test_a_suggested_plan_is_saved_loaded_and_changed(tmp_path):
         found.save(path)
 
 
+@pytest.mark.parametrize(
+    ("answer", "flags"),
+    [
+        (suggest, {**SMALL, "tp": 2, "pp": 1, "simulate": False}),
+        (estimate, {**SMALL, "tp": 2, "micro_batch": 1}),
+        (suggest, {"task": "serve", "model": "tiny-llama", "cluster": "h200x4", "gpus": 1, "isl": 64, "osl": 8}),
+        (estimate, {"task": "serve", "model": "tiny-llama", "cluster": "h200x4", "gpus": 1, "isl": 64, "osl": 8}),
+    ],
+)
+def test_a_file_that_is_asked_for_is_written_or_refused(tmp_path, answer, flags):
+    """Every flag of a command that names a file, from Python."""
+    asked = [flag.name for flag in flags_of(request_of(answer.__name__)).values() if flag.writes]
+    assert "out" in asked
+    for name in asked:
+        path = tmp_path / f"{name}.json"
+        if name != "out":  # drawn by the command
+            with pytest.raises(errors.UserError, match=f"{name} is how the command prints"):
+                answer(**flags, **{name: path})
+            continue
+        answer(**flags, **{name: path})
+
+        assert estimate(plan=path).legal
+        with pytest.raises(errors.UserError, match=r"exists|there already"):
+            answer(**flags, **{name: path})
+
+
 def test_a_list_of_cases_is_answered_one_by_one(tmp_path):
     case = {"model": "llama3.2-1b", "cluster": "h200x4", "workload": {"seq_len": 1024, "global_batch_size": 8}}
     file = tmp_path / "cases.json"
@@ -102,6 +128,7 @@ def test_a_plan_that_is_not_legal_is_an_answer_that_says_why():
         ({"top": "many"}, errors.UserError, "top is 'many'", "whole number"),
         ({"objective": "speed"}, errors.UserError, "objective", "time"),
         ({"json": True}, errors.UserError, "json", "to_dict"),
+        ({"svg": "cost.svg"}, errors.UserError, "svg", "planner suggest --svg"),
         ({"gpu_price": float("inf")}, errors.UserError, "gpu_price", "from 0 to 1e+09"),
         ({"model": "llama9-9z"}, errors.BadModel, "llama9", ""),
         ({"cluster": "dgx-x100"}, errors.BadCluster, "dgx-x100", ""),

@@ -22,6 +22,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import spec_for
@@ -75,15 +76,21 @@ def space(framework: str, model: str, gpus: int) -> tuple[Question, PlanColumns]
 
 
 @st.composite
-def jobs(draw, target: str) -> ExportJob:
-    """A legal plan of the target's framework, in a runtime that may be configured otherwise."""
+def jobs(draw, target: str, framework: str = "") -> ExportJob:
+    """A legal plan of a framework, by default the target's, in a runtime that may be configured otherwise."""
     model = draw(st.sampled_from(MODELS))
-    question, columns = space(FRAMEWORKS[target], model, draw(st.sampled_from((4, 8, 16))))
+    question, columns = space(framework or FRAMEWORKS[target], model, draw(st.sampled_from((4, 8, 16))))
     assume(len(columns) > 0)
     plan = columns.plan(draw(st.integers(0, len(columns) - 1)))
     compiled = draw(st.booleans()) if target not in {"megatron", "deepspeed"} else False
     runtime = replace(question.runtime, compile=compiled or plan.tp_overlap == "async")
-    workload = replace(question.workload, seq_len=draw(st.sampled_from((2048, 4096))))
+    routing = draw(st.sampled_from(("", "balanced"))) if question.model.moe else ""
+    workload = replace(
+        question.workload,
+        seq_len=draw(st.sampled_from((2048, 4096))),
+        document_len=draw(st.sampled_from((0, 512))),
+        routing=routing,
+    )
     question = replace(question, runtime=runtime, workload=workload)
     if plan.gpus <= 8 and draw(st.booleans()):
         plan = plan.with_(placement=tuple(reversed(range(plan.gpus))))
@@ -136,6 +143,27 @@ def test_an_export_read_back_is_the_same_plan(target: str, data) -> None:
     }
     assert replace(back.model, assumed=()) == replace(question.model, assumed=())
     assert back.runtime.name == question.runtime.name
+
+
+@pytest.mark.parametrize("target", FRAMEWORKS)
+@given(st.data())
+@settings(max_examples=30)
+def test_a_plan_of_another_framework_is_legal_where_it_is_written(target: str, data) -> None:
+    others = sorted({*FRAMEWORKS.values(), "any", "meshwright", "megatron-deepspeed"} - {FRAMEWORKS[target]})
+    job = data.draw(jobs(target, data.draw(st.sampled_from(others))))
+    try:
+        done = export(job, find_target(target))
+    except Infeasible as refused:
+        event(f"refused: {refused.what}")
+        return
+    event("written")
+    found = ask(done.text, find_target(target).file_name, CheckFlags(cluster="dgx-h100"))
+
+    assert found.case is not None, (found.problems, found.questions)
+    illegal = [one.message for one in found.case.question.problems(found.case.plan) if one.grade is Grade.ILLEGAL]
+    assert illegal == []
+    assert found.case.plan.gpus == job.plan.gpus
+    assert found.case.question.workload == job.question.workload
 
 
 def test_what_a_file_cannot_say_is_documented() -> None:

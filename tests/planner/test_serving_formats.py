@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from planner import estimate
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving import check_serving
 from planner.export.serving.commands import command
+from planner.serving.answer import answer_deployment
 from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.stated import stated_deployment
 from simulator.config.hf_config import hub_name
 from simulator.config.stored_weights import of_config, stored_weights
 from simulator.serving.deployment import Pool
@@ -134,6 +137,64 @@ def test_settings_that_change_nothing_of_a_prediction_are_named() -> None:
     text = "vllm serve meta-llama/Llama-3.1-8B --quantization bitsandbytes"
     found = check_serving(text, "a", CheckFlags(cluster="dgx-h100"), flags(model=None, gpus=None), search=False)
     assert "nothing changed by --quantization" in found.assumed
+
+
+# What may be said of an engine, each with a value that is not its default.
+SETTINGS = {
+    "weights": "mxfp4",
+    "kv_cache": "float8",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "gpu_memory_utilization": 0.5,
+    "eager": True,
+    "no_custom_all_reduce": True,
+    "two_batch_overlap": True,
+    "receive_every": 8,
+    "cached_prompt": 0.5,
+    "ep": 2,
+    "dp_attention": 2,
+    "pp": 2,
+}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "meshwright"])
+@pytest.mark.parametrize(("model", "tp"), [("llama3.2-1b", 1), ("llama3.2-1b", 2), ("gpt-oss-20b", 2)])
+def test_what_is_said_of_an_engine_is_used_refused_or_said_to_change_nothing(engine: str, model: str, tp: int) -> None:
+    about = {
+        "model": model,
+        "engine": engine,
+        "tp": tp,
+        "concurrency": 12,
+        "isl": 2048,
+        "osl": 8,
+        "weights": "bfloat16",
+    }
+
+    def answer(**said: object) -> tuple[object, set[str]]:
+        stated = flags(**(about | said))
+        question = serving_question(stated)
+        found = answer_deployment(question, *stated_deployment(question, stated))
+        return found.estimate, {*found.assumed}
+
+    plain, assumed = answer()
+    assert plain is not None
+    dropped = []
+    for name, value in SETTINGS.items():
+        try:
+            found, lines = answer(**{name: value})
+        except UserError:
+            continue
+        if found == plain and lines <= assumed:
+            dropped.append(name)
+
+    assert dropped == []
+
+
+@pytest.mark.parametrize("said", [{"routing": "natural"}, {"document_len": 64}, {"seq_len": 64}, {"compile": True}])
+def test_options_of_training_are_refused_for_an_engine(said: dict[str, object]) -> None:
+    name = next(iter(said))
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}: an option of training"):
+        estimate(task="serve", model="tiny-llama", cluster="h200x4", gpus=1, isl=64, osl=8, **said)
 
 
 def test_engines_that_cannot_run_so_refuse() -> None:

@@ -15,11 +15,13 @@ from planner.requests.serving import stated as stated_names
 from planner.requests.training import Estimate
 from planner.serving.answer import ServingAnswer, answer_deployment
 from planner.serving.overrides import with_serving_flags
-from planner.serving.plan_file import load_serving
+from planner.serving.plan_file import load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.reports.documents import estimate_document
 from planner.serving.stated import stated_deployment
+from topology import codec
 from topology.codec import JsonObject
+from topology.errors import Infeasible
 
 DEGREES = frozenset({"tp", "pp", "ep"})  # fields that a deployment shares with a training plan
 SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
@@ -34,7 +36,8 @@ def serving_flags(
     strict: bool = False,
 ) -> ServingFlags:
     """Return what a command states about serving. Raises UserError for options that only training has."""
-    only = {"seq_len": flags.seq_len, "global_batch": flags.global_batch, **flags.plan, **flags.runtime}
+    lengths = {name: getattr(flags, name) for name in ("seq_len", "global_batch", "document_len", "routing")}
+    only = {**lengths, **flags.plan, **flags.runtime}
     names = [name for name, value in only.items() if name not in DEGREES and value is not None]
     refuse([*names, *stated_names(others or {})], Task.SERVE, SPELLED)
     return ServingFlags(
@@ -70,6 +73,15 @@ class EstimatedDeployment:
     @property
     def legal(self) -> bool:
         return not self.found.problems
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the deployment to a file. Raises UserError for one that is there already, unless `force` is given, and
+        Infeasible where it is not legal.
+        """
+        refuse_overwrite(Path(path), force=force)
+        if not self.legal:
+            raise Infeasible("the deployment is not legal", why="; ".join(self.found.problems))
+        codec.write_text(path, codec.to_json(serving_file(self.found.question, self.found.deployment)) + "\n")
 
     def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""

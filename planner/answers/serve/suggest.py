@@ -7,19 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+from planner.export.serving.files import serving_files
 from planner.requests.serving import Task, refuse, stated
 from planner.requests.training import Objective, Suggest
 from planner.serving.crossings import Row, over_clients
 from planner.serving.pareto import Pareto, pareto
+from planner.serving.plan_file import serving_file
 from planner.serving.question.from_flags import FEWEST, flags_of_search, machine_of, serving_question
 from planner.serving.reports.documents import serving_document, way_out_document
 from planner.serving.reports.pareto import pareto_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
 from planner.serving.targets.fewest import on_fewest_gpus
 from planner.serving.targets.ways import NOTHING, WayOut, way_out
+from simulator.config.hf_config import hub_name
 from simulator.config.plan import PLAN_FIELDS
 from simulator.serving.engine import COMPARED
+from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 
@@ -47,6 +52,28 @@ class SuggestedDeployments:
     def plans(self) -> Sequence[ServingPlan]:
         """Deployments with their estimates, best first."""
         return self.result.plans[: self.top]
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the best plan: it alone if `path` ends in .json, else a folder with the files that start it.
+
+        Raises UserError for a path that is there already, unless `force` is given.
+        """
+        out = Path(path)
+        _refuse_overwrite(out, force=force)
+        question, best = self.result.question, self.result.plans[0].deployment
+        saved = codec.to_json(serving_file(question, best)) + "\n"
+        if out.suffix == ".json":
+            codec.write_text(out, saved)
+            return
+        files = serving_files(
+            best,
+            hub_name(question.model.name),
+            longest=question.longest,
+            gpus_per_node=question.cluster.gpus_per_node,
+        )
+        codec.make_folder(out)
+        for name, text in {"plan.json": saved, **files}.items():
+            codec.write_text(out / name, text)
 
     def to_dict(self) -> JsonObject:
         """Return the JSON document of the command."""
@@ -87,8 +114,8 @@ def suggest(
     question = serving_question(flags)
     if fewest:
         question = replace(question, assumed=(fewest, *question.assumed))
-    if asked.out is not None and asked.out.exists() and not asked.force:
-        raise UserError(f"{asked.out} is there already", remedy="choose another name, or pass --force")
+    if asked.out is not None:
+        _refuse_overwrite(asked.out, force=asked.force)
     result = search_serving(question, progress=progress, time_limit_s=limit_s)
     load = over_clients(result, until_s=until_s).rows
     progress("what would meet the targets")
@@ -110,6 +137,11 @@ def _compared(asked: Suggest, progress: Callable[[str], None]) -> ComparedDeploy
     limit_s = asked.time_limit
     until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
     return ComparedDeployments(found=pareto(question, engines, progress=progress, until_s=until_s))
+
+
+def _refuse_overwrite(out: Path, *, force: bool) -> None:
+    if out.exists() and not force:
+        raise UserError(f"{out} is there already", remedy="choose another name, or pass --force")
 
 
 def _refuse_drawn(asked: Suggest) -> None:

@@ -7,20 +7,18 @@ from click.exceptions import Exit
 from planner.answers.serve import estimate as answers
 from planner.io import output
 from planner.requests.training import Estimate
-from planner.serving.plan_file import serving_file
 from planner.serving.reports.plan_text import print_answer
-from topology import codec
 
 
 def estimate(asked: Estimate) -> None:
     """Print the answer; raise Exit(3) where the deployment is not legal."""
     answered = answers.estimate(asked)
-    found, out = answered.found, asked.out
+    found = answered.found
     if asked.json:
         output.emit_json(answered.to_dict())
     else:
         print_answer(found)
     if found.problems:
         raise Exit(3)
-    if out is not None:
-        codec.write_text(out, codec.to_json(serving_file(found.question, found.deployment)) + "\n")
+    if asked.out is not None:
+        answered.save(asked.out, force=asked.force)

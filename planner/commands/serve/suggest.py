@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from planner.answers.serve import suggest as answers
 from planner.export.serving.commands import command
-from planner.export.serving.files import serving_files
 from planner.io import output
 from planner.pictures.pareto import pareto_picture
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.training import Suggest
-from planner.serving.plan_file import serving_file
 from planner.serving.reports.pareto import pareto_csv, print_pareto
 from planner.serving.reports.text import print_serving
 from planner.serving.search import ServingResult
@@ -38,7 +35,7 @@ def suggest(asked: Suggest) -> None:
     else:
         print_serving(found.result, found.over_clients, top=asked.top, start=_start(found.result), out=found.out)
     if asked.out is not None:
-        _write(found.result, asked.out)
+        found.save(asked.out, force=asked.force)
 
 
 def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
@@ -52,29 +49,6 @@ def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
         if path is not None:
             codec.write_text(path, write(found))
             output.warn(f"saved {path}")
-
-
-def _write(result: ServingResult, out: Path) -> None:
-    """Save the best plan: only the plan if `out` ends in .json, else a folder with the files that start it."""
-    saved = codec.to_json(serving_file(result.question, result.plans[0].deployment)) + "\n"
-    if out.suffix == ".json":
-        codec.write_text(out, saved)
-        return
-    files = _files(result)
-    codec.make_folder(out)
-    for name, text in {"plan.json": saved, **files}.items():
-        codec.write_text(out / name, text)
-
-
-def _files(result: ServingResult) -> dict[str, str]:
-    """Return the files that start the best plan, by name."""
-    question = result.question
-    return serving_files(
-        result.plans[0].deployment,
-        hub_name(question.model.name),
-        longest=question.longest,
-        gpus_per_node=question.cluster.gpus_per_node,
-    )
 
 
 def _start(result: ServingResult) -> str:

@@ -68,6 +68,7 @@ def write(job: ExportJob) -> Draft:
         needed=(*machines, *_program_needs(job, kind(facts))),
         run=run_line(job, ["accelerate", "launch", "--config_file", FILE, "YOUR_PROGRAM.py"]),
         notes=(*notes, *host_order_notes(hosts)),
+        plan=written,
     )
 
 

@@ -70,6 +70,7 @@ def write(job: ExportJob) -> Draft:
         ),
         run=run_line(job, [*words, "YOUR_PROGRAM.py"], devices=devices),
         notes=(*notes, *host_order_notes(hosts)),
+        plan=written,
     )
 
 
@@ -125,7 +126,8 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
     if plan.sequence_parallel and plan.tp > 1:
         not_expressed.append("sequence parallelism with tensor parallelism: DeepSpeed's AutoTP has none")
     if plan.recompute != "none":
-        not_expressed.append(f"recompute {plan.recompute!r}: call your model's gradient_checkpointing_enable()")
+        whole = "" if plan.recompute == "full" else ", which recomputes whole layers"
+        not_expressed.append(f"recompute {plan.recompute!r}: call your model's gradient_checkpointing_enable(){whole}")
     if plan.cp > 1 and plan.cp_method not in {None, "all_to_all"}:
         not_expressed.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":

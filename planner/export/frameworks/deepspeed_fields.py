@@ -107,10 +107,17 @@ def _write_offload(facts: Facts) -> Settings:
 
 
 def _read_offload(settings: Settings, facts: Facts) -> Facts:
-    away = [_device(settings, key) for key in _OFFLOADS]
-    if away[1] == "cpu" and facts["zero_stage"] == 3:
-        return {"offload": "parameters"}
-    return {"offload": "optimizer" if away[0] == "cpu" and facts["zero_stage"] else "none"}
+    away = {key: _device(settings, key) == "cpu" for key in _OFFLOADS}
+    # "Valid only with stage 3" (runtime/zero/config.py: offload_param); without ZeRO no optimizer of it runs.
+    least = dict(zip(_OFFLOADS, (1, 3), strict=True))
+    works = [
+        name
+        for name, key in zip(("optimizer", "parameters"), _OFFLOADS, strict=True)
+        if away[key] and facts["zero_stage"] >= least[key]
+    ]
+    idle = [key for key in _OFFLOADS if away[key] and facts["zero_stage"] < least[key]]
+    unused = tuple(f"{key} changes nothing below ZeRO stage {least[key]}" for key in idle)
+    return {"offload": works[-1] if works else "none", "unused": unused}
 
 
 def _device(settings: Settings, key: str) -> str:

@@ -79,6 +79,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
             f"recompute {job.plan.recompute!r}: written as selective, which recomputes core attention only"
         )
         job = job.with_plan(job.plan.with_(recompute="selective"))
+    job = job.with_split_experts()
     overlap = NONE if job.plan.tp_overlap == NONE else USERBUFFERS
     notes = require_legal(job.with_plan(job.plan.with_(tp_overlap=overlap)), "megatron-lm", TITLE)
     plan, model, runtime = job.plan, job.question.model, job.question.runtime

@@ -25,7 +25,7 @@ def _write_experts(facts: Facts) -> Settings:
     return set_flags(
         {
             _EP: facts["ep"],
-            _ETP: facts["etp"] or facts["tp"],
+            _ETP: facts["etp"],
             _CAPACITY[0]: facts["capacity_factor"],
             _CAPACITY[1]: facts["capacity_factor"] is not None,
         }

@@ -68,8 +68,8 @@ def model_flags(model: Model) -> Settings:
             "--moe-ffn-hidden-size": moe.ffn,
             "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
             "--moe-shared-expert-gate": moe.shared_gate,
-            "--moe-router-score-function": "sigmoid" if moe.router_bias else None,
-            "--moe-router-enable-expert-bias": moe.router_bias,
+            "--moe-router-score-function": "sigmoid" if moe.selection_bias else None,
+            "--moe-router-enable-expert-bias": moe.selection_bias,
             "--moe-layer-freq": None if all(routed) else str(routed).replace(" ", ""),  # its parser accepts no blanks
             "--moe-grouped-gemm": True,
         }

@@ -19,6 +19,7 @@ from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES, NCCL
 from simulator.config.runtime import TF32
+from simulator.config.workload import Workload
 from simulator.legality.frameworks import MESHWRIGHT
 from simulator.runtimes.called import called
 from simulator.runtimes.library import is_described, runtime_spec
@@ -97,6 +98,7 @@ def export(job: ExportJob, target: Target) -> Exported:
         draft = replace(draft, not_expressed=(*draft.not_expressed, left_out))
     if job.question.runtime.compute_dtype == TF32 and job.question.framework is not MESHWRIGHT:
         draft = replace(draft, not_expressed=(*draft.not_expressed, TF32_NOTE))
+    draft = replace(draft, not_expressed=(*draft.not_expressed, *_of_the_data(job.question.workload)))
     launches = target is accelerate.TARGET  # programs, which choose the type of their parameters
     lost = () if launches else types_note(job, target.table, draft.settings)
     draft = replace(draft, not_expressed=(*draft.not_expressed, *lost))
@@ -106,7 +108,8 @@ def export(job: ExportJob, target: Target) -> Exported:
     draft = replace(draft, needed=(*draft.needed, *more))
     run = draft.run or target.run
     facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
-    facts[LABEL] = planned_document(job, target.table, draft.settings, launches=launches)
+    run_as = job if draft.plan is None else job.with_plan(draft.plan)
+    facts[LABEL] = planned_document(run_as, target.table, draft.settings, launches=launches)
     if isinstance(draft.body, dict):
         text = json.dumps({SECTION: facts, **draft.body}, indent=2) + "\n"
     else:
@@ -126,6 +129,18 @@ def export(job: ExportJob, target: Target) -> Exported:
         text=text,
         files=draft.files,
     )
+
+
+def _of_the_data(workload: Workload) -> tuple[str, ...]:
+    """Return what a workload says of its data, for which no tool's file has a key."""
+    documents = workload.attended_len < workload.seq_len
+    lines = {
+        f"documents of {workload.document_len:,} tokens packed into sequences, and attention that stays inside them:"
+        " set both in the program": documents,
+        "routing of tokens that is forced to be balanced: a switch of the program": workload.routing == "balanced",
+        "tokens by expert as they were counted: they follow from your data": bool(workload.expert_counts),
+    }
+    return tuple(line for line, holds in lines.items() if holds)
 
 
 def header(job: ExportJob, target: Target, draft: Draft) -> JsonObject:

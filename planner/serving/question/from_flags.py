@@ -127,12 +127,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     measured = measured_serving(flags, machine, engine, assumed)
     stored = stored_weights(flags.model or MODEL)
     assumed += _formats_unsaid(flags, engine_of(engine).program, stored)
-    if flags.eager and not engine_of(engine).may_be_eager:
-        raise UserError(
-            f"--eager: {engine_of(engine).title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
-        )
-    _refuse_unknown_to(engine, flags)
-    return ServingQuestion(
+    question = ServingQuestion(
         model=model,
         cluster=machine,
         traffic=traffic,
@@ -157,6 +152,8 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         measured=measured,
         assumed=tuple(assumed),
     )
+    refuse_unknown_to(question)
+    return question
 
 
 def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
@@ -171,16 +168,21 @@ def _cut(machine: Cluster, gpus: int | None) -> Cluster:
     return machine if gpus is None or gpus >= machine.gpu_count else take_gpus(machine, gpus)
 
 
-def _refuse_unknown_to(engine: str, flags: ServingFlags) -> None:
-    """Raise UserError for a scheduler setting that an engine does not have."""
+def refuse_unknown_to(question: ServingQuestion) -> None:
+    """Raise UserError for a setting that the question's engine does not have."""
+    engine = engine_of(question.engine)
+    if question.eager and not engine.may_be_eager:
+        raise UserError(
+            f"--eager: {engine.title} does not run so", remedy="leave it out, or use --engine vllm or sglang"
+        )
     asked = (
-        ("--two-batch-overlap", flags.two_batch_overlap, OVERLAPS_BATCHES),
-        ("--receive-every", (flags.receive_every or 1) > 1, RECEIVES),
+        ("--two-batch-overlap", question.two_batches, OVERLAPS_BATCHES),
+        ("--receive-every", question.receive_every > 1, RECEIVES),
     )
     for name, said, engines in asked:
-        if said and engine_of(engine).program not in engines:
+        if said and engine.program not in engines:
             raise UserError(
-                f"{name}: {engine_of(engine).title} has no such setting",
+                f"{name}: {engine.title} has no such setting",
                 remedy=f"leave it out, or use --engine {' or '.join(engines)}",
             )
 
