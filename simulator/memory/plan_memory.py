@@ -201,8 +201,9 @@ class PlanMemory:
             within = self._within(rank, limit_bytes)
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(sure, 0.0))
             if likely < sure:
-                self._fullest[:] = dict.fromkeys([rank, *self._fullest])
                 break
+        fullest = self.worst if likely >= sure else rank
+        self._fullest[:] = dict.fromkeys([fullest, *self._fullest])
         return likely
 
     def may_be(self, sure: float) -> bool:
