@@ -238,7 +238,11 @@ def _best(
     rivals: list[Better] = []
     for top in CANDIDATES:
         options = SearchOptions(
-            bounds=Bounds(stated=stated), top=top, all_variants=True, time_limit_s=left_s(deadline), flips=False
+            bounds=Bounds(stated=stated, batch_step=written.configuration.batch_step),
+            top=top,
+            all_variants=True,
+            time_limit_s=left_s(deadline),
+            flips=False,
         )
         try:
             listed = suggest(question, options, progress=progress).plans

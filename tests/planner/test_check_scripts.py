@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.configs.answer import check_text
 from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.megatron import command_line
@@ -70,3 +71,16 @@ def test_what_megatron_stops_at_is_not_estimated(flags: str, said: str) -> None:
 
     assert (asked.case is None) is bool(said)
     assert said in " ".join(str(line) for line in (*asked.problems, *asked.questions))
+
+
+def test_the_best_plan_beside_a_ramp_divides_its_batches() -> None:
+    """Most plans of the whole batch do not, and cannot be written beside the ramp."""
+    shape = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --micro-batch-size 1"
+    flags = "--global-batch-size 64 --rampup-batch-size 4 4 1000 --tensor-model-parallel-size 2"
+    text = f"{START} {shape} --max-position-embeddings 2048 {flags} --pipeline-model-parallel-size 2\n"
+
+    found = check_text(text, "a.sh", CheckFlags(cluster="dgx-h100", gpus=8))
+
+    assert found.best is not None
+    assert 4 % (found.best.plan.micro_batch_size * found.best.plan.data_parallel) == 0
+    assert found.best.estimate.step_s.value < min(change.step_s for change in found.changes)
