@@ -33,7 +33,9 @@ class PlanMemory:
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
-        """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first."""
+        """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first: of plans that
+        fit as well, as the fullest rank shows what a full GPU costs.
+        """
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
         self._fullest = [] if fullest is None else fullest
         self._replay = MemoryReplay(scenario, plan)

@@ -75,12 +75,12 @@ def test_what_megatron_stops_at_is_not_estimated(flags: str, said: str) -> None:
 
 def test_the_best_plan_beside_a_ramp_divides_its_batches() -> None:
     """Most plans of the whole batch do not, and cannot be written beside the ramp."""
-    shape = "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --micro-batch-size 1"
-    flags = "--global-batch-size 64 --rampup-batch-size 4 4 1000 --tensor-model-parallel-size 2"
-    text = f"{START} {shape} --max-position-embeddings 2048 {flags} --pipeline-model-parallel-size 2\n"
+    shape = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --micro-batch-size 1"
+    flags = "--global-batch-size 32 --rampup-batch-size 2 2 1000 --tensor-model-parallel-size 4"
+    text = f"{START} {shape} --max-position-embeddings 2048 {flags}\n"
 
-    found = check_text(text, "a.sh", CheckFlags(cluster="dgx-h100", gpus=8))
+    found = check_text(text, "a.sh", CheckFlags(cluster="dgx-h100", gpus=4))
 
     assert found.best is not None
-    assert 4 % (found.best.plan.micro_batch_size * found.best.plan.data_parallel) == 0
+    assert 2 % (found.best.plan.micro_batch_size * found.best.plan.data_parallel) == 0
     assert found.best.estimate.step_s.value < min(change.step_s for change in found.changes)
