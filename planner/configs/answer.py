@@ -28,7 +28,7 @@ from simulator.legality.rules import is_legal
 from simulator.runtimes.library import compiles
 from topology.codec import JsonObject
 from topology.errors import Infeasible, Unproved
-from topology.time_limit import limited
+from topology.time_limit import ended, limited
 
 SHOWN = 5  # largest number of changes listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted like the plan itself
@@ -133,7 +133,9 @@ def check_text(
     if stated_rate is not None:
         base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
-    with limited(time_limit_s):
+    single: tuple[Change, ...] = ()
+    best: JsonObject = {"no_better": ended().what} if search and changes else {}
+    with suppress(Unproved), limited(time_limit_s):
         single = _changes(found, written, deadline) if changes else ()
         best = _best(found, written, single, deadline, progress) if search and changes else {}
     return replace(base, changes=single, **best)
@@ -169,10 +171,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
     changes = []
     for _, step_s, what, other, runtime in judged[:PREDICTED]:
         asked = replace(question, runtime=runtime)
-        diff = written.diff(other, runtime)
-        if not diff or over(deadline) or _surely_no_gain(asked, other, step_s, now):
-            continue
         try:
+            diff = written.diff(other, runtime)
+            if not diff or over(deadline) or _surely_no_gain(asked, other, step_s, now):
+                continue
             there = predict(asked, other).estimate
         except Unproved:
             break
@@ -246,21 +248,21 @@ def _best(
         )
         try:
             listed = suggest(question, options, progress=progress).plans
+            rivals = _first_written(listed, found, written)
         except (Infeasible, Unproved) as error:
             return {"no_better": str(error)}
-        rivals = _first_written(listed, found, written)
         if rivals or len(listed) < top or over(deadline):
             break
     singles = [change.better for change in changes]
     for rival in (*rivals, *singles[:1]) if compiles(question.runtime) else ():
         recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=recompiled)
-        if (
-            not over(deadline)
-            and is_legal(asked.problems(rival.plan))
-            and (diff := written.diff(rival.plan, recompiled))
-        ):
-            with suppress(Unproved):
+        with suppress(Unproved):
+            if (
+                not over(deadline)
+                and is_legal(asked.problems(rival.plan))
+                and (diff := written.diff(rival.plan, recompiled))
+            ):
                 estimate = predict(asked, rival.plan).estimate
                 rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
     rivals += singles

@@ -12,6 +12,8 @@ from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.megatron import command_line
 from tests.planner.test_check_diffs import words_of
+from topology.errors import Unproved
+from topology.time_limit import ended
 
 FLAGS = ("--num-layers 32", "--tensor-model-parallel-size 2", "--sequence-parallel", "--bf16", "--micro-batch-size 1")
 START = "torchrun --nproc_per_node 8 pretrain_gpt.py"
@@ -84,3 +86,23 @@ def test_the_best_plan_beside_a_ramp_divides_its_batches() -> None:
     assert found.best is not None
     assert 2 % (found.best.plan.micro_batch_size * found.best.plan.data_parallel) == 0
     assert found.best.estimate.step_s.value < min(change.step_s for change in found.changes)
+
+
+def test_a_time_limit_that_ends_while_a_file_is_read_or_written_says_nothing_of_it(monkeypatch) -> None:
+    def over(*_: object) -> None:
+        raise ended()
+
+    text, flags = f"{SHAPE} --seq-length 512 --micro-batch-size 1\n", CheckFlags(gpus=8)
+    with monkeypatch.context() as reading:
+        reading.setattr("planner.configs.asked._complete", over)
+        with pytest.raises(Unproved):
+            ask(text, "a.sh", flags)
+    monkeypatch.setattr("planner.configs.written_back.read", over)
+
+    found = check_text(text, "a.sh", flags)
+
+    assert found.legal
+    assert found.found is not None
+    assert found.found.estimate is not None
+    assert found.changes == ()
+    assert "time limit" in found.no_better
