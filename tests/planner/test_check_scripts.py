@@ -75,8 +75,8 @@ def test_what_megatron_stops_at_is_not_estimated(flags: str, said: str) -> None:
     assert said in " ".join(str(line) for line in (*asked.problems, *asked.questions))
 
 
-def test_the_best_plan_beside_a_ramp_divides_its_batches() -> None:
-    """Most plans of the whole batch do not, and cannot be written beside the ramp."""
+def test_the_best_plan_under_a_ramp_divides_its_batches() -> None:
+    """Most plans of the whole batch do not, and cannot be written next to the ramp."""
     shape = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --micro-batch-size 1"
     flags = "--global-batch-size 32 --rampup-batch-size 2 2 1000 --tensor-model-parallel-size 4"
     text = f"{START} {shape} --max-position-embeddings 2048 {flags}\n"
