@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from topology.time_limit import limited
 
 def explain(asked: Explain) -> None:
     """Print what `planner explain` answers."""
+    if not asked.json:
+        import_module("planner.explain.explain_text")  # here, while time is left
     deadline = deadline_of(asked.time_limit)
     name: dict[str, Any] = {"name": asked.framework} if asked.file else {}
     counts = gpu_counts(asked.gpus)
