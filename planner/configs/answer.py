@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import Values, exactly, within
+from planner.search.result import RankedPlan
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Estimate, chance
 from simulator.config.plan import Plan
@@ -27,11 +28,11 @@ from simulator.legality.rules import is_legal
 from simulator.runtimes.library import compiles
 from topology.codec import JsonObject
 from topology.errors import Infeasible, Unproved
-from topology.time_limit import limited
+from topology.time_limit import ended, limited
 
 SHOWN = 5  # largest number of changes listed
 PREDICTED = 8  # changes, best first by the analytical model, that are predicted like the plan itself
-CANDIDATES = 24  # best plans tried until one can be written in the file
+CANDIDATES = (8, 24)  # best plans asked for, until one of them can be written in the file
 DEGREES = ("tp", "cp", "pp", "ep")
 GAIN = 0.995  # of the step, that a change must get below: a smaller gain is within any prediction's noise
 
@@ -132,7 +133,9 @@ def check_text(
     if stated_rate is not None:
         base = replace(base, against=against(found, asked.configuration, stated_rate))
     written = asked.writer(where, flags)
-    with limited(time_limit_s):
+    single: tuple[Change, ...] = ()
+    best: JsonObject = {"no_better": ended().what} if search and changes else {}
+    with suppress(Unproved), limited(time_limit_s):
         single = _changes(found, written, deadline) if changes else ()
         best = _best(found, written, single, deadline, progress) if search and changes else {}
     return replace(base, changes=single, **best)
@@ -168,10 +171,10 @@ def _changes(found: PlanAnswer, written: Writer, deadline: float | None) -> tupl
     changes = []
     for _, step_s, what, other, runtime in judged[:PREDICTED]:
         asked = replace(question, runtime=runtime)
-        diff = written.diff(other, runtime)
-        if not diff or over(deadline) or _surely_no_gain(asked, other, step_s, now):
-            continue
         try:
+            diff = written.diff(other, runtime)
+            if not diff or over(deadline) or _surely_no_gain(asked, other, step_s, now):
+                continue
             there = predict(asked, other).estimate
         except Unproved:
             break
@@ -204,6 +207,18 @@ def _gains(there: Estimate, now: Estimate) -> bool:
     return there.memory.fits and (not now.memory.fits or there.step_s.value < GAIN * now.step_s.value)
 
 
+def _first_written(listed: Sequence[RankedPlan], found: PlanAnswer, written: Writer) -> list[Better]:
+    """Return the first of some plans that the file can express and does not state already, if there is one."""
+    plan, runtime = found.case.plan, found.case.question.runtime
+    for one in listed:
+        other = one.plan.with_(placement=())
+        if other.pp == 1 and other.reshard_after_forward and plan.reshard_after_forward is None:
+            other = other.with_(reshard_after_forward=None)  # the default without a pipeline
+        if diff := written.diff(other):
+            return [Better(plan=other, runtime=runtime, estimate=one.estimate, diff=diff)]
+    return []
+
+
 def _best(
     found: PlanAnswer,
     written: Writer,
@@ -222,31 +237,32 @@ def _best(
         **{axis: exactly(getattr(plan, axis)) for axis in DEGREES},
     }
     stated = {name: fixed[name] if values is None else values for name, values in written.configuration.limits.items()}
-    try:
-        options = SearchOptions(
-            bounds=Bounds(stated=stated), top=CANDIDATES, all_variants=True, time_limit_s=left_s(deadline), flips=False
-        )
-        listed = suggest(question, options, progress=progress).plans
-    except (Infeasible, Unproved) as error:
-        return {"no_better": str(error)}
     rivals: list[Better] = []
-    for one in listed:
-        other = one.plan.with_(placement=())
-        if other.pp == 1 and other.reshard_after_forward and plan.reshard_after_forward is None:
-            other = other.with_(reshard_after_forward=None)  # the default without a pipeline
-        if diff := written.diff(other):
-            rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
+    for top in CANDIDATES:
+        options = SearchOptions(
+            bounds=Bounds(stated=stated, batch_step=written.configuration.batch_step),
+            top=top,
+            all_variants=True,
+            time_limit_s=left_s(deadline),
+            flips=False,
+        )
+        try:
+            listed = suggest(question, options, progress=progress).plans
+            rivals = _first_written(listed, found, written)
+        except (Infeasible, Unproved) as error:
+            return {"no_better": str(error)}
+        if rivals or len(listed) < top or over(deadline):
             break
     singles = [change.better for change in changes]
     for rival in (*rivals, *singles[:1]) if compiles(question.runtime) else ():
         recompiled = replace(rival.runtime, compile=not rival.runtime.compile)
         asked = replace(question, runtime=recompiled)
-        if (
-            not over(deadline)
-            and is_legal(asked.problems(rival.plan))
-            and (diff := written.diff(rival.plan, recompiled))
-        ):
-            with suppress(Unproved):
+        with suppress(Unproved):
+            if (
+                not over(deadline)
+                and is_legal(asked.problems(rival.plan))
+                and (diff := written.diff(rival.plan, recompiled))
+            ):
                 estimate = predict(asked, rival.plan).estimate
                 rivals.append(Better(plan=rival.plan, runtime=recompiled, estimate=estimate, diff=diff))
     rivals += singles

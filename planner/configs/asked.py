@@ -25,7 +25,7 @@ from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.legality.rule import UNKNOWN_MODEL, Grade, Problem
 from simulator.legality.rules import problems_without_model
 from topology.cluster import Cluster, NodeGroup
-from topology.errors import BadInput, PlannerError, UserError
+from topology.errors import BadInput, PlannerError, Unproved, UserError
 from topology.rates.known import require_plannable
 
 MOST_NODES = 2048  # most nodes tried if a configuration leaves its number of GPUs open
@@ -127,6 +127,8 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     except NotStated as error:
         question = Open(what="; ".join(filter(None, (error.what, error.why))), remedy=error.remedy)
         return replace(found, assumed=tuple(assumed), questions=(*unknown, question))
+    except Unproved:  # the time is over, which says nothing of the file
+        raise
     except PlannerError as error:
         problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
         if configuration.elsewhere:

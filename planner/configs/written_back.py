@@ -13,7 +13,7 @@ from planner.export.mapping import PLAN_FACTS, Facts, Settings, facts_of, read, 
 from planner.question.cases import Case
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from topology.errors import PlannerError
+from topology.errors import PlannerError, Unproved
 
 # Facts of a model that some keys depend on.
 OF_THE_MODEL = ("moe", "max_positions")
@@ -45,6 +45,8 @@ class Writer:
                 edited = self.configuration.edit(attempt) if attempt else self.configuration.document.text
                 again = read_configuration(edited, self.where, self.flags)
                 back = read(again.table, again.settings, {**self.given, **again.given, "gpus": self.facts["gpus"]})
+            except Unproved:  # the time is over
+                raise
             except PlannerError:
                 continue
             if self._says(back, plan, runtime):

@@ -33,7 +33,9 @@ class PlanMemory:
     """
 
     def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
-        """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first."""
+        """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first: of plans that
+        fit as well, as the fullest rank shows what a full GPU costs.
+        """
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
         self._fullest = [] if fullest is None else fullest
         self._replay = MemoryReplay(scenario, plan)
@@ -201,8 +203,9 @@ class PlanMemory:
             within = self._within(rank, limit_bytes)
             likely = min(likely, self._holds(float(self.rank(rank).reserved_bytes)) if within else nextafter(sure, 0.0))
             if likely < sure:
-                self._fullest[:] = dict.fromkeys([rank, *self._fullest])
                 break
+        fullest = self.worst if likely >= sure else rank
+        self._fullest[:] = dict.fromkeys([fullest, *self._fullest])
         return likely
 
     def may_be(self, sure: float) -> bool:

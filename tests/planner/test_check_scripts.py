@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from planner.configs.answer import check_text
 from planner.configs.asked import ask
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.formats.megatron import command_line
 from tests.planner.test_check_diffs import words_of
+from topology.errors import Unproved
+from topology.time_limit import ended
 
 FLAGS = ("--num-layers 32", "--tensor-model-parallel-size 2", "--sequence-parallel", "--bf16", "--micro-batch-size 1")
 START = "torchrun --nproc_per_node 8 pretrain_gpt.py"
@@ -70,3 +73,36 @@ def test_what_megatron_stops_at_is_not_estimated(flags: str, said: str) -> None:
 
     assert (asked.case is None) is bool(said)
     assert said in " ".join(str(line) for line in (*asked.problems, *asked.questions))
+
+
+def test_the_best_plan_under_a_ramp_divides_its_batches() -> None:
+    """Most plans of the whole batch do not, and cannot be written next to the ramp."""
+    shape = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --micro-batch-size 1"
+    flags = "--global-batch-size 32 --rampup-batch-size 2 2 1000 --tensor-model-parallel-size 4"
+    text = f"{START} {shape} --max-position-embeddings 2048 {flags}\n"
+
+    found = check_text(text, "a.sh", CheckFlags(cluster="dgx-h100", gpus=4))
+
+    assert found.best is not None
+    assert 2 % (found.best.plan.micro_batch_size * found.best.plan.data_parallel) == 0
+    assert found.best.estimate.step_s.value < min(change.step_s for change in found.changes)
+
+
+def test_a_time_limit_that_ends_while_a_file_is_read_or_written_says_nothing_of_it(monkeypatch) -> None:
+    def over(*_: object) -> None:
+        raise ended()
+
+    text, flags = f"{SHAPE} --seq-length 512 --micro-batch-size 1\n", CheckFlags(gpus=8)
+    with monkeypatch.context() as reading:
+        reading.setattr("planner.configs.asked._complete", over)
+        with pytest.raises(Unproved):
+            ask(text, "a.sh", flags)
+    monkeypatch.setattr("planner.configs.written_back.read", over)
+
+    found = check_text(text, "a.sh", flags)
+
+    assert found.legal
+    assert found.found is not None
+    assert found.found.estimate is not None
+    assert found.changes == ()
+    assert "time limit" in found.no_better

@@ -26,7 +26,7 @@ from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
 from simulator.memory.allocator import CachingAllocator
 from simulator.memory.over_time import with_memory
-from simulator.memory.plan_memory import PlanMemory
+from simulator.memory.plan_memory import PlanMemory, Replays
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tape import Act
@@ -249,6 +249,21 @@ def test_a_plan_that_is_not_sure_to_fit_is_known_as_well_when_less_is_asked() ->
     assert asked.at_most_likely(RATHER_SURE) == known.fit_probability < SURE
     assert (asked.ranks, asked.flush_s) == (known.ranks, known.flush_s)
     assert asked.least_flush_s <= asked.flush_s
+
+
+def test_the_fullest_rank_of_a_plan_is_the_first_asked_of_the_next_through_its_pipeline(monkeypatch) -> None:
+    """It shows most of what the next plan costs, so that the others are replayed only where that is listed."""
+    plan = Plan(dp_shard=2, pp=4, schedule="1F1B", layers_per_stage=(1, 9, 1, 1))
+    question, _ = replayed(plan, layers=12)
+    replays, asked, within = Replays(question), [], MemoryReplay.rank_within
+    monkeypatch.setattr(MemoryReplay, "rank_within", lambda *args: (asked.append(args[1]), within(*args))[1])
+
+    assert replays[plan].at_most_likely(SURE) >= SURE
+    assert (replays[plan].worst, sorted(asked)) == (1, [0, 1, 2, 3])
+    asked.clear()
+    assert replays[replace(plan, dp_shard=1, dp_replicate=2)].may_be(SURE)
+
+    assert asked == [1]
 
 
 def test_with_room_nothing_is_retried_and_the_estimate_keeps_its_step() -> None:

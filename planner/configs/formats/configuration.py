@@ -69,6 +69,7 @@ class Configuration:
     unknown: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     limits: Limits = field(default_factory=dict)
+    batch_step: int | None = None  # of a batch that grows: sequences of which micro batch x data parallel is a divisor
     cluster: str | None = None
     in_a_comment: bool = False
     leaves_open: frozenset[str] = frozenset()  # which of seq_len and global_batch it does not say

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,17 @@ def configured(
         edit=edit,
         model=model,
         given={**_given(model, flags), **(given or {})},
+        batch_step=_batch_step(flags),
         assumed=(*of_model, *assumed, *_taken_for_granted(flags)),
         **found,
     )
+
+
+def _batch_step(flags: Settings) -> int | None:
+    """Return what all batches of a ramp are multiples of, in sequences; None without a ramp."""
+    first, increment = [*str(flags.get("--rampup-batch-size", "")).split(), "", ""][:2]
+    known = all(word.isdecimal() and len(word) < 16 for word in (first, increment))
+    return gcd(int(first), int(increment)) or None if known else None
 
 
 LENGTH = frozenset({"--seq-length", "--max-position-embeddings"})

@@ -61,6 +61,7 @@ class Bounds:
     max_pp: int | None = None
     max_micro_batch: int | None = 16
     max_virtual_stages: int | None = 8
+    batch_step: int | None = None  # sequences of which micro batch x data parallel is a divisor
     without_sequence_parallel: bool = False  # also search plans without sequence parallelism: same traffic, more memory
     odd_virtual_stages: bool = False  # also numbers that neither divide the layers nor are powers of two
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
@@ -317,6 +318,10 @@ def _batches(
     limit = bounds.max_micro_batch or max(sizes)
     if (sizes_stated := bounds.spans("micro_batch_size")) is not None:
         sizes, limit = among(sizes, sizes_stated), max(sizes)
+    if bounds.batch_step is not None:
+        whole = [size for size in sizes if bounds.batch_step % (size * dp) == 0]
+        pruned[f"micro batch x data parallel not a divisor of {bounds.batch_step}"] += (len(sizes) - len(whole)) * alike
+        sizes = whole
     orders, odd = _schedules(pp, facts, bounds)
     small = [size for size in sizes if size <= limit]
     if odd and small:
