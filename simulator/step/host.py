@@ -50,6 +50,15 @@ QUEUED_LAUNCHES = 1024.0
 # to 39 us, where an operator of a forward and backward pass takes 7.6 (torch 2.13, fused AdamW of eight numbers).
 UPDATE_LAUNCHES = 4.0
 
+# FSDP2 packs gradients for their reduction by a kernel that finds its tensor in a list of tiles, one for every 2 KiB of a
+# rank's shard. The host writes that list for every reduction: 0.9 ns a tile on a processor, 3 with a copy and a second
+# rank at work; from 2 MiB on malloc takes fresh pages for it, and a tile costs 9 to 15 ns. Source: torch,
+# aten/src/ATen/native/cuda/TensorShape.cu (get_chunk_cat_metadata, pack_vecs); `_chunk_cat` in six runs on two H200, and
+# the same lists on a CPU (examples/profiles/hosts.md).
+TILE_BYTES = 2048
+TILE_S, FRESH_TILE_S = 3e-9, 10e-9
+REUSED_TILES = 2.0**18
+
 # Largest ratio of the slowest process to the median; no measured process took longer (hosts.md in examples/profiles).
 SLOWEST = 1.9
 
@@ -139,6 +148,14 @@ def update_host_s(context: CostContext, tensors: int) -> Floats:
     """Return the host seconds of updating `tensors` parameters in a backward pass, shape (plans,)."""
     updates = tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
     return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
+
+
+def tiles_host_s(nbytes: Floats | float) -> Floats:
+    """Return the host seconds to list the tiles of the gradients that FSDP2 reduces together, `nbytes` of them in each
+    rank's shard.
+    """
+    tiles = np.asarray(nbytes) / TILE_BYTES
+    return np.asarray(TILE_S * tiles + FRESH_TILE_S * np.maximum(tiles - REUSED_TILES, 0.0))
 
 
 def _sharding(table: PlanTable) -> Floats:
