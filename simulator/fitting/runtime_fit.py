@@ -186,7 +186,7 @@ def _decoded_run(sample: LayerSample) -> Run | None:
             model=codec.convert(sample.model, Model, where="layers.model"),
             plan=plan,
             workload=codec.convert(sample.workload, Workload, where="layers.workload"),
-            runtime=runtime,
+            runtime=replace(runtime, logs_each_step=True),  # samples are of single steps
         )
     except PlannerError:
         return None

@@ -213,7 +213,8 @@ class DataWriter:
         apart.
         """
         t, own = self.traffic, unit.trained
-        shared, experts = own.shared * t.reduce_bytes / t.shard_ranks, own.experts * t.reduce_bytes / t.expert_shard_ranks
+        shared = own.shared * t.reduce_bytes / t.shard_ranks
+        experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
         apart = tiles_host_s(shared) + tiles_host_s(experts)
         return np.where(t.shard_ranks == t.expert_shard_ranks, tiles_host_s(shared + experts), apart)
 

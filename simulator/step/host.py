@@ -50,11 +50,11 @@ QUEUED_LAUNCHES = 1024.0
 # to 39 us, where an operator of a forward and backward pass takes 7.6 (torch 2.13, fused AdamW of eight numbers).
 UPDATE_LAUNCHES = 4.0
 
-# FSDP2 packs gradients for their reduction by a kernel that finds its tensor in a list of tiles, one for every 2 KiB of a
-# rank's shard. The host writes that list for every reduction: 0.9 ns a tile on a processor, 3 with a copy and a second
-# rank at work; from 2 MiB on malloc takes fresh pages for it, and a tile costs 9 to 15 ns. Source: torch,
-# aten/src/ATen/native/cuda/TensorShape.cu (get_chunk_cat_metadata, pack_vecs); `_chunk_cat` in six runs on two H200, and
-# the same lists on a CPU (examples/profiles/hosts.md).
+# FSDP2 packs gradients for their reduction by a kernel that finds its tensors in a list of tiles, one for every 2 KiB
+# of a rank's shard. The host writes that list for every reduction: 3 ns a tile where malloc has the memory at hand, and
+# 9 to 15 for lists of 4 MiB and more, for which it takes fresh pages. Source: torch,
+# aten/src/ATen/native/cuda/TensorShape.cu (get_chunk_cat_metadata, pack_vecs); `_chunk_cat` in six runs on two H200,
+# and the same lists on a CPU (examples/profiles/hosts.md).
 TILE_BYTES = 2048
 TILE_S, FRESH_TILE_S = 3e-9, 10e-9
 REUSED_TILES = 2.0**18
@@ -170,12 +170,22 @@ def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 def step_host_s(host: HostSpec, context: CostContext) -> Floats:
     """Return the host seconds of a step during which the device is idle, shape (plans,): the step's own work and
-    loading data.
+    loading data, unless that is done ahead.
     """
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
-    loading_s = host.data_token_s * loaded_tokens(context) * slowest(table["gpus"], host.data_spread)
+    loading_s = 0.0 if loads_ahead(host, context) else loading_host_s(host, context)
     return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + loading_s)
+
+
+def loads_ahead(host: HostSpec, context: CostContext) -> bool:
+    """Return whether data of the next step are loaded while the device is at work."""
+    return host.loads_ahead and host.data_token_s > 0 and not context.runtime.logs_each_step
+
+
+def loading_host_s(host: HostSpec, context: CostContext) -> Floats:
+    """Return the host seconds of loading a step's data, shape (plans,), on the slowest rank."""
+    return host.data_token_s * loaded_tokens(context) * slowest(context.table["gpus"], host.data_spread)
 
 
 def slowest(ranks: Floats, spread: float) -> Floats:

@@ -20,7 +20,15 @@ from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
-from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
+from simulator.step.host import (
+    host_synchronizes,
+    loaded_tokens,
+    loading_host_s,
+    loads_ahead,
+    pass_host_s,
+    rest_host_s,
+    step_host_s,
+)
 from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
@@ -28,6 +36,9 @@ from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes
 
 # The groups over which the gradient norm is summed, and the streams of these sums.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
+
+
+TOKEN_BYTES = 16  # of a token and its label
 
 
 def message_bytes(context: CostContext, hidden: int) -> Floats:
@@ -50,6 +61,8 @@ class StepWalk:
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
+        # The host of a pipeline is ahead of its device by passes, so it has loaded long before.
+        self.loads_ahead = loads_ahead(self.spec.host, context) and bool(context.table["pp"][0] == 1)
         self.host_passes = bool(np.any(self.spec.host.pp_pass_s))  # whether passes take host time of their own
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
@@ -150,6 +163,9 @@ class StepWalk:
         else:
             rank.update(update_bytes(runtime, owned, whole, matrices, self.context.table.micro_batches), owned)
         data.redistribute(units)
+        if self.loads_ahead:
+            rank.host_work("loading", loading_host_s(self.spec.host, self.context))
+            rank.copy("tokens", TOKEN_BYTES * loaded_tokens(self.context))
 
     def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
         """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for

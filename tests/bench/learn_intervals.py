@@ -42,11 +42,11 @@ from simulator.calibration.intervals import Factors, IntervalTable, Measured, in
 from simulator.config.estimate import Estimate  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
-from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibrations import Calibrations  # noqa: E402
 from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
 from simulator.memory.estimate import with_replay  # noqa: E402
+from tests.bench.fresh_draw import runtime_of  # noqa: E402
 from tests.short_models import shortened  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.codec import convert  # noqa: E402
@@ -305,7 +305,7 @@ def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
         run = json.loads(line)
         if run["status"] != "ok":
             continue
-        plan, runtime = convert(run["plan"], Plan, where="plan"), convert(run["runtime"], Runtime, where="runtime")
+        plan, runtime = convert(run["plan"], Plan, where="plan"), runtime_of(run)
         if plan.tp > 1 and "ring" in plan.tp_overlap:  # a mode that the executor has no more
             continue
         question = question_of(
