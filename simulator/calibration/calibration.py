@@ -71,7 +71,7 @@ class RuntimeCosts:
     to which each crossing adds `crossing_s` (`CollectiveModel`). `reserved` is measured over described memory,
     `activations` a further factor on memory that is no state. `flush_s` is added to a micro batch where the allocator
     has to return memory; None: as described. `borrowed`: the costs are those of a similar runtime. `host_speed` is the
-    time of this host over that of the hosts in descriptions.
+    time of this host over that of the hosts in descriptions, `shown` the host's costs that occurred in its runs.
     """
 
     kernel_factor: float = 1.0
@@ -88,6 +88,7 @@ class RuntimeCosts:
     runs: int = 0
     borrowed: bool = False
     host_speed: float = 1.0
+    shown: frozenset[str] = frozenset()
 
     def factors(self, shape: LayerShape) -> tuple[float, float]:
         """Return (factor of kernels, further factor of layers) for layers of a shape."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.plan import Plan
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
@@ -118,6 +119,30 @@ def _dispatch_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) ->
 def _experts_s(host: HostSpec, table: PlanTable) -> Floats:
     """Return the host seconds that experts add to a layer."""
     return np.asarray(host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0))
+
+
+def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
+    """Return the costs that can occur in a step under `plan`; `sparse`: for a model with experts."""
+    sharded = plan.dp_shard * plan.cp > 1
+    kinds = {
+        "fsdp_layer_s": sharded,
+        "fsdp_rest_s": sharded,
+        "ddp_layer_s": plan.dp_replicate > 1,
+        "ddp_rest_s": plan.dp_replicate > 1,
+        "tp_layer_s": plan.tp > 1,
+        "tp_rest_s": plan.tp > 1,
+        "fsdp_tp_layer_s": plan.tp > 1,  # wrapped for mixed types even where nothing is sharded
+        "cp_layer_s": plan.cp > 1,
+        "cp_rest_s": plan.cp > 1,
+        "moe_layer_s": sparse,
+        "ep_layer_s": sparse and plan.ep > 1,
+        "pp_pass_s": plan.pp > 1,
+        "checkpoint_s": plan.recompute != "none",
+        "selective_s": plan.recompute != "none",
+        "fsdp_again_s": plan.recompute != "none" and (sharded or plan.tp > 1),
+    }
+    wrapped = {"fsdp_layer_s", "fsdp_rest_s"} if plan.tp > 1 else set()
+    return frozenset({"launch_s", "rest_s"} | wrapped | {name for name, occurs in kinds.items() if occurs})
 
 
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:

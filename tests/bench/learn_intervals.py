@@ -7,7 +7,7 @@ simulator/calibration/intervals.json.
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
 files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json. The
 draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
-shipped, calibrated. Draws that `--judged` names (by default the last) are judged and not learned from, and so are
+shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so are
 `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view;
 `--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
 `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
@@ -55,6 +55,8 @@ from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
 MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's replay
+HOSTS = ("host", "measured host")  # waits for hosts
+PARTS = frozenset({*MEMORY, *HOSTS})
 MANY = 8  # sources from which their rows, each source's as one, say more of a range than a mean and a spread do
 NOTHING_S = 1e-6  # for a wait of nothing, which has no logarithm
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
@@ -77,6 +79,7 @@ class Row:
     gpus: int = 1
     host: float = 0.0
     calibrated: bool = False
+    host_measured: bool = False
     asked_before: float | None = None  # the ratio to what was predicted before the run
 
 
@@ -95,7 +98,7 @@ def main() -> None:
         return
 
     found = fresh_rows()
-    judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:]}
+    judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:] if draw != "none"}
     rows = [row for of_draw in found.values() for row in of_draw]
     steps, memory = rows_of(cases(asked.cases), None)
     calibrated: list[Row] = []
@@ -105,12 +108,12 @@ def main() -> None:
     for name, part, profile in (*OWN, OWN_ELSEWHERE):
         measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
         calibrated += rows_of(own_runs(name, part), measured, memory=False)[0]
-    steps += [row for row in rows if row.basis not in {*MEMORY, "host"} and not row.calibrated]
+    steps += [row for row in rows if row.basis not in PARTS and not row.calibrated]
     factors = learned_factors(
         steps,
         memory + [row for row in rows if row.basis in MEMORY],
         calibrated + [row for row in rows if row.calibrated],
-        [row for row in rows if row.basis == "host"],
+        [row for row in rows if row.basis in HOSTS],
     )
     factors |= {name: interval_table().factors[name] for name in asked.keep}
     held_out = {
@@ -145,11 +148,11 @@ def measured_on(steps: list[Row]) -> Measured:
 
 def of_kinds(draw: str, rows: list[Row], factors: dict[str, Factors]) -> dict[str, float]:
     """Return the shares of a draw that its ranges hold, by what was predicted."""
-    plain = [row for row in rows if row.basis not in {*MEMORY, "host"}]
+    plain = [row for row in rows if row.basis not in PARTS]
     kinds = {
         "datasheets": [row for row in plain if not row.calibrated],
         "calibrated": [row for row in plain if row.calibrated],
-        **{kind: [row for row in rows if row.basis == kind] for kind in (*MEMORY, "host")},
+        **{kind: [row for row in rows if row.basis == kind] for kind in (*MEMORY, *HOSTS)},
     }
     for kind in ("datasheets", "calibrated"):
         before = [replace(row, ratio=row.asked_before) for row in kinds[kind] if row.asked_before is not None]
@@ -237,6 +240,7 @@ def rows_of(
                     **of_what(asked, case.plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibration is not None,
+                    host_measured=answer.host_measured(0),
                 )
             )
         if peak and memory:
@@ -275,11 +279,12 @@ def fresh_rows() -> dict[str, list[Row]]:
                     **of_what(question, plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibrated,
+                    host_measured=answer.host_measured(0),
                     asked_before=measured["step_s"] / before if before else None,
                 )
             )
+            rows += waits(source, HOSTS[answer.host_measured(0)], estimate, measured)
         estimate = estimates["datasheet"][0].estimate(0)
-        rows += waits(source, estimate, measured)
         if measured["reserved_bytes"]:
             for basis, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
                 ratio = measured["reserved_bytes"] / one.memory.reserved_bytes
@@ -287,7 +292,7 @@ def fresh_rows() -> dict[str, list[Row]]:
     return found
 
 
-def waits(source: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
+def waits(source: str, basis: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
     """Return what rank 0's GPU idled of the timed step over the predicted wait.
 
     Only of a run that is predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
@@ -296,7 +301,7 @@ def waits(source: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row
     if predicted_s <= WAITS * estimate.step_s.value:
         return []
     waited_s = measured["step_s"] * profiled["idle_s"] / profiled["wall_s"]
-    return [Row(source=source, basis="host", ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
+    return [Row(source=source, basis=basis, ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
 
 
 def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
@@ -324,7 +329,7 @@ def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
 
 def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row], waits: list[Row]) -> dict[str, Factors]:
     groups = {basis: [row for row in steps if row.basis == basis] for basis in ("node", "nodes", "low_precision")}
-    groups |= {"calibrated": calibrated, "host": waits}
+    groups |= {"calibrated": calibrated} | {kind: [row for row in waits if row.basis == kind] for kind in HOSTS}
     groups |= {kind: [row for row in memory if row.basis == kind] for kind in MEMORY}
     shipped = interval_table().factors  # of what is refused today, and so has no rows
     factors = {basis: together(rows) if rows else shipped[basis] for basis, rows in groups.items()}
@@ -382,10 +387,17 @@ def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     """Return the share of rows inside the range that the product gives them."""
     inside = []
     for row in rows:
-        if row.basis in {*MEMORY, "host"}:
+        if row.basis in PARTS:
             low, high = factors[row.basis].low, factors[row.basis].high
         else:
-            low, high = step_factors(row.basis, row.shares, host=row.host, calibrated=row.calibrated, factors=factors)
+            low, high = step_factors(
+                row.basis,
+                row.shares,
+                host=row.host,
+                calibrated=row.calibrated,
+                factors=factors,
+                host_measured=row.host_measured,
+            )
         inside.append(low <= row.ratio <= high)
     return statistics.mean(inside)
 
