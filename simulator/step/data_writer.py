@@ -215,8 +215,8 @@ class DataWriter:
         t, own = self.traffic, unit.trained
         shared = own.shared * t.reduce_bytes / t.shard_ranks
         experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
-        apart = tiles_host_s(shared) + tiles_host_s(experts)
-        return np.where(t.shard_ranks == t.expert_shard_ranks, tiles_host_s(shared + experts), apart)
+        parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
+        return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
 
     def _copy_out(self, elements: Value) -> None:
         self.rank.copy("copy_out", 2 * elements * self.traffic.reduce_bytes)

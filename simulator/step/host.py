@@ -52,12 +52,12 @@ QUEUED_LAUNCHES = 1024.0
 UPDATE_LAUNCHES = 4.0
 
 # FSDP2 packs gradients for their reduction by a kernel that finds its tensors in a list of tiles, one for every 2 KiB
-# of a rank's shard. The host writes that list for every reduction: 3 ns a tile where malloc has the memory at hand, and
-# 9 to 15 for lists of 4 MiB and more, for which it takes fresh pages. Source: torch,
+# of a rank's shard. The host writes that list for every reduction: 3.5 ns a tile where malloc has the memory at hand,
+# and 9 to 15 for lists of 4 MiB and more, for which it takes fresh pages. Source: torch,
 # aten/src/ATen/native/cuda/TensorShape.cu (get_chunk_cat_metadata, pack_vecs); `_chunk_cat` in six runs on two H200,
 # and the same lists on a CPU (examples/profiles/hosts.md).
 TILE_BYTES = 2048
-TILE_S, FRESH_TILE_S = 3e-9, 10e-9
+TILE_S, FRESH_TILE_S = 3.5e-9, 10e-9
 REUSED_TILES = 2.0**18
 
 # Largest ratio of the slowest process to the median; no measured process took longer (hosts.md in examples/profiles).
@@ -175,12 +175,13 @@ def update_host_s(context: CostContext, tensors: int) -> Floats:
     return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
 
 
-def tiles_host_s(nbytes: Floats | float) -> Floats:
+def tiles_host_s(nbytes: Floats | float, *, keeps_memory: bool = False) -> Floats:
     """Return the host seconds to list the tiles of the gradients that FSDP2 reduces together, `nbytes` of them in each
     rank's shard.
     """
     tiles = np.asarray(nbytes) / TILE_BYTES
-    return np.asarray(TILE_S * tiles + FRESH_TILE_S * np.maximum(tiles - REUSED_TILES, 0.0))
+    fresh = 0.0 if keeps_memory else np.maximum(tiles - REUSED_TILES, 0.0)
+    return np.asarray(TILE_S * tiles + FRESH_TILE_S * fresh)
 
 
 def _sharding(table: PlanTable) -> Floats:

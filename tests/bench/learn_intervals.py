@@ -7,9 +7,9 @@ simulator/calibration/intervals.json.
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
 files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json. The
 draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
-shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so are
-`--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view;
-`--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
+shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so
+are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in
+view; `--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
 `simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
 """
 
