@@ -130,7 +130,8 @@ class HostSpec:
     layer, per step, per token loaded. A step waits for its data; with `loads_ahead` they are loaded while the device
     still works, unless every step is logged. `synchronizes`: when the host waits for the device after every pass of a
     micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or `always`. With
-    `keeps_memory` malloc keeps the memory of lists that are written again and again. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every operator.
+    `keeps_memory` malloc keeps the memory of lists that are written again and again. With `plain_tensors` neither
+    tensor parallelism nor selective recomputation goes through Python for every operator.
     """
 
     launch_s: float
