@@ -102,10 +102,8 @@ class EstimateTable:
 
     def host_measured(self, index: int) -> bool:
         """Return whether all kinds of layers that a row's host launches ran on this host."""
-        if self.calibration is None or not self.calibration.current:
-            return False
-        costs = self.calibration.runtime(self.runtime.name, compiled=self.runtime.compile)
-        return costs_in(self.plans[index], sparse=self.sparse) <= costs.shown
+        known = self.calibration
+        return known is not None and known.ran(self.runtime, costs_in(self.plans[index], sparse=self.sparse))
 
     def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
         factors = step_factors(

@@ -148,6 +148,10 @@ class Calibration:
         kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
         return replace(found, host=kept, borrowed=True)
 
+    def ran(self, runtime: Runtime, costs: frozenset[str]) -> bool:
+        """Return whether these costs of the host (`simulator.step.host.costs_in`) occurred in runs of a runtime."""
+        return self.current and costs <= self.runtime(runtime.name, compiled=runtime.compile).shown
+
     @property
     def host_speed(self) -> float:
         """The time of this host over that of the hosts in descriptions; 1 where no runtime was run."""

@@ -22,7 +22,6 @@ from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
 from simulator.step.host import (
     host_synchronizes,
-    loaded_tokens,
     loading_host_s,
     loads_ahead,
     pass_host_s,
@@ -36,9 +35,6 @@ from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes
 
 # The groups over which the gradient norm is summed, and the streams of these sums.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
-
-
-TOKEN_BYTES = 16  # of a token and its label
 
 
 def message_bytes(context: CostContext, hidden: int) -> Floats:
@@ -165,7 +161,7 @@ class StepWalk:
         data.redistribute(units)
         if self.loads_ahead:
             rank.host_work("loading", loading_host_s(self.spec.host, self.context))
-            rank.copy("tokens", TOKEN_BYTES * loaded_tokens(self.context))
+            rank.copy("tokens", 0.0)  # the device waits for them
 
     def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
         """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for
