@@ -9,8 +9,9 @@ files are predicted with a profile of the very host too, and so are the runs of 
 draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
 shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so
 are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in
-view; `--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
-`simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
+view; `--only` learns one kind of uncalibrated steps, from CASES alone, or waits for hosts, from the draws alone, and
+leaves all else. What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and
+from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", type=Path)
+    parser.add_argument("cases", nargs="*", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
     parser.add_argument("--held-out", action="append", default=[], type=Path)
     parser.add_argument("--judged", action="append", default=[])
     parser.add_argument("--keep", action="append", default=[], choices=sorted(interval_table().factors))
-    parser.add_argument("--only", choices=("low_precision", "node", "nodes"))
+    parser.add_argument("--only", choices=("low_precision", "node", "nodes", "hosts"))
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
     if asked.only:
@@ -130,10 +131,17 @@ def main() -> None:
 
 def relearn(asked: argparse.Namespace) -> None:
     """Learn the factors that `--only` names anew."""
-    known, steps = interval_table(), rows_of(cases(asked.cases), None, memory=False)[0]
-    learned = learned_factors([row for row in steps if row.basis == asked.only], [], [], [])[asked.only]
+    known = interval_table()
+    if asked.only == "hosts":
+        waited = [row for of_draw in fresh_rows(memory=False).values() for row in of_draw if row.basis in HOSTS]
+        learned = {kind: learned_factors([], [], [], waited)[kind] for kind in HOSTS}
+    else:
+        steps = rows_of(cases(asked.cases), None, memory=False)[0]
+        learned = {
+            asked.only: learned_factors([row for row in steps if row.basis == asked.only], [], [], [])[asked.only]
+        }
     command = f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)} --only {asked.only}"
-    found = replace(known, command=f"{known.command}; {command}", factors=known.factors | {asked.only: learned})
+    found = replace(known, command=f"{known.command}; {command}", factors=known.factors | learned)
     asked.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     print(table(found))
 
@@ -256,7 +264,7 @@ def of_what(question: Question, plan: Plan) -> dict[str, Any]:
     return {"architecture": kind.architecture, "runtime": question.runtime.name, "gpus": plan.gpus}
 
 
-def fresh_rows() -> dict[str, list[Row]]:
+def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
     """Return the rows of every draw: steps from datasheets and calibrated, waits for hosts, memory."""
     found: dict[str, list[Row]] = defaultdict(list)
     for run, question, plan in fresh_runs():
@@ -285,7 +293,7 @@ def fresh_rows() -> dict[str, list[Row]]:
             )
             rows += waits(source, HOSTS[answer.host_measured(0)], estimate, measured)
         estimate = estimates["datasheet"][0].estimate(0)
-        if measured["reserved_bytes"]:
+        if memory and measured["reserved_bytes"]:
             for basis, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
                 ratio = measured["reserved_bytes"] / one.memory.reserved_bytes
                 rows.append(Row(source=source, basis=basis, ratio=ratio, shares={}))

@@ -21,6 +21,7 @@ from simulator.lowering.simulation import simulate_plan
 from simulator.lowering.training import plan_context
 from simulator.runtimes.library import runtime_spec, wraps_one
 from simulator.runtimes.model_operators import operators_for
+from simulator.runtimes.stated import resolve
 from simulator.step.host import compiled, layer_host_s, loading_host_s, tiles_host_s
 from topology.catalog.cluster_file import load_cluster
 
@@ -205,3 +206,12 @@ def test_data_are_loaded_while_a_busy_device_works_unless_steps_are_logged() -> 
 
     assert late - early == pytest.approx(loading, rel=0.01)
     assert early == pytest.approx(simulate_plan(ahead, plan, detail=Detail.LAYER).run.step_s, rel=0.02)
+
+
+def test_a_stated_log_is_used_or_said_to_change_nothing() -> None:
+    runtime, assumed = resolve({"name": "torchtitan", "logs_each_step": True})
+    _, of_other = resolve({"name": "meshwright", "logs_each_step": True})
+
+    assert runtime.logs_each_step
+    assert not any("logs_each_step" in line for line in assumed)
+    assert any("logs_each_step changes nothing" in line for line in of_other)
