@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,11 @@ def main() -> None:
         relearn(asked)
         return
 
-    found = fresh_rows()
+    with_memory = not {*MEMORY} <= {*asked.keep}
+    found = fresh_rows(memory=with_memory)
     judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:] if draw != "none"}
     rows = [row for of_draw in found.values() for row in of_draw]
-    steps, memory = rows_of(cases(asked.cases), None)
+    steps, memory = rows_of(cases(asked.cases), None, memory=with_memory)
     calibrated: list[Row] = []
     for pair in asked.calibrated:
         profile, file = pair.split("=", 1)
@@ -264,6 +266,13 @@ def of_what(question: Question, plan: Plan) -> dict[str, Any]:
     return {"architecture": kind.architecture, "runtime": question.runtime.name, "gpus": plan.gpus}
 
 
+@cache
+def of_draw(number: int) -> Calibrations | None:
+    """Return what the profile made on a draw's host gives, if it is shipped."""
+    profiles = list((ROOT / "examples/profiles").glob(f"*_draw{number}.json"))
+    return Calibrations(read_profile(profiles[0])) if profiles else None
+
+
 def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
     """Return the rows of every draw: steps from datasheets and calibrated, waits for hosts, memory."""
     found: dict[str, list[Row]] = defaultdict(list)
@@ -272,9 +281,8 @@ def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
         rows = found[run["draw"]]
         estimates = {"datasheet": (question.estimate([plan]), False)}
         number = len(found)
-        profiles = list((ROOT / "examples/profiles").glob(f"*_draw{number}.json"))
-        if profiles:
-            known = Calibrations(read_profile(profiles[0])).on(question.cluster)
+        if (calibrations := of_draw(number)) is not None:
+            known = calibrations.on(question.cluster)
             estimates["calibrated"] = (replace(question, calibration=known).estimate([plan]), True)
         for kind, (answer, calibrated) in estimates.items():
             estimate, before = answer.estimate(0), run["predicted"].get(kind, {}).get("step_s")
