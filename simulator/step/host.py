@@ -200,13 +200,18 @@ def step_host_s(host: HostSpec, context: CostContext) -> Floats:
     """
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
-    loading_s = 0.0 if loads_ahead(host, context) else loading_host_s(host, context)
+    loading_s = np.where(loads_ahead(host, context), 0.0, loading_host_s(host, context))
     return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + loading_s)
 
 
-def loads_ahead(host: HostSpec, context: CostContext) -> bool:
-    """Return whether data of the next step are loaded while the device is at work."""
-    return host.loads_ahead and host.data_token_s > 0 and not context.runtime.logs_each_step
+def loads_ahead(host: HostSpec, context: CostContext) -> NDArray[np.bool_]:
+    """Return for each plan whether data of the next step are loaded while the device is at work.
+
+    In a pipeline the host waits for the device after its passes: ranks without a loss put one together there
+    (torchtitan 0.2.2, train.py: forward_backward_step).
+    """
+    ahead = host.loads_ahead and host.data_token_s > 0 and not context.runtime.logs_each_step
+    return np.asarray(ahead & (context.table["pp"] == 1))
 
 
 def loading_host_s(host: HostSpec, context: CostContext) -> Floats:

@@ -57,8 +57,7 @@ class StepWalk:
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
-        # The host of a pipeline is ahead of its device by passes, so it has loaded long before.
-        self.loads_ahead = loads_ahead(self.spec.host, context) and bool(context.table["pp"][0] == 1)
+        self.loads_ahead = bool(loads_ahead(self.spec.host, context)[0])
         self.host_passes = bool(np.any(self.spec.host.pp_pass_s))  # whether passes take host time of their own
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
