@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.launch.freed_memory import keep_freed_memory
 from executor.model.shards import ParameterShard, local_tensor
 from executor.parallel import gradients, pipeline
 from executor.parallel.batches import rank_batch
@@ -38,6 +39,7 @@ class Trainer:
         self.plan, self.model, self.workload, self.meshes = setup.plan, setup.model, setup.workload, setup.meshes
         self.device, self.seed = setup.device, setup.seed
         torch.set_float32_matmul_precision("high" if setup.runtime.compute_dtype == TF32 else "highest")
+        keep_freed_memory()
         self.parallel: ParallelModel = parallelize(setup)
         self.micro_batches = self.plan.micro_batches(self.workload.global_batch_size)
         self.in_backward = (

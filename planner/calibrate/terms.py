@@ -23,10 +23,11 @@ from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.collectives.measured import MeasuredCollectives, Model, Ratios
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCHES, LEAST_S, costs_in, spread_of, usual_costs
+from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCHES, LEAST_S, spread_of, usual_costs
 from simulator.fitting.runtime_fit import INSIDE_SPREAD
 from simulator.kernels.operators import Work, WorkKind
 from simulator.runtimes.library import runtime_spec
+from simulator.step.host import costs_in
 from topology.rates.groups import GroupShape
 
 Floats = NDArray[np.float64]

@@ -186,6 +186,7 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     if runtime.cuda_graph:
         trained += "; CUDA graphs" + (f" of {', '.join(runtime.graph_scopes)}" if runtime.graph_scopes else "")
     trained += "; re-entrant checkpoints" if runtime.reentrant else ""
+    trained += "; every step logged" if runtime.logs_each_step else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title
     return (
         f"{name}, {mode}, parameters {runtime.param_dtype}, compute {runtime.compute_dtype}, gradients reduced in "

@@ -38,6 +38,7 @@ RUNTIME_FACTS = frozenset(
         "graph_scopes",
         "savers",
         "reentrant",
+        "logs_each_step",
     }
 )
 

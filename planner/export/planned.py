@@ -37,6 +37,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _S
     "graph_scopes": (),
     "savers": (),
     "reentrant": None,
+    "logs_each_step": False,
     "low_precision_recipe": "",
     "document_len": 0,
     "routing": "",

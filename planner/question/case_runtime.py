@@ -76,7 +76,7 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
             continue
         if key in {"savers", "graph_scopes", "fused"}:
             stated[key] = words_of(value, f"case {name}: runtime.{key}")
-        elif key in {"compile", "cuda_graph", "reentrant"}:
+        elif key in {"compile", "cuda_graph", "reentrant", "logs_each_step"}:
             flag(value, f"case {name}: runtime.{key}")
         else:
             word_of(value, f"case {name}: runtime.{key}")

@@ -39,6 +39,7 @@ RUNTIME_KEYS = (
     "expert_products",
     "savers",
     "reentrant",
+    "logs_each_step",
     "graph_scopes",
     "fused",
 )

@@ -40,7 +40,7 @@ from simulator.runtimes.library import RuntimeSpec, canonical_recompute, wraps_o
 from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters, trained_flops_per_token
-from simulator.step.host import compiled, graphed, on_grace
+from simulator.step.host import compiled, costs_in, graphed, on_grace
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -64,6 +64,7 @@ class EstimateTable:
     basis: tuple[str, ...]  # what the interval of each row rests on without a calibration: see `intervals`
     shares: Shares
     runtime: Runtime
+    sparse: bool  # layers have experts
     clocks: Floats  # factor of arithmetic's time, relative to a GPU that is never idle
     distance: float = 1.0  # factor of the width of ranges, relative to that of measured steps
     calibration: Calibration | None = None
@@ -99,6 +100,11 @@ class EstimateTable:
             sources=sources,
         )
 
+    def host_measured(self, index: int) -> bool:
+        """Return whether all kinds of layers that a row's host launches ran on this host."""
+        known = self.calibration
+        return known is not None and known.ran(self.runtime, costs_in(self.plans[index], sparse=self.sparse))
+
     def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
         factors = step_factors(
             self.basis[index],
@@ -107,6 +113,7 @@ class EstimateTable:
             calibrated=self.calibration is not None and self.calibration.current,
             factors=interval_table().factors,
             width=self.distance,
+            host_measured=self.host_measured(index),
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
@@ -169,6 +176,7 @@ def estimate_plans(
         basis=tuple(basis_of(low=runtime.low, several_nodes=plan.gpus > cluster.gpus_per_node) for plan in plans),
         shares=resting,
         runtime=runtime,
+        sparse=model.moe is not None,
         clocks=account.clocks,
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,

@@ -71,7 +71,7 @@ class RuntimeCosts:
     to which each crossing adds `crossing_s` (`CollectiveModel`). `reserved` is measured over described memory,
     `activations` a further factor on memory that is no state. `flush_s` is added to a micro batch where the allocator
     has to return memory; None: as described. `host_speed` is the
-    time of this host over that of the hosts in descriptions.
+    time of this host over that of the hosts in descriptions, `shown` the host's costs that occurred in its runs.
     """
 
     kernel_factor: float = 1.0
@@ -87,6 +87,7 @@ class RuntimeCosts:
     spread: float = 0.0  # of the runs around the fit, relative
     runs: int = 0
     host_speed: float = 1.0
+    shown: frozenset[str] = frozenset()
 
     def factors(self, shape: LayerShape) -> tuple[float, float]:
         """Return (factor of kernels, further factor of layers) for layers of a shape."""
@@ -145,6 +146,10 @@ class Calibration:
         found = self.runtimes.get((spec.like, compiled), RuntimeCosts())
         kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
         return replace(found, host=kept)
+
+    def ran(self, runtime: Runtime, costs: frozenset[str]) -> bool:
+        """Return whether these costs of the host (`simulator.step.host.costs_in`) occurred in runs of a runtime."""
+        return self.current and costs <= self.runtime(runtime.name, compiled=runtime.compile).shown
 
     @property
     def host_speed(self) -> float:

@@ -82,16 +82,18 @@ def step_factors(
     calibrated: bool,
     factors: dict[str, Factors],
     width: float = 1.0,
+    host_measured: bool = False,
 ) -> tuple[float, float]:
     """Return the ends (low, high) of a step's 80 % range as factors of the prediction.
 
     Measured parts and curves through measurements have the range of calibrated steps, other parts that of steps from
-    datasheets, and waiting for the host that of runs on hosts that were not measured. Their errors are independent, so
+    datasheets, and waiting for the host that of waits, of kinds of layers that ran on this host (`host_measured`) or
+    of others. Their errors are independent, so
     their widths add as variances do. `shares` are the step's shares by source, `host` is the share of waiting for the
     host. The range from datasheets is `width` times as wide (`simulator.calibration.distance`).
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
-    known, far, waits = factors["calibrated"], factors[basis], factors["host"]
+    known, far, waits = factors["calibrated"], factors[basis], factors["measured host" if host_measured else "host"]
     parts = (
         ((1 - host) * measured, known.low, known.high),
         ((1 - host) * (1 - measured), far.low**width, far.high**width),

@@ -66,7 +66,8 @@ class Runtime:
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's
     default. `fused` are third-party kernels that replace its own (`FUSED_KERNELS`). `adapter` is set where not all
     weights are trained. `savers` are the memory savers asked for (`simulator.config.savers`); `all_savers` also has
-    those implied by other fields. `reentrant` overrides the kind of torch's checkpoints.
+    those implied by other fields. `reentrant` overrides the kind of torch's checkpoints. With `logs_each_step` the host
+    reads every step's loss before it goes on.
     """
 
     name: str = DEFAULT_RUNTIME
@@ -85,6 +86,7 @@ class Runtime:
     fused: tuple[str, ...] = ()
     savers: tuple[str, ...] = ()
     reentrant: bool | None = None
+    logs_each_step: bool = False
 
     @property
     def low(self) -> bool:

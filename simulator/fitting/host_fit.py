@@ -19,7 +19,6 @@ import numpy as np
 import scipy  # submodules are imported when first used
 from numpy.typing import NDArray
 
-from simulator.config.plan import Plan
 from simulator.runtimes.parts import HostSpec
 from topology.profile.samples import LAYER_CUT, LAYER_PLAIN, HostSample
 
@@ -142,30 +141,6 @@ class _Rows:
     def predicted(self, logs: Floats) -> Floats:
         """Return the seconds of the runs with costs of `usual` times the exponentials of `logs`."""
         return np.asarray(self.fixed + self.counts @ (self.usual * np.exp(logs)))
-
-
-def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
-    """Return the costs that can occur in a step under `plan`; `sparse`: for a model with experts."""
-    sharded = plan.dp_shard * plan.cp > 1
-    kinds = {
-        "fsdp_layer_s": sharded,
-        "fsdp_rest_s": sharded,
-        "ddp_layer_s": plan.dp_replicate > 1,
-        "ddp_rest_s": plan.dp_replicate > 1,
-        "tp_layer_s": plan.tp > 1,
-        "tp_rest_s": plan.tp > 1,
-        "fsdp_tp_layer_s": plan.tp > 1,  # wrapped for mixed types even where nothing is sharded
-        "cp_layer_s": plan.cp > 1,
-        "cp_rest_s": plan.cp > 1,
-        "moe_layer_s": sparse,
-        "ep_layer_s": sparse and plan.ep > 1,
-        "pp_pass_s": plan.pp > 1,
-        "checkpoint_s": plan.recompute != "none",
-        "selective_s": plan.recompute != "none",
-        "fsdp_again_s": plan.recompute != "none" and (sharded or plan.tp > 1),
-    }
-    wrapped = {"fsdp_layer_s", "fsdp_rest_s"} if plan.tp > 1 else set()
-    return frozenset({"launch_s", "rest_s"} | wrapped | {name for name, occurs in kinds.items() if occurs})
 
 
 def usual_costs(described: HostSpec) -> Costs:

@@ -29,12 +29,11 @@ from simulator.fitting.host_fit import (
     HostAlone,
     HostRuns,
     as_host_fields,
-    costs_in,
     fit_hosts,
     host_alone,
 )
 from simulator.runtimes.library import is_described, runtime_names, runtime_spec
-from simulator.step.host import BATCH_TOKENS, slowest
+from simulator.step.host import BATCH_TOKENS, costs_in, slowest
 from topology import codec
 from topology.catalog.platform import MAX_GPUS_PER_NODE, grow
 from topology.cluster import Cluster
@@ -186,7 +185,7 @@ def _decoded_run(sample: LayerSample) -> Run | None:
             model=codec.convert(sample.model, Model, where="layers.model"),
             plan=plan,
             workload=codec.convert(sample.workload, Workload, where="layers.workload"),
-            runtime=runtime,
+            runtime=replace(runtime, logs_each_step=True),  # samples are of single steps
         )
     except PlannerError:
         return None
@@ -278,7 +277,8 @@ class _Fit:
 
     def costs(self, host: dict[str, float], speed: float) -> RuntimeCosts:
         """Return the costs from all runs, with the host's costs and speed as `fit_hosts` found them."""
-        return replace(self._device_costs(self._data() | host), host_speed=speed)
+        shown = frozenset[str]().union(*self.host_runs().occurring)
+        return replace(self._device_costs(self._data() | host), host_speed=speed, shown=shown)
 
     # --- the host -----------------------------------------------------------------------------------------------
 

@@ -127,10 +127,11 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step, per token loaded (a step waits for its data). `synchronizes`: when the host waits for the device
-    after every pass of a micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or
-    `always`. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every
-    operator.
+    layer, per step, per token loaded. A step waits for its data; with `loads_ahead` they are loaded while the device
+    still works, unless every step is logged. `synchronizes`: when the host waits for the device after every pass of a
+    micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or `always`. With
+    `keeps_memory` malloc keeps the memory of lists that are written again and again. With `plain_tensors` neither
+    tensor parallelism nor selective recomputation goes through Python for every operator.
     """
 
     launch_s: float
@@ -144,6 +145,8 @@ class HostSpec:
     synchronizes: Literal["never", "micro_batch", "pipeline", "always"] = "never"
     plain_tensors: bool = False
     data_token_s: float = 0.0
+    loads_ahead: bool = False
+    keeps_memory: bool = False
     norm_to_host: bool = False  # the host reads the norm of gradients before it launches the clipping
     data_spread: float = 0.0  # spread of `data_token_s` between processes: standard deviation over median
     # Known from measurements only. `*_layer_s`: added to a layer's forward and backward pass if it is sharded,

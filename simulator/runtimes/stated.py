@@ -61,6 +61,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
         assumed += why
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
     chosen["reentrant"] = stated.get("reentrant")
+    chosen["logs_each_step"] = bool(stated.get("logs_each_step"))
+    if chosen["logs_each_step"] and not (spec.host.loads_ahead and spec.host.data_token_s):
+        assumed.append(f"runtime.logs_each_step changes nothing: {spec.names[0]} is not known to load data ahead")
     chosen["adapter"], of_adapter = resolve_adapter(
         stated.get("adapter") or {}, usual=spec.defaults.adapter_targets, whose=spec.names[0]
     )

@@ -13,6 +13,7 @@ from simulator.collectives.pushed import PUSHED, SUM_PASSES
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.held import State
+from simulator.step.host import tiles_host_s
 from simulator.step.muon import Orthogonal
 from simulator.step.offload import ADD_PASSES, OFFLOAD
 from simulator.step.rank import Rank, Value
@@ -184,6 +185,8 @@ class DataWriter:
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
             if t.copies and not t.has_buckets:
+                if t.lists_tiles:
+                    self.rank.host_work(f"tiles {unit.name}", self._tiles_s(unit))
                 moved = elements * (width + t.reduce_bytes)
                 self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=elements * t.compute_bytes)
             if not t.every_micro_batch:
@@ -204,6 +207,16 @@ class DataWriter:
             self.rank.host_copy(f"d2h {unit.name}", moved, stream=OFFLOAD)
             if not fresh and t.every_micro_batch:
                 self.rank.on_host("accumulate", ADD_PASSES * moved, after=OFFLOAD)
+
+    def _tiles_s(self, unit: Unit) -> Floats:
+        """Return the host seconds to list the tiles of a unit's gradients; experts on ranks of their own are reduced
+        apart.
+        """
+        t, own = self.traffic, unit.trained
+        shared = own.shared * t.reduce_bytes / t.shard_ranks
+        experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
+        parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
+        return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
 
     def _copy_out(self, elements: Value) -> None:
         self.rank.copy("copy_out", 2 * elements * self.traffic.reduce_bytes)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.plan import Plan
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
@@ -49,6 +50,15 @@ QUEUED_LAUNCHES = 1024.0
 # the count of steps, and the update. Source: executor/parallel/optimizer_in_backward.py; on a CPU such a hook takes 29
 # to 39 us, where an operator of a forward and backward pass takes 7.6 (torch 2.13, fused AdamW of eight numbers).
 UPDATE_LAUNCHES = 4.0
+
+# FSDP2 packs gradients for their reduction by a kernel that finds its tensors in a list of tiles, one for every 2 KiB
+# of a rank's shard. The host writes that list for every reduction: 3.5 ns a tile where malloc has the memory at hand,
+# and 9 to 15 for lists of 4 MiB and more, for which it takes fresh pages. Source: torch,
+# aten/src/ATen/native/cuda/TensorShape.cu (get_chunk_cat_metadata, pack_vecs); `_chunk_cat` in six runs on two H200,
+# and the same lists on a CPU (examples/profiles/hosts.md).
+TILE_BYTES = 2048
+TILE_S, FRESH_TILE_S = 3.5e-9, 10e-9
+REUSED_TILES = 2.0**18
 
 # Largest ratio of the slowest process to the median; no measured process took longer (hosts.md in examples/profiles).
 SLOWEST = 1.9
@@ -111,6 +121,30 @@ def _experts_s(host: HostSpec, table: PlanTable) -> Floats:
     return np.asarray(host.moe_layer_s + np.where(table["ep"] > 1, host.ep_layer_s, 0.0))
 
 
+def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
+    """Return the costs that can occur in a step under `plan`; `sparse`: for a model with experts."""
+    sharded = plan.dp_shard * plan.cp > 1
+    kinds = {
+        "fsdp_layer_s": sharded,
+        "fsdp_rest_s": sharded,
+        "ddp_layer_s": plan.dp_replicate > 1,
+        "ddp_rest_s": plan.dp_replicate > 1,
+        "tp_layer_s": plan.tp > 1,
+        "tp_rest_s": plan.tp > 1,
+        "fsdp_tp_layer_s": plan.tp > 1,  # wrapped for mixed types even where nothing is sharded
+        "cp_layer_s": plan.cp > 1,
+        "cp_rest_s": plan.cp > 1,
+        "moe_layer_s": sparse,
+        "ep_layer_s": sparse and plan.ep > 1,
+        "pp_pass_s": plan.pp > 1,
+        "checkpoint_s": plan.recompute != "none",
+        "selective_s": plan.recompute != "none",
+        "fsdp_again_s": plan.recompute != "none" and (sharded or plan.tp > 1),
+    }
+    wrapped = {"fsdp_layer_s", "fsdp_rest_s"} if plan.tp > 1 else set()
+    return frozenset({"launch_s", "rest_s"} | wrapped | {name for name, occurs in kinds.items() if occurs})
+
+
 def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> tuple[Floats, Floats]:
     """Return the host seconds of one layer's forward and backward pass besides its launches, each of shape (plans,):
     means over micro batches, of which DDP may act on the last only.
@@ -141,6 +175,15 @@ def update_host_s(context: CostContext, tensors: int) -> Floats:
     return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
 
 
+def tiles_host_s(nbytes: Floats | float, *, keeps_memory: bool = False) -> Floats:
+    """Return the host seconds to list the tiles of the gradients that FSDP2 reduces together, `nbytes` of them in each
+    rank's shard.
+    """
+    tiles = np.asarray(nbytes) / TILE_BYTES
+    fresh = 0.0 if keeps_memory else np.maximum(tiles - REUSED_TILES, 0.0)
+    return np.asarray(TILE_S * tiles + FRESH_TILE_S * fresh)
+
+
 def _sharding(table: PlanTable) -> Floats:
     """Return the share of full sharding's host cost that applies to each plan."""
     return np.where(table.fully_sharded, np.where(table.state_shard["parameters"] > 1, 1.0, WRAPPED_SHARE), 0.0)
@@ -153,12 +196,27 @@ def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 def step_host_s(host: HostSpec, context: CostContext) -> Floats:
     """Return the host seconds of a step during which the device is idle, shape (plans,): the step's own work and
-    loading data.
+    loading data, unless that is done ahead.
     """
     table = context.table
     cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
-    loading_s = host.data_token_s * loaded_tokens(context) * slowest(table["gpus"], host.data_spread)
+    loading_s = np.where(loads_ahead(host, context), 0.0, loading_host_s(host, context))
     return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + loading_s)
+
+
+def loads_ahead(host: HostSpec, context: CostContext) -> NDArray[np.bool_]:
+    """Return for each plan whether data of the next step are loaded while the device is at work.
+
+    In a pipeline the host waits for the device after its passes: ranks without a loss put one together there
+    (torchtitan 0.2.2, train.py: forward_backward_step).
+    """
+    ahead = host.loads_ahead and host.data_token_s > 0 and not context.runtime.logs_each_step
+    return np.asarray(ahead & (context.table["pp"] == 1))
+
+
+def loading_host_s(host: HostSpec, context: CostContext) -> Floats:
+    """Return the host seconds of loading a step's data, shape (plans,), on the slowest rank."""
+    return host.data_token_s * loaded_tokens(context) * slowest(context.table["gpus"], host.data_spread)
 
 
 def slowest(ranks: Floats, spread: float) -> Floats:

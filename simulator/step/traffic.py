@@ -60,6 +60,8 @@ class DataTraffic:
     compute_bytes: float
     reduce_bytes: float
     copies: bool
+    lists_tiles: bool  # the host lists tiles of the gradients that are packed (FSDP2)
+    keeps_memory: bool  # of these lists
     gradient_bytes: float
     host_gradient_bytes: float
     unsharded_gradient_bytes: float
@@ -144,6 +146,8 @@ def data_traffic(context: CostContext) -> DataTraffic:
         compute_bytes=bytes_of("gathered"),
         reduce_bytes=bytes_of("reduce"),
         copies=spec.fsdp.copy_in_copy_out,
+        lists_tiles=spec.fsdp.copy_in_copy_out and not spec.fsdp.flat_parameters,
+        keeps_memory=spec.host.keeps_memory,
         gradient_bytes=bytes_of(spec.state.gradient_dtype),
         host_gradient_bytes=host_gradient_bytes(context),
         unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),

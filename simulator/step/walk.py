@@ -20,7 +20,14 @@ from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
-from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
+from simulator.step.host import (
+    host_synchronizes,
+    loading_host_s,
+    loads_ahead,
+    pass_host_s,
+    rest_host_s,
+    step_host_s,
+)
 from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import DataTraffic, data_traffic
 from simulator.step.units import Unit
@@ -50,6 +57,7 @@ class StepWalk:
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
+        self.loads_ahead = bool(loads_ahead(self.spec.host, context)[0])
         self.host_passes = bool(np.any(self.spec.host.pp_pass_s))  # whether passes take host time of their own
 
     def with_stages(self, stages: Sequence[Sequence[Unit]]) -> StepWalk:
@@ -150,6 +158,9 @@ class StepWalk:
         else:
             rank.update(update_bytes(runtime, owned, whole, matrices, self.context.table.micro_batches), owned)
         data.redistribute(units)
+        if self.loads_ahead:
+            rank.host_work("loading", loading_host_s(self.spec.host, self.context))
+            rank.copy("tokens", 0.0)  # the device waits for them
 
     def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
         """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for

@@ -48,9 +48,9 @@ from planner.validate.validation import measured_step_s  # noqa: E402
 from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
-from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibration_fit import calibrated  # noqa: E402
+from tests.bench.fresh_draw import runtime_of  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.cluster import Cluster  # noqa: E402
@@ -90,7 +90,7 @@ def step_of(row: dict[str, Any]) -> PlannedStep:
         model=codec.convert(row["model"], Model, where="row"),
         plan=codec.convert(row["plan"], Plan, where="row"),
         workload=codec.convert(row["workload"], Workload, where="row"),
-        runtime=codec.convert(row["runtime"], Runtime, where="row"),
+        runtime=runtime_of(row),
     )
 
 

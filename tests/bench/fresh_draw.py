@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from executor.launch import legal as executor_rules
 from planner.question.prediction import predict as predicted
@@ -23,6 +24,7 @@ from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Grade
+from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import PlannerError
@@ -256,6 +258,12 @@ def _plan(random: Random, gpus: int, model: Model, runtime: str) -> Plan:
     )
 
 
+def runtime_of(row: dict[str, Any]) -> Runtime:
+    """Return the runtime of a row of the ledger; runs of torchtitan log every step, which the first rows do not say."""
+    runtime = codec.convert(row["runtime"], Runtime, where="row")
+    return replace(runtime, logs_each_step=runtime.name == "torchtitan")
+
+
 def _runtime(random: Random, plan: Plan, name: str) -> Runtime | None:
     """Return the runtime in drawn types; None for what no option of torchtitan says.
 
@@ -272,6 +280,7 @@ def _runtime(random: Random, plan: Plan, name: str) -> Runtime | None:
         compile=compiled,
         param_dtype=stored,
         compute_dtype="float32" if types == "float32" else "bfloat16",
+        logs_each_step=name == "torchtitan",  # executor/measure/torchtitan.py
     )
 
 

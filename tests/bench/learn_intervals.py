@@ -7,10 +7,11 @@ simulator/calibration/intervals.json.
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated`
 files are predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json. The
 draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
-shipped, calibrated. Draws that `--judged` names (by default the last) are judged and not learned from, and so are
-`--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in view;
-`--only` learns one kind of uncalibrated steps, from CASES alone, and leaves all else. What the factors mean:
-`simulator/calibration/intervals.py`. Memory is learned twice, from sums and from the allocator's replay.
+shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so
+are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in
+view; `--only` learns one kind of uncalibrated steps, from CASES alone, or waits for hosts, from the draws alone, and
+leaves all else. What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and
+from the allocator's replay.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,11 @@ from simulator.calibration.intervals import Factors, IntervalTable, Measured, in
 from simulator.config.estimate import Estimate  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
-from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibrations import Calibrations  # noqa: E402
 from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
 from simulator.memory.estimate import with_replay  # noqa: E402
+from tests.bench.fresh_draw import runtime_of  # noqa: E402
 from tests.short_models import shortened  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.codec import convert  # noqa: E402
@@ -55,6 +57,8 @@ from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
 MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's replay
+HOSTS = ("host", "measured host")  # waits for hosts
+PARTS = frozenset({*MEMORY, *HOSTS})
 MANY = 8  # sources from which their rows, each source's as one, say more of a range than a mean and a spread do
 NOTHING_S = 1e-6  # for a wait of nothing, which has no logarithm
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
@@ -77,27 +81,29 @@ class Row:
     gpus: int = 1
     host: float = 0.0
     calibrated: bool = False
+    host_measured: bool = False
     asked_before: float | None = None  # the ratio to what was predicted before the run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", type=Path)
+    parser.add_argument("cases", nargs="*", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
     parser.add_argument("--held-out", action="append", default=[], type=Path)
     parser.add_argument("--judged", action="append", default=[])
     parser.add_argument("--keep", action="append", default=[], choices=sorted(interval_table().factors))
-    parser.add_argument("--only", choices=("low_precision", "node", "nodes"))
+    parser.add_argument("--only", choices=("low_precision", "node", "nodes", "hosts"))
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
     if asked.only:
         relearn(asked)
         return
 
-    found = fresh_rows()
-    judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:]}
+    with_memory = not {*MEMORY} <= {*asked.keep}
+    found = fresh_rows(memory=with_memory)
+    judged = {draw: found.pop(draw) for draw in asked.judged or list(found)[-1:] if draw != "none"}
     rows = [row for of_draw in found.values() for row in of_draw]
-    steps, memory = rows_of(cases(asked.cases), None)
+    steps, memory = rows_of(cases(asked.cases), None, memory=with_memory)
     calibrated: list[Row] = []
     for pair in asked.calibrated:
         profile, file = pair.split("=", 1)
@@ -105,12 +111,12 @@ def main() -> None:
     for name, part, profile in (*OWN, OWN_ELSEWHERE):
         measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
         calibrated += rows_of(own_runs(name, part), measured, memory=False)[0]
-    steps += [row for row in rows if row.basis not in {*MEMORY, "host"} and not row.calibrated]
+    steps += [row for row in rows if row.basis not in PARTS and not row.calibrated]
     factors = learned_factors(
         steps,
         memory + [row for row in rows if row.basis in MEMORY],
         calibrated + [row for row in rows if row.calibrated],
-        [row for row in rows if row.basis == "host"],
+        [row for row in rows if row.basis in HOSTS],
     )
     factors |= {name: interval_table().factors[name] for name in asked.keep}
     held_out = {
@@ -127,10 +133,17 @@ def main() -> None:
 
 def relearn(asked: argparse.Namespace) -> None:
     """Learn the factors that `--only` names anew."""
-    known, steps = interval_table(), rows_of(cases(asked.cases), None, memory=False)[0]
-    learned = learned_factors([row for row in steps if row.basis == asked.only], [], [], [])[asked.only]
+    known = interval_table()
+    if asked.only == "hosts":
+        waited = [row for of_draw in fresh_rows(memory=False).values() for row in of_draw if row.basis in HOSTS]
+        learned = {kind: learned_factors([], [], [], waited)[kind] for kind in HOSTS}
+    else:
+        steps = rows_of(cases(asked.cases), None, memory=False)[0]
+        learned = {
+            asked.only: learned_factors([row for row in steps if row.basis == asked.only], [], [], [])[asked.only]
+        }
     command = f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)} --only {asked.only}"
-    found = replace(known, command=f"{known.command}; {command}", factors=known.factors | {asked.only: learned})
+    found = replace(known, command=f"{known.command}; {command}", factors=known.factors | learned)
     asked.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     print(table(found))
 
@@ -145,11 +158,11 @@ def measured_on(steps: list[Row]) -> Measured:
 
 def of_kinds(draw: str, rows: list[Row], factors: dict[str, Factors]) -> dict[str, float]:
     """Return the shares of a draw that its ranges hold, by what was predicted."""
-    plain = [row for row in rows if row.basis not in {*MEMORY, "host"}]
+    plain = [row for row in rows if row.basis not in PARTS]
     kinds = {
         "datasheets": [row for row in plain if not row.calibrated],
         "calibrated": [row for row in plain if row.calibrated],
-        **{kind: [row for row in rows if row.basis == kind] for kind in (*MEMORY, "host")},
+        **{kind: [row for row in rows if row.basis == kind] for kind in (*MEMORY, *HOSTS)},
     }
     for kind in ("datasheets", "calibrated"):
         before = [replace(row, ratio=row.asked_before) for row in kinds[kind] if row.asked_before is not None]
@@ -237,6 +250,7 @@ def rows_of(
                     **of_what(asked, case.plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibration is not None,
+                    host_measured=answer.host_measured(0),
                 )
             )
         if peak and memory:
@@ -252,7 +266,14 @@ def of_what(question: Question, plan: Plan) -> dict[str, Any]:
     return {"architecture": kind.architecture, "runtime": question.runtime.name, "gpus": plan.gpus}
 
 
-def fresh_rows() -> dict[str, list[Row]]:
+@cache
+def of_draw(number: int) -> Calibrations | None:
+    """Return what the profile made on a draw's host gives, if it is shipped."""
+    profiles = list((ROOT / "examples/profiles").glob(f"*_draw{number}.json"))
+    return Calibrations(read_profile(profiles[0])) if profiles else None
+
+
+def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
     """Return the rows of every draw: steps from datasheets and calibrated, waits for hosts, memory."""
     found: dict[str, list[Row]] = defaultdict(list)
     for run, question, plan in fresh_runs():
@@ -260,9 +281,8 @@ def fresh_rows() -> dict[str, list[Row]]:
         rows = found[run["draw"]]
         estimates = {"datasheet": (question.estimate([plan]), False)}
         number = len(found)
-        profiles = list((ROOT / "examples/profiles").glob(f"*_draw{number}.json"))
-        if profiles:
-            known = Calibrations(read_profile(profiles[0])).on(question.cluster)
+        if (calibrations := of_draw(number)) is not None:
+            known = calibrations.on(question.cluster)
             estimates["calibrated"] = (replace(question, calibration=known).estimate([plan]), True)
         for kind, (answer, calibrated) in estimates.items():
             estimate, before = answer.estimate(0), run["predicted"].get(kind, {}).get("step_s")
@@ -275,19 +295,20 @@ def fresh_rows() -> dict[str, list[Row]]:
                     **of_what(question, plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibrated,
+                    host_measured=answer.host_measured(0),
                     asked_before=measured["step_s"] / before if before else None,
                 )
             )
+            rows += waits(source, HOSTS[answer.host_measured(0)], estimate, measured)
         estimate = estimates["datasheet"][0].estimate(0)
-        rows += waits(source, estimate, measured)
-        if measured["reserved_bytes"]:
+        if memory and measured["reserved_bytes"]:
             for basis, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
                 ratio = measured["reserved_bytes"] / one.memory.reserved_bytes
                 rows.append(Row(source=source, basis=basis, ratio=ratio, shares={}))
     return found
 
 
-def waits(source: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
+def waits(source: str, basis: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
     """Return what rank 0's GPU idled of the timed step over the predicted wait.
 
     Only of a run that is predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
@@ -296,7 +317,7 @@ def waits(source: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row
     if predicted_s <= WAITS * estimate.step_s.value:
         return []
     waited_s = measured["step_s"] * profiled["idle_s"] / profiled["wall_s"]
-    return [Row(source=source, basis="host", ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
+    return [Row(source=source, basis=basis, ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
 
 
 def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
@@ -305,7 +326,7 @@ def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
         run = json.loads(line)
         if run["status"] != "ok":
             continue
-        plan, runtime = convert(run["plan"], Plan, where="plan"), convert(run["runtime"], Runtime, where="runtime")
+        plan, runtime = convert(run["plan"], Plan, where="plan"), runtime_of(run)
         if plan.tp > 1 and "ring" in plan.tp_overlap:  # a mode that the executor has no more
             continue
         question = question_of(
@@ -324,7 +345,7 @@ def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
 
 def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row], waits: list[Row]) -> dict[str, Factors]:
     groups = {basis: [row for row in steps if row.basis == basis] for basis in ("node", "nodes", "low_precision")}
-    groups |= {"calibrated": calibrated, "host": waits}
+    groups |= {"calibrated": calibrated} | {kind: [row for row in waits if row.basis == kind] for kind in HOSTS}
     groups |= {kind: [row for row in memory if row.basis == kind] for kind in MEMORY}
     shipped = interval_table().factors  # of what is refused today, and so has no rows
     factors = {basis: together(rows) if rows else shipped[basis] for basis, rows in groups.items()}
@@ -382,10 +403,17 @@ def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     """Return the share of rows inside the range that the product gives them."""
     inside = []
     for row in rows:
-        if row.basis in {*MEMORY, "host"}:
+        if row.basis in PARTS:
             low, high = factors[row.basis].low, factors[row.basis].high
         else:
-            low, high = step_factors(row.basis, row.shares, host=row.host, calibrated=row.calibrated, factors=factors)
+            low, high = step_factors(
+                row.basis,
+                row.shares,
+                host=row.host,
+                calibrated=row.calibrated,
+                factors=factors,
+                host_measured=row.host_measured,
+            )
         inside.append(low <= row.ratio <= high)
     return statistics.mean(inside)
 

@@ -6,12 +6,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from planner.question.cases import load_case
+from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.scenario import Scenario
+from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.calibration.intervals import Factors, interval_table, step_factors
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.step.host import costs_in
 from tests.planner.conftest import CASES
+from topology.catalog.cluster_file import load_cluster
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +66,7 @@ def factors(low: float, high: float) -> Factors:
 def test_a_step_is_as_sure_as_its_parts() -> None:
     """Parts that are off by themselves add up as variances do; without a calibration nothing was measured."""
     known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5), "host": factors(0.5, 4.0)}
+    known["measured host"] = factors(0.8, 2.0)
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
     assert step_factors("node", shares, host=0.0, calibrated=True, factors=known) == pytest.approx(
@@ -65,6 +76,7 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
     assert step_factors("node", shares, host=0.5, calibrated=False, factors=known) == pytest.approx(
         (1 - math.hypot(0.15, 0.25), 1 + math.hypot(0.25, 1.5))
     )
+    assert step_factors("node", {}, host=1.0, calibrated=True, factors=known, host_measured=True) == (0.8, 2.0)
 
 
 def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
@@ -91,3 +103,24 @@ def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
     assert waiting > 0.5
     assert busy < 0.2
     assert wide > narrow + 0.5 * (waiting - busy)
+
+
+def test_a_calibration_narrows_waits_of_the_kinds_of_layers_that_it_ran() -> None:
+    """A host that ran layers under FSDP was not seen to wait for tensor parallelism."""
+    machine = load_cluster("h200x4")
+    scenario = Scenario(
+        model=load_model("llama3-8b"),
+        cluster=machine,
+        workload=Workload(seq_len=256, global_batch_size=4),
+        runtime=Runtime(),
+        calibration=Calibration(
+            gpu=machine.slowest_kind,
+            runtimes={("torchtitan", False): RuntimeCosts(shown=costs_in(Plan(dp_shard=4), sparse=False))},
+        ),
+    )
+    plans = [Plan(dp_shard=2), Plan(dp_shard=2, tp=2), Plan(dp_shard=2, recompute="full"), Plan()]
+
+    table = estimate_plans(scenario, plans)
+
+    assert [table.host_measured(row) for row in range(len(plans))] == [True, False, False, True]
+    assert not estimate_plans(replace(scenario, calibration=None), plans).host_measured(0)

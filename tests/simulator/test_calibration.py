@@ -38,7 +38,7 @@ WIDE = Model(
     name="wide", family="llama", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=4096
 )
 NARROW = dataclasses.replace(WIDE, name="narrow", hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1024, vocab=1024)
-RUNTIME = Runtime(name="torchtitan")
+RUNTIME = Runtime(name="torchtitan", logs_each_step=True)  # samples are of single steps
 TITAN = ("torchtitan", False)
 HOST = {
     "launch_s": 20e-6,

@@ -25,7 +25,7 @@ def test_of_a_long_pause_only_the_end_is_credited():
         model=load_model("llama3-8b"),
         cluster=cluster("dgx-h200"),
         workload=Workload(task="train", seq_len=65536, global_batch_size=2),
-        runtime=Runtime(name="torchtitan"),
+        runtime=Runtime(name="torchtitan", logs_each_step=True),
     )
     context = plan_context(scenario, Plan())
     loading = float(step_host_s(context.spec.host, context)[0])

@@ -166,9 +166,8 @@ def narrow_steps() -> list[tuple[Model, Plan, Workload, Runtime]]:
         (dense, Plan(dp_shard=2, pp=2, schedule="1F1B"), (2,)),
     ):
         workload = Workload(seq_len=256, global_batch_size=plan.data_parallel * (4 if plan.pp > 1 else 1))
-        found += [
-            (dataclasses.replace(model, layers=layers), plan, workload, Runtime(name="torchtitan")) for layers in counts
-        ]
+        runtime = Runtime(name="torchtitan", logs_each_step=True)  # samples are of single steps
+        found += [(dataclasses.replace(model, layers=layers), plan, workload, runtime) for layers in counts]
     return found
 
 

@@ -64,7 +64,7 @@ def test_each_further_micro_batch_takes_as_long() -> None:
         model=load_model("llama3-8b"),
         cluster=cluster("dgx-a100", 4),
         workload=Workload(seq_len=8192, global_batch_size=batches[0]),
-        runtime=Runtime(name="torchtitan"),
+        runtime=Runtime(name="torchtitan", logs_each_step=True),  # else the device hides some of what is loaded
     )
     by_batch = []
     for batch in batches:

@@ -18,9 +18,11 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import simulate_plan
+from simulator.lowering.training import plan_context
 from simulator.runtimes.library import runtime_spec, wraps_one
 from simulator.runtimes.model_operators import operators_for
-from simulator.step.host import compiled, layer_host_s
+from simulator.runtimes.stated import resolve
+from simulator.step.host import compiled, layer_host_s, loading_host_s, tiles_host_s
 from topology.catalog.cluster_file import load_cluster
 
 EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=1024)
@@ -153,3 +155,63 @@ def test_the_executor_shards_over_one_rank_whatever_the_types() -> None:
 
     assert wraps_one(runtime_spec("meshwright"), narrow)
     assert not wraps_one(runtime_spec("torchtitan"), replace(narrow, name="torchtitan"))
+
+
+# Seconds of all calls of `_chunk_cat` in a step, mean of two ranks, by glibc's defaults and with memory kept (None: not
+# measured), and the calls with the elements of each: runs 2026-11-30.26/01, /03, /09 and /18 again on two machines with
+# two H200, the first 1.25 times as slow as described hosts, the other about as quick (examples/profiles/hosts.md).
+PACKED = (
+    (0.391, 0.096, ((14, 840e6), (4, 410e6))),
+    (0.049, 0.054, ((68, 107.5e6), (8, 73.7e6))),
+    (0.132, 0.051, ((23, 277.7e6), (2, 46.9e6))),
+    (0.010, None, ((21, 46.5e6), (2, 21e6))),
+)
+
+
+@pytest.mark.parametrize(("fresh_s", "kept_s", "calls"), PACKED)
+def test_lists_of_tiles_keep_the_host_as_busy_as_they_did(
+    fresh_s: float, kept_s: float | None, calls: tuple[tuple[int, float], ...]
+) -> None:
+    fresh, kept = (
+        sum(count * float(tiles_host_s(4 * elements, keeps_memory=keeps)) for count, elements in calls)
+        for keeps in (False, True)
+    )
+
+    assert 0.6 < 1.25 * fresh / fresh_s < 1.5
+    assert kept_s is None or 0.8 < kept / kept_s < 1.2
+
+
+def test_wide_experts_that_one_rank_packs_hold_up_its_host() -> None:
+    """FSDP2 packs the gradients of a single rank, too; shared among four ranks, each list is a quarter."""
+    question = replace(scenario(512), model=replace(MODEL, moe=replace(EXPERTS, experts=64, ffn=4096)))
+    one, four = Plan(tp=2, dp_shard=1, micro_batch_size=4), Plan(dp_shard=4)
+
+    waited = estimate_plans(question, [one, four]).breakdown_s["host"]
+    run = simulate_plan(question, one, detail=Detail.LAYER).run
+    listed = [span.end_s - span.start_s for span in run.trace.spans if span.name.startswith("tiles")]
+
+    assert len(listed) >= MODEL.layers
+    assert sum(listed) > 0.5 * waited[0] > waited[1]
+    assert estimate_plans(question, [one]).step_s[0] == pytest.approx(run.step_s, rel=0.04)
+
+
+def test_data_are_loaded_while_a_busy_device_works_unless_steps_are_logged() -> None:
+    """Torchtitan waits for the device after it has loaded (train.py); logging a step waits before."""
+    ahead, plan = scenario(32768), Plan(dp_shard=4, micro_batch_size=1)
+    logged = replace(ahead, runtime=replace(ahead.runtime, logs_each_step=True))
+    context = plan_context(ahead, plan)
+    loading = float(loading_host_s(context.spec.host, context)[0])
+
+    early, late = (estimate_plans(asked, [plan]).step_s[0] for asked in (ahead, logged))
+
+    assert late - early == pytest.approx(loading, rel=0.01)
+    assert early == pytest.approx(simulate_plan(ahead, plan, detail=Detail.LAYER).run.step_s, rel=0.02)
+
+
+def test_a_stated_log_is_used_or_said_to_change_nothing() -> None:
+    runtime, assumed = resolve({"name": "torchtitan", "logs_each_step": True})
+    _, of_other = resolve({"name": "meshwright", "logs_each_step": True})
+
+    assert runtime.logs_each_step
+    assert not any("logs_each_step" in line for line in assumed)
+    assert any("logs_each_step changes nothing" in line for line in of_other)

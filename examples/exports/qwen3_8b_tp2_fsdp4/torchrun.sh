@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan fdc10d91a480578d, for meshwright's executor under torchrun 2.13
+# meshwright 0.3.0, plan 72f3394b273fbe88, for meshwright's executor under torchrun 2.13
 # model "qwen3-8b" on "1 x 8 h100-sxm"
 # 8 = dp 1 x fsdp 4 x tp 2 x pp 1; micro batch 2, recompute selective-op, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 4 x 1 x 2, the last fastest
@@ -15,9 +15,9 @@ export PYTORCH_ALLOC_CONF=expandable_segments:True
 export NCCL_NVLS_ENABLE=0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 export NVSHMEM_DISABLE_NVLS=1
-mkdir -p meshwright-fdc10d91a480578d/records
-cat > meshwright-fdc10d91a480578d/request.json <<'REQUEST'
-{"schema_version":1,"plan":{"dp_replicate":1,"dp_shard":4,"zero_stage":null,"tp":2,"sequence_parallel":true,"cp":1,"pp":1,"ep":1,"etp":null,"virtual_stages":1,"schedule":null,"micro_batch_size":2,"recompute":"selective-op","tp_overlap":"none","reshard_after_forward":null,"layers_per_stage":[],"placement":[],"cp_method":null,"recompute_per_stage":[],"capacity_factor":null,"offload":"none","offload_layers":null,"ep_overlap":"none","fsdp_exchange":"nccl"},"model":{"name":"qwen3-8b","family":"qwen3","layers":36,"hidden":4096,"heads":32,"kv_heads":8,"head_dim":128,"ffn":12288,"vocab":151936,"gated_mlp":true,"tied_embeddings":false,"learned_positions":0,"norm":"rmsnorm","norm_bias":false,"norms_per_layer":2,"final_norm":true,"qk_norm":true,"qk_norm_wide":false,"qkv_bias":false,"attention_out_bias":false,"mlp_bias":false,"head_bias":false,"latent":null,"attention_gate":false,"linear":null,"moe":null,"sliding_window":0,"sliding_layers":0,"max_positions":40960,"multi_token_layers":0,"rotary":true,"parallel_residual":false,"assumed":[]},"workload":{"task":"train","seq_len":4096,"global_batch_size":64,"expert_imbalance":1.0,"routing":"","expert_counts":[],"document_len":0},"runtime":{"name":"torchtitan","version":null,"compile":true,"param_dtype":"float32","compute_dtype":"bfloat16","reduce_dtype":"float32","optimizer":"adamw","low_precision_recipe":"","cuda_graph":false,"adapter":null,"graph_scopes":[],"moe_dispatcher":"","expert_products":"","fused":[],"savers":[],"reentrant":null},"device":"cuda","steps":10,"warm_up":3}
+mkdir -p meshwright-72f3394b273fbe88/records
+cat > meshwright-72f3394b273fbe88/request.json <<'REQUEST'
+{"schema_version":1,"plan":{"dp_replicate":1,"dp_shard":4,"zero_stage":null,"tp":2,"sequence_parallel":true,"cp":1,"pp":1,"ep":1,"etp":null,"virtual_stages":1,"schedule":null,"micro_batch_size":2,"recompute":"selective-op","tp_overlap":"none","reshard_after_forward":null,"layers_per_stage":[],"placement":[],"cp_method":null,"recompute_per_stage":[],"capacity_factor":null,"offload":"none","offload_layers":null,"ep_overlap":"none","fsdp_exchange":"nccl"},"model":{"name":"qwen3-8b","family":"qwen3","layers":36,"hidden":4096,"heads":32,"kv_heads":8,"head_dim":128,"ffn":12288,"vocab":151936,"gated_mlp":true,"tied_embeddings":false,"learned_positions":0,"norm":"rmsnorm","norm_bias":false,"norms_per_layer":2,"final_norm":true,"qk_norm":true,"qk_norm_wide":false,"qkv_bias":false,"attention_out_bias":false,"mlp_bias":false,"head_bias":false,"latent":null,"attention_gate":false,"linear":null,"moe":null,"sliding_window":0,"sliding_layers":0,"max_positions":40960,"multi_token_layers":0,"rotary":true,"parallel_residual":false,"assumed":[]},"workload":{"task":"train","seq_len":4096,"global_batch_size":64,"expert_imbalance":1.0,"routing":"","expert_counts":[],"document_len":0},"runtime":{"name":"torchtitan","version":null,"compile":true,"param_dtype":"float32","compute_dtype":"bfloat16","reduce_dtype":"float32","optimizer":"adamw","low_precision_recipe":"","cuda_graph":false,"adapter":null,"graph_scopes":[],"moe_dispatcher":"","expert_products":"","fused":[],"savers":[],"reentrant":null,"logs_each_step":false},"device":"cuda","steps":10,"warm_up":3}
 REQUEST
 exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 -m executor.run.worker \
-  --request=meshwright-fdc10d91a480578d/request.json --out=meshwright-fdc10d91a480578d/records
+  --request=meshwright-72f3394b273fbe88/request.json --out=meshwright-72f3394b273fbe88/records

@@ -230,6 +230,11 @@ COMPILE = Entry(
     write=lambda facts: {"compile.enable": bool(facts["compile"]), "compile.components": ["model", "loss"]},
     read=_read_compile,
 )
+LOGS = Entry(
+    keys=("metrics.log_freq",),
+    write=lambda facts: {"metrics.log_freq": 1} if facts["logs_each_step"] else {},
+    read=lambda settings, _: {"logs_each_step": settings.get("metrics.log_freq") in {1, "1"}},
+)
 
 
 # 0.2.2
@@ -323,6 +328,7 @@ TOML: Table = (
     Entry(keys=(_BESIDE,), write=_write_experts_beside, read=_read_experts_beside),
     Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
     COMPILE,
+    LOGS,
     # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
     Entry(keys=("model.converters",), read=_read_converters),
@@ -348,6 +354,7 @@ COMMAND_LINE: Table = (
         },
     ),
     COMPILE,
+    LOGS,
     _write_async("compile.enable_async_tensor_parallel", always=True),
     Entry(
         keys=(SUBCOMMAND,),
