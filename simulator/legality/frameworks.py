@@ -74,7 +74,6 @@ class Framework:
     fsdp_exchanges: tuple[str, ...] = ()  # what exchanges FSDP's parameters and gradients besides NCCL
     cp_methods: tuple[str, ...] = ()  # methods of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # uses torch.distributed.pipelining, with its checks
-    recomputes_halves: bool = False  # checkpoints of recomputed blocks do not stop early, so both halves can use them
     undescribed_recomputes: tuple[str, ...] = ()  # its recompute modes, if `simulator.runtimes` does not describe it
     any_recompute: bool = False  # other recompute words are passed on to the runtime
     default_recompute: str = "none"  # the recompute mode of a run that states none
@@ -223,7 +222,6 @@ MESHWRIGHT = Framework(
     lists_layers=True,
     lists_recompute=True,
     torch_pipelining=True,
-    recomputes_halves=True,
     overlap_needs_eager=True,
     networks_without=frozenset(FEATURES),
     dtypes=("float64", "float32", "tf32", "bfloat16", "float16"),

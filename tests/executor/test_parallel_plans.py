@@ -79,8 +79,7 @@ TWO = {
             "micro_batch_size": 2,
         },
     ),
-    # Kept results: of every kind of attention, of reductions, and where each half of a backward pass runs the block
-    # again.
+    # Kept results: of every kind of attention, and of reductions.
     "tp-selective-op": ({}, {"tp": 2, "recompute": "selective-op", "micro_batch_size": 8}),
     "tp-sp-selective-op": (
         {"model": "qk_norm"},
@@ -96,16 +95,6 @@ TWO = {
         {"tp": 2, "sequence_parallel": True, "recompute": "selective-op", "micro_batch_size": 8},
     ),
     "ep-selective-op": ({"model": "moe"}, {"dp_shard": 2, "ep": 2, "recompute": "selective-op", "micro_batch_size": 4}),
-    "pp-zbv-selective-op": (
-        {"model": "four"},
-        {
-            "pp": 2,
-            "virtual_stages": 2,
-            "schedule": "ZBVZeroBubble",
-            "recompute": "selective-op",
-            "micro_batch_size": 2,
-        },
-    ),
     # Allowed because they were seen to run: unequal widths, halves of a rank that tp does not divide, ends without
     # layers.
     "odd-tp": ({"model": "odd"}, {"tp": 2, "micro_batch_size": 8}),

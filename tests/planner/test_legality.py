@@ -312,13 +312,14 @@ def test_split_backward_schedules_refuse_compiled_stages():
     assert "schedule-compile" not in rules(plan, framework="torchtitan", runtime=Runtime(compile=False))
 
 
+@pytest.mark.parametrize("framework", ["torchtitan", "meshwright"])
 @pytest.mark.parametrize("recompute", ["full", "selective-op"])
-def test_split_backward_schedules_refuse_recomputation(recompute):
+def test_split_backward_schedules_refuse_recomputation(framework, recompute):
     """A checkpoint runs again for every weight (tests/executor/test_split_backward_memory.py)."""
     plan = Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="InterleavedZeroBubble", recompute=recompute)
 
-    assert "schedule-recompute" in rules(plan, framework="torchtitan")
-    assert "schedule-recompute" not in rules(plan.with_(schedule="Interleaved1F1B"), framework="torchtitan")
+    assert "schedule-recompute" in rules(plan, framework=framework)
+    assert "schedule-recompute" not in rules(plan.with_(schedule="Interleaved1F1B"), framework=framework)
 
 
 def test_tensor_parallelism_across_nodes_is_legal_but_slow():

@@ -50,13 +50,11 @@ def stage_freedom(framework: Framework, plan: Plan, model: Model, recomputes: Se
     """Return what `framework` allows to differ between the stages of `plan`.
 
     If dense layers are between MoE layers, the cost of a stage depends on which layers it has, not only on how many;
-    then the runtime's split of layers is kept. Checkpoints that stop early fail under a schedule
-    that splits the backward pass.
+    then the runtime's split of layers is kept. Torch recomputes under no schedule that splits the backward pass.
     """
     if plan.pp == 1:
         return StageFreedom(layers=False, modes=(plan.recompute,))
-    pieces = framework.torch_pipelining and not framework.recomputes_halves
-    split = pieces and schedule_kind(plan.schedule_name).splits_backward
+    split = framework.torch_pipelining and schedule_kind(plan.schedule_name).splits_backward
     return StageFreedom(
         layers=framework.lists_layers and model.dense_layers_lead,
         modes=tuple(recomputes) if framework.lists_recompute and not split else (plan.recompute,),
