@@ -321,6 +321,8 @@ def test_wide_expert_parallel_as_published(
 ) -> None:
     """DeepSeek-R1 writing answers with SGLang after prompts of 2,000 tokens, 32 experts held twice: output tokens a
     second and GPU by LMSYS, 2025-09-25 (GB200, 12 nodes) and 2025-05-05 (H100, nine), answers a GPU by their commands.
+    The checkpoint in nvfp4 that guides named until then (NVIDIA/TensorRT-LLM PR 6610: DeepSeek-R1-0528-FP4) has the
+    output of attention in 16 bits.
     """
     pool = made_even(Pool(dp_attention=gpus, ep=gpus), 256)
     assert pool.redundant_experts == 32
@@ -335,7 +337,12 @@ def test_wide_expert_parallel_as_published(
         two_batches=both,
         max_num_seqs=answers,
     )
-    assert answers / token_s(passes, answers * gpus, 2050) == pytest.approx(published, rel=0.3)
+    out = [
+        DEEPSEEK.layers * passes.kernels.product(answers, DEEPSEEK.hidden, DEEPSEEK.heads * 128, stored=stored)
+        for stored in ("bfloat16", weights)
+    ]
+    seconds = token_s(passes, answers * gpus, 2050) + (out[0] - out[1] if weights == "float4" else 0.0)
+    assert answers / seconds == pytest.approx(published, rel=0.3)
 
 
 @pytest.mark.parametrize(
