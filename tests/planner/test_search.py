@@ -466,10 +466,11 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
 
 def test_the_nearest_pipelines_are_the_nearest_of_all():
     """Bounds are close for so many pipelines only, of which none of the others is nearer."""
+    question = replace(QUESTION, workload=replace(QUESTION.workload, global_batch_size=16))
 
     def nearest(count):
-        nodes = enumerate_nodes(QUESTION, bounds=LIMITS)
-        screened = Screened(Screening(QUESTION), nodes, QUESTION.framework.recomputes, nearly=NEAR_FIT)
+        nodes = enumerate_nodes(question, bounds=LIMITS)
+        screened = Screened(Screening(question), nodes, question.framework.recomputes, nearly=NEAR_FIT)
         search = BestFirst(screened.screening, screened, keep=3, nearly=NEAR_FIT, nearest=count)
         near = search.with_near_pipelines(search.run())
         fields = (getattr(near.near_pipelines, name) for name in (*PIPELINE_FIELDS, "recompute"))
