@@ -106,7 +106,7 @@ def test_rotary_positions_in_one_kernel(width: int, first: bool, strided: bool) 
         assert near(narrow.grad, exact.grad, units=1)
 
 
-V_SHAPED = {name: TWO[name] for name in ("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev")}
+V_SHAPED = {name: TWO[name] for name in ("pp-zbv", "pp-zbv-own-table", "pp-dualpipev")}
 TYPES = {
     f"bf16-{name}": ({**TWO[name][0], "types": True}, TWO[name][1])
     for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "ep", "pp-1f1b", "latent-tp", "window-tp")
