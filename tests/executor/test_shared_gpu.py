@@ -35,7 +35,7 @@ def test_times_and_other_modes_are_refused(given: str, capsys: pytest.CaptureFix
 def test_plans_that_send_and_receive_do_not_share_a_gpu() -> None:
     left_out = {name for name, (_, plan) in ON_TWO.items() if needs_more(plan)}
     assert left_out == {
-        *("pp-zbv", "pp-zbv-own-table", "pp-zbv-selective-op", "pp-dualpipev", "bf16-pp-1f1b", "bf16-cp"),
+        *("pp-zbv", "pp-zbv-own-table", "pp-dualpipev", "bf16-pp-1f1b", "bf16-cp"),
     }
     assert len(ON_TWO) - len(left_out) == 22
 
