@@ -121,9 +121,7 @@ class LowerBound:
         own = self._own_s(device, hop, traffic) + traffic.last_s
         # A message counts to the rank that receives it; the rank's own messages are already in `own_s`.
         inner = self.layout.rank > 0
-        deferred = np.where(
-            off, np.minimum(self.table.micro_batches[:, None], self._late_passes()) * device.weight, 0.0
-        )
+        deferred = self._deferred_s(device, traffic)
         return RankBounds(
             own_s=own,
             drain_s=np.broadcast_to(traffic.backward.exposed_s, own.shape),
@@ -353,8 +351,7 @@ class LowerBound:
             for layer, once in ((layer_forward, first), (layer_back, last))
         )
         there = np.maximum(there - hop, 0.0)
-        # A rank may compute delayed weight gradients while the last micro batch's backward pass passes the other ranks.
-        deferred = np.where(off, np.minimum(m, self._late_passes()) * device.weight, 0.0)
+        deferred = self._deferred_s(device, traffic)
         passing = device.both - np.where(off, device.weight, 0.0)
         # One micro batch passes all ranks, after all others have passed the stage that takes longest.
         longest = np.maximum(device.forward, passing - device.forward) / self._stages[:, None]
@@ -366,6 +363,14 @@ class LowerBound:
             then = np.where(layout.last, self._forward_after(device, m, layer_forward) + back, drain)
             ends = np.where(looped, np.maximum(ends, after + then), ends)
         return np.asarray(np.maximum(ends, once))
+
+    def _deferred_s(self, device: RankPasses, traffic: LeastTraffic) -> Floats:
+        """Return the seconds of delayed weight gradients, and of copies of them, that a rank may compute while the last
+        micro batch's backward pass passes the other ranks.
+        """
+        off = where(self.table.schedule, lambda kind: kind.splits_backward)[:, None]
+        passes = np.minimum(self.table.micro_batches[:, None], self._late_passes())
+        return np.where(off, passes * device.weight + traffic.backward.copies_s, 0.0)
 
     def _after_all_stages(
         self, device: RankPasses, hop: Floats, m: Floats, first: Floats, traffic: LeastTraffic, layer_back: Floats

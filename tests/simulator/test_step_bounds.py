@@ -111,6 +111,8 @@ def test_a_step_of_which_a_part_is_walked_takes_as_long_as_one_walked_whole(sche
         ("Interleaved1F1B", "hosts ahead", 2, 16, 3, 55, 8192, 6),
         # The host's lead, which a long step wears away, is missing when the rank updates its parameters.
         ("GPipe", "hosts behind", 4, 128, 1, 11, 2048, 4),
+        # The last rank copies its gradients while the last micro batch passes the others.
+        ("ZBH1", "hosts behind", 8, 32, 1, 73, 2048, 1),
     ],
 )
 def test_hosts_that_fall_behind_in_a_long_step_are_not_faster_than_their_work(
