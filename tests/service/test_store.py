@@ -180,6 +180,12 @@ def test_users_take_turns_and_see_their_own_jobs(jobs):
         submit(jobs, owner="many", most_waiting=2)
 
 
+def test_jobs_of_one_moment_are_claimed_in_order(jobs):
+    asked = [submit(jobs) for _ in range(20)]
+
+    assert [jobs.claim("busy", LEASE_S, without=()).job for _ in range(20)] == asked
+
+
 def test_a_user_has_a_share_and_short_questions_a_place_of_their_own(jobs):
     for _ in range(3):
         submit(jobs, "suggest", owner="many")
