@@ -144,7 +144,8 @@ class Jobs:
         brief = [
             JOBS.c[name] for name in ("id", "command", "state", "progress", "created_s", "started_s", "finished_s")
         ]
-        asked = select(*brief).where(JOBS.c.owner == owner).order_by(JOBS.c.created_s.desc(), JOBS.c.id.desc()).limit(limit)
+        newest = (JOBS.c.created_s.desc(), JOBS.c.id.desc())
+        asked = select(*brief).where(JOBS.c.owner == owner).order_by(*newest).limit(limit)
         with self._reading.connect() as connection:
             return [dict(row) for row in connection.execute(asked).mappings()]
 
