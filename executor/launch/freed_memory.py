@@ -1,8 +1,8 @@
 """Let malloc keep the memory of lists that the host writes for every reduction.
 
 FSDP2 lists the tiles of the gradients that it packs, up to 13 MB for a layer. By glibc's defaults such a list takes
-fresh pages from the system every time: of runs on two H200 whose layers have half a million tiles and more, two of
-three took 22 and 28 % less time with this, the third varied by more (examples/profiles/hosts.md).
+fresh pages from the system every time: of five runs on two H200 with such lists, four took 5 to 28 % less time with
+this, and one, whose steps vary by a tenth, 1 to 6 % more (examples/profiles/hosts.md).
 """
 
 from __future__ import annotations

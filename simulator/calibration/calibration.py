@@ -70,8 +70,8 @@ class RuntimeCosts:
     description's. `collective_factor` multiplies the times of collectives, `network_factor` also those between nodes,
     to which each crossing adds `crossing_s` (`CollectiveModel`). `reserved` is measured over described memory,
     `activations` a further factor on memory that is no state. `flush_s` is added to a micro batch where the allocator
-    has to return memory; None: as described. `host_speed` is the
-    time of this host over that of the hosts in descriptions, `shown` the host's costs that occurred in its runs.
+    has to return memory; None: as described. `host_speed` is the time of this host over that of the hosts in
+    descriptions, `shown` the host's costs that occurred in its runs.
     """
 
     kernel_factor: float = 1.0

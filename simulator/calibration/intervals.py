@@ -88,9 +88,9 @@ def step_factors(
 
     Measured parts and curves through measurements have the range of calibrated steps, other parts that of steps from
     datasheets, and waiting for the host that of waits, of kinds of layers that ran on this host (`host_measured`) or
-    of others. Their errors are independent, so
-    their widths add as variances do. `shares` are the step's shares by source, `host` is the share of waiting for the
-    host. The range from datasheets is `width` times as wide (`simulator.calibration.distance`).
+    of others. Their errors are independent, so their widths add as variances do. `shares` are the step's shares by
+    source, `host` is the share of waiting for the host. The range from datasheets is `width` times as wide
+    (`simulator.calibration.distance`).
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
     known, far, waits = factors["calibrated"], factors[basis], factors["measured host" if host_measured else "host"]

@@ -121,14 +121,14 @@ def of_serving(draws: int) -> Iterator[Question]:
             "answers twice as long": (machine, deployment, replace(traffic, output=_twice(traffic.output))),
             "slower arithmetic": (scale_flops(machine, 1 / 1.5), deployment, traffic),
             "slower NVLink": (scale_nvlink(machine, 1 / 1.5), deployment, traffic),
-            "slower memory": (_slower_memory(machine), deployment, traffic),
+            "slower memory": (slower_memory(machine), deployment, traffic),
             "slower GPUs, all rates": (
-                _slower_memory(scale_nvlink(scale_flops(machine, 1 / 1.5), 1 / 1.5)), deployment, traffic,
+                slower_memory(scale_nvlink(scale_flops(machine, 1 / 1.5), 1 / 1.5)), deployment, traffic,
             ),
         }  # fmt: skip
         try:
-            now, steps = _served(model, machine, deployment, traffic)
-            found = {what: _served(model, *asked) for what, asked in more.items()}
+            now, steps = seconds_and_steps(model, machine, deployment, traffic)
+            found = {what: seconds_and_steps(model, *asked) for what, asked in more.items()}
         except PlannerError:  # it does not fit
             continue
         draws -= 1
@@ -141,7 +141,7 @@ def of_serving(draws: int) -> Iterator[Question]:
             yield Question(f"serving: {what}", where, now / then - 1, apart)
 
 
-def _served(
+def seconds_and_steps(
     model: Model, machine: Cluster, deployment: Deployment, traffic: Traffic
 ) -> tuple[float, list[tuple[int, int, int]]]:
     """Return the mean seconds of a request, and of every step its prompts, their tokens and the answers that go on."""
@@ -157,7 +157,7 @@ def _served(
         return estimate_serving(model, machine, deployment, traffic).e2e_s.value, steps
 
 
-def _slower_memory(machine: Cluster) -> Cluster:
+def slower_memory(machine: Cluster) -> Cluster:
     kinds = (replace(kind, memory_bytes_per_s=kind.memory_bytes_per_s / 1.5) for kind in machine.gpu_kinds)
     return replace(machine, gpu_kinds=tuple(kinds))
 

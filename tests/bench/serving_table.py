@@ -210,10 +210,11 @@ The largest term of what is off, by group:
   12,000 tokens), which is not described. Their source counts output by the GPUs that write and all tokens by all GPUs, so
   throughput by all GPUs is taken from the second: errors went from 25 to 17 %.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
-  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 13,320 and 9,510,
-  with two batches 14,620 and 10,000; on 72 H100 it writes 2,785 with two batches, predicted 2,320 (LMSYS, 2025-09-25 and 2025-05-05;
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 17,440 and 9,320,
+  with two batches 21,090 and 9,840. With attention's output in 16 bits, as in the nvfp4 checkpoint that guides named by then, the first
+  is 15,350; which one ran is not stated. On 72 H100 it writes 2,785 with two batches, predicted 2,210 (LMSYS, 2025-09-25 and 2025-05-05;
   `tests/simulator/serving/test_forward_pass.py`). Prompts of 2,000 tokens: 26,156 and 18,471 a second and GPU on GB200, predicted
-  25,970 and 17,090 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 7,640 with two batches, a node
+  26,850 and 14,550 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 6,790 with two batches, a node
   being sent a token once, whose ranks pass it on. None of these figures was fitted; experts, attention's format and 16-bit products
   were priced anew from tables and checkpoints after prompts had been seen to be a third too slow.
 - **Releases**: vLLM of 2024 takes 0.1 ms of its host for each answer of a step (vllm-project/vllm issue 6913), which explains it on H100

@@ -12,16 +12,13 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import patch
 
 from simulator.config.hf_config import load_model
-from simulator.config.model import Model
-from simulator.serving.batch import Batch, Step
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import COMPARED, engine_of, engines
-from simulator.serving.estimate import estimate_serving
 from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.traffic import Lengths, Traffic, with_clients
+from tests.bench.monotone import seconds_and_steps, slower_memory
 from topology.catalog.clusters import cluster
 from topology.cluster import Cluster
 from topology.errors import PlannerError
@@ -34,11 +31,6 @@ MACHINES = (("dgx-h100", 8), ("dgx-h100", 16), ("dgx-a100", 8), ("l40s-x8", 8), 
             ("a100-pcie-x4", 4))  # fmt: skip
 ROUNDING = 1 + 1e-9
 ORDER = 1.1  # what other steps may change in a request's mean time: examples/validation/monotone.md has up to 7 %
-
-
-def slower_memory(machine: Cluster) -> Cluster:
-    kinds = (replace(kind, memory_bytes_per_s=kind.memory_bytes_per_s / 1.5) for kind in machine.gpu_kinds)
-    return replace(machine, gpu_kinds=tuple(kinds))
 
 
 def later_network(machine: Cluster) -> Cluster:
@@ -117,20 +109,6 @@ def slower_everywhere(machine: Cluster) -> Cluster:
     return machine
 
 
-def served(model: Model, machine: Cluster, deployment: Deployment, traffic: Traffic) -> tuple[float, list[object]]:
-    """Return the mean seconds of a request, and what every step has to do."""
-    steps: list[object] = []
-    following = Batch.next_step
-
-    def noted(batch: Batch) -> Step:
-        step = following(batch)
-        steps.append((len(step.readers), step.prompt_tokens, batch.writing))
-        return step
-
-    with patch.object(Batch, "next_step", noted):
-        return estimate_serving(model, machine, deployment, traffic).e2e_s.value, steps
-
-
 def test_faster_gpus_serve_no_slower():
     """All rates at once or one of them, engines that read and write together and separated ones."""
     chance, left = random.Random("served"), max(60, QUESTIONS // 4)
@@ -145,8 +123,8 @@ def test_faster_gpus_serve_no_slower():
         clients = chance.choice((1, 4, 33, 64))
         prompt, output = (Lengths(mean=chance.choice(means), low=0.8, high=1.2) for means in ((1, 128, 1024), (16, 64)))
         traffic = with_clients(Traffic(prompt=prompt, output=output, steady=True), clients)
-        now, steps = served(model, machine, deployment, traffic)
-        then, others = served(model, chance.choice(changes)(machine), deployment, traffic)
+        now, steps = seconds_and_steps(model, machine, deployment, traffic)
+        then, others = seconds_and_steps(model, chance.choice(changes)(machine), deployment, traffic)
         words = f"{model.name} on {machine.name}, {deployment}, {clients} clients, {prompt.mean} + {output.mean} tokens"
         alike = steps == others and deployment.prefill is None and pool.engines == 1  # the same requests count
         assert now <= then * (ROUNDING if alike else ORDER), words
