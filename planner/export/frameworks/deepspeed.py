@@ -95,8 +95,8 @@ def _program_needs(job: ExportJob, stage: int) -> list[str]:
             f" engine.train_batch() runs the {job.micro_batches} micro batches of a step"
         )
     elif plan.tp > 1:
-        # deepspeed/runtime/engine.py, `_apply_autotp_partitioning`: in 0.18.6, not in 0.18.5. With 0.18.3 every rank of a
-        # run on two H200 held the whole model.
+        # deepspeed/runtime/engine.py, `_apply_autotp_partitioning`: in 0.18.6, not in 0.18.5. With 0.18.3 each of two
+        # H200 held the whole model.
         needs.append(
             "DeepSpeed 0.18.6 or later: before it, deepspeed.initialize divides no weights by `tensor_parallel`"
         )
