@@ -104,6 +104,7 @@ class RuntimeSpec:
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
+    low_precision_overrides: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
     tp_layer_more: dict[str, float] = field(default_factory=dict)
     like: str = ""
@@ -164,19 +165,27 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
     """Return the description for a runtime's version; without a version, the description's own."""
     spec = runtime_spec(runtime.name)
     generation = LATER if is_later_version(runtime) else generations_back(runtime)
-    if not generation and not runtime.savers and runtime.reentrant is None:
+    recipe = runtime.low_precision_recipe if runtime.low_precision_recipe in spec.low_precision_overrides else ""
+    if not generation and not runtime.savers and runtime.reentrant is None and not recipe:
         return spec
-    return _read(spec.names[0], generation, runtime.savers, runtime.reentrant)
+    return _read(spec.names[0], generation, runtime.savers, runtime.reentrant, recipe)
 
 
 @cache
-def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentrant: bool | None = None) -> RuntimeSpec:
+def _read(
+    file: str,
+    generation: int = 0,
+    savers: tuple[str, ...] = (),
+    reentrant: bool | None = None,
+    recipe: str = "",
+) -> RuntimeSpec:
     """Return a description as of LATER or of so many generations before the one that it describes."""
     document = _document(file)
     for other in [document["later"]] if generation == LATER else document.get("earlier", [])[:generation]:
         document = _replaced(document, other["overrides"])
     for saver in savers:
         document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
+    document = _replaced(document, document.get("low_precision_overrides", {}).get(recipe, {}))
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
     if reentrant is not None and spec.recompute_stops != "never":
         spec = replace(spec, recompute_stops="reentrant" if reentrant else "always")

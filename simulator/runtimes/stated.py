@@ -14,6 +14,22 @@ from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
+# Months in which torch cut the branch of a release: its builds `2.N.0a0` are of the weeks before (pytorch/pytorch,
+# RELEASE.md: Release cadence table).
+TORCH_BRANCHES = {
+    "2.4": "2024-06",
+    "2.5": "2024-09",
+    "2.6": "2024-12",
+    "2.7": "2025-03",
+    "2.8": "2025-06",
+    "2.9": "2025-09",
+    "2.10": "2025-12",
+    "2.11": "2026-02",
+    "2.12": "2026-04",
+    "2.13": "2026-06",
+    "2.14": "2026-08",
+    "2.15": "2026-10",
+}
 # Scopes of CUDA graphs that contain whole layers or more.
 WHOLE_GRAPHS = frozenset({"full_iteration", "full_iteration_inference", "full"})
 
@@ -95,9 +111,16 @@ def _numbered(release: str, names: tuple[str, ...]) -> str | None:
 
 
 def _dated(release: str) -> str | None:
-    """Return the month that a release names: the release itself, or the latest month of the year that it names."""
+    """Return the month that a release names: the release itself, or the latest month of the year, or of the build of
+    torch before its release, that it names.
+    """
     if DATED.match(release):
         return release
+    if nightly := re.search(r"\btorch[ =v]+[\d.]+dev(20\d\d)([01]\d)\d\d", release.lower()):
+        return "-".join(nightly.groups())
+    alpha = re.search(r"\btorch[ =v]+(\d\.\d+)\.0a0", release.lower())
+    if alpha and alpha.group(1) in TORCH_BRANCHES:
+        return TORCH_BRANCHES[alpha.group(1)]
     months, years = re.findall(r"\b20\d\d-[01]\d\b", release), re.findall(r"\b20\d\d\b(?!-)", release)
     return months[0] if len(months) == 1 else f"{years[0]}-12" if len(years) == 1 and not months else None
 
