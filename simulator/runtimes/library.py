@@ -56,13 +56,13 @@ class RuntimeSpec:
     (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
     (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA
     graphs may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory
-    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With
-    activation offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to
-    host memory (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of
-    `host.tp_layer_s`, by a feature of the model (`shared_expert`: of its layers with experts). A description that
-    is `like` another states only the differences (operators of a part of the layer under `layer.overrides`), and
-    measurements of the other apply to it. Models without experts have the layers of the description `dense_as`,
-    where it is given.
+    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one, and
+    `low_precision_overrides` where products run by a recipe. With activation offload, the tensors of up to
+    `away_layers` layers may still be on the GPU while they are copied to host memory (`simulator.step.away`).
+    `tp_layer_more`: what DTensor costs a layer more, as a share of `host.tp_layer_s`, by a feature of the model
+    (`shared_expert`: of its layers with experts). A description that is `like` another states only the differences
+    (operators of a part of the layer under `layer.overrides`), and measurements of the other apply to it. Models
+    without experts have the layers of the description `dense_as`, where it is given.
     """
 
     names: tuple[str, ...]

@@ -65,9 +65,7 @@ def quantized(
     return tuple(out)
 
 
-def _quantise(
-    product: OperatorSpec, reads: float, cast_units: tuple[str, str] | None, *, fused: bool
-) -> OperatorSpec:
+def _quantise(product: OperatorSpec, reads: float, cast_units: tuple[str, str] | None, *, fused: bool) -> OperatorSpec:
     """Return the operator that reads a product's input `reads` times and writes it in the low type, and in the backward
     pass its result's gradient.
     """

@@ -95,7 +95,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier:
         version = _numbered(str(release), spec.names) or _dated(str(release))
-        if version is None:
+        if version is None and (version := _built(str(release))):
+            assumed.append(f"runtime.version = {version} (the month of the build of torch in {release!r})")
+        elif version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
     runtime = Runtime(name=name, version=str(version) if version else None, **chosen)
     savers = stated.get("savers")
@@ -111,18 +113,20 @@ def _numbered(release: str, names: tuple[str, ...]) -> str | None:
 
 
 def _dated(release: str) -> str | None:
-    """Return the month that a release names: the release itself, or the latest month of the year, or of the build of
-    torch before its release, that it names.
-    """
+    """Return the month that a release names: the release itself, or the latest month of the year that it names."""
     if DATED.match(release):
         return release
-    if nightly := re.search(r"\btorch[ =v]+[\d.]+dev(20\d\d)([01]\d)\d\d", release.lower()):
-        return "-".join(nightly.groups())
-    alpha = re.search(r"\btorch[ =v]+(\d\.\d+)\.0a0", release.lower())
-    if alpha and alpha.group(1) in TORCH_BRANCHES:
-        return TORCH_BRANCHES[alpha.group(1)]
     months, years = re.findall(r"\b20\d\d-[01]\d\b", release), re.findall(r"\b20\d\d\b(?!-)", release)
     return months[0] if len(months) == 1 else f"{years[0]}-12" if len(years) == 1 and not months else None
+
+
+def _built(release: str) -> str | None:
+    """Return the month of the build of torch that a release names, where that is not a release of torch itself: of a
+    nightly one its date, else the latest that it can be.
+    """
+    nightly = re.search(r"\btorch[ =v]+[\d.]+dev(20\d\d)([01]\d)\d\d", release.lower())
+    before = re.search(r"\btorch[ =v]+(\d\.\d+)\.0a0", release.lower())
+    return "-".join(nightly.groups()) if nightly else TORCH_BRANCHES.get(before.group(1)) if before else None
 
 
 def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:
