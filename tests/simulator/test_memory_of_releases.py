@@ -29,7 +29,7 @@ def replay(plan: Plan, *, machine: str = "dgx-h100", vocab: int = 128_256, **run
 @pytest.mark.parametrize("recompute", ["none", "selective-op"])
 def test_a_compiled_layer_holds_what_torchs_partitioner_saves(recompute):
     """Of a block with torchtitan's policy, torch 2.13's min_cut_rematerialization_partition saved what wq, wv,
-    attention and w1 give, not w2, beside the block's input; without recomputation both norms' results, that of wo,
+    attention and w1 give, not w2, besides the block's input; without recomputation both norms' results, that of wo,
     what attention has, three of the feed-forward's width, and what norms and attention have of a token.
     """
     asked = replay(Plan(dp_shard=8, recompute=recompute), compile=True)
