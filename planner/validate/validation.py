@@ -221,11 +221,11 @@ def compared_bytes(case: Case, memory: MemoryEstimate) -> tuple[float, str]:
     if "nvidia-smi" in description:
         others = case.question.cluster.gpu_memory_bytes - memory.capacity_bytes + memory.communicator_bytes
         return _reserved_on(case, memory) + others, str(stated)
-    if description:
-        return (_reserved_on(case, memory) if "reserved" in description else memory.peak_bytes.value), str(stated)
-    if case.question.framework.tools.logs_reserved:
+    if "reserved" in description:
+        return _reserved_on(case, memory), str(stated)
+    if "allocated" not in description and case.question.framework.tools.logs_reserved:
         return _reserved_on(case, memory), f"reserved (what {case.question.framework.name} logs)"
-    return memory.peak_bytes.value, "allocated (not stated)"
+    return memory.peak_bytes.value, str(stated) if description else "allocated (not stated)"
 
 
 def _number(value: Any) -> float | None:

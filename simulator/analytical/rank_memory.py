@@ -195,7 +195,7 @@ class RankMemory:
         width = np.where(self.full, self.context.dtype_bytes("gathered"), 0.0)
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
-        root = self.embedding if self.spec.fsdp.flat_parameters else 0.0  # FSDP1 frees the root unit only at the end
+        root = self.embedding if self.spec.fsdp.flat_parameters or self.spec.fsdp.root_ends else 0.0
         window = self._kept_or(whole, unit + root + (waiting if self.flat_units else 0.0)) * width
         if self.flat_units:
             return np.zeros_like(self.whole), window

@@ -210,17 +210,17 @@ def axis_sizes(
     without a network. `pads`: experts with fewer rows than their capacity are padded to it.
 
     b sequences of a micro batch; s query positions, S key positions, D of a document and j keys a query sees on
-    average; w partial results of attention beyond the first, one from each other context-parallel rank's keys; t
-    tokens inside a tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the
-    width of the residual stream in numbers of the products' type (larger under autocast, which adds in the wider
-    type); d head width; a query and k key/value heads; q, kv and qkv their widths, qkx the same with keys repeated
-    until each rank of an exchange of heads has one; f feed-forward width and gf with the gate alongside it; v
-    vocabulary. MoE: E experts in all, e on this rank, x rows of each, p tokens that the ranks which split experts
-    route together, n rows that the rank sends to experts, m those that the busiest receives and r those that its
-    experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens of all ranks that share
-    experts; z rows that reach a rank where each token is sent once to a rank, and y the rows of an all-to-all that
-    takes as long. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx
-    expanded keys/values. R is the `rank` of adapters.
+    average; w partial results of attention beyond the first, one from each other context-parallel rank's keys; t tokens
+    inside a tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the width of
+    the residual stream in numbers of the products' type (larger under autocast, which adds in the wider type); d head
+    width; a query and k key/value heads; q, kv and qkv their widths, qa and ka those of all ranks' heads, qkx that of
+    qkv with keys repeated until each rank of an exchange of heads has one; f feed-forward width and gf with the gate
+    alongside it; v vocabulary. MoE: E experts in all, e on this rank, x rows of each, p tokens that the ranks which
+    split experts route together, n rows that the rank sends to experts, m those that the busiest receives and r those
+    that its experts compute, fe and gfe expert widths, fs and gfs shared-expert widths; g tokens of all ranks that
+    share experts; z rows that reach a rank where each token is sent once to a rank, and y the rows of an all-to-all
+    that takes as long. Latent attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head
+    widths, kx expanded keys/values. R is the `rank` of adapters.
     """
     tp, cp = table["tp"], table["cp"]
     ones = np.ones(len(table))
@@ -251,6 +251,8 @@ def axis_sizes(
         "qkv": a * model.head_dim + 2 * k * model.head_dim,
         "qkx": a * model.head_dim
         + 2 * np.maximum(k, np.where(table.conditions["cp_all_to_all"], cp, 0.0)) * model.head_dim,
+        "qa": model.heads * model.head_dim,
+        "ka": model.kv_heads * model.head_dim,
         "f": model.ffn / tp,
         "gf": gate * model.ffn / tp,
         "v": model.vocab / tp,

@@ -219,6 +219,9 @@ class RankReplay(RankUnits):
                 for done in [*reversed(units)] if unit is units[0] else [] if self._in_root(unit) else [unit]:
                     self._reshard(done, last_use=last)
             yield
+        if self.traffic.reduces(last_micro_batch=last) and not self.reduces_together:
+            for unit in filter(self._late, reversed(units)):
+                self._reduce(unit)
         self._give(output)
         self._give([gradient] if gradient is not None and gradient not in self.kept else [])
         self._give(self.kept)
@@ -264,7 +267,7 @@ class RankReplay(RankUnits):
         if self.spec.state.gradient_dtype != "reduce":
             self._weight_gradient(unit, len(self.wrapped[unit.name].elements) - 1)
         self._widen(unit)
-        if self.traffic.reduces(last_micro_batch=last) and not self.reduces_together:
+        if self.traffic.reduces(last_micro_batch=last) and not self.reduces_together and not self._late(unit):
             self._reduce(unit)
         if self.plan.in_backward and not self.traffic.fully_sharded and not (unit.block == "head" and self.tied):
             self.wrapped[unit.name].whole_gradients.clear()

@@ -78,7 +78,8 @@ class RankUnits:
         if not t.fully_sharded or wrapped.gathered:
             return
         ranks = float(t.shard_ranks[0])
-        whole = float(unit.elements[0]) * t.compute_bytes
+        together = [*filter(self._in_root, self.units)] if self._late(unit) else [unit]
+        whole = sum(float(one.elements[0]) for one in together) * t.compute_bytes
         if ranks > 1 or self.flat_units:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, stream=GATHER) if self.param_bytes != t.compute_bytes else []
@@ -95,14 +96,20 @@ class RankUnits:
                 self.flat = None
         else:
             buffer = []
-        wrapped.gathered += self._taken(*(elements.used * t.compute_bytes for elements in wrapped.elements))
+        for one in (self.wrapped[one.name] for one in together):
+            one.gathered += self._taken(*(elements.used * t.compute_bytes for elements in one.elements))
         if forward and buffer:
             self.flat = buffer[0]
         else:
             self._give(buffer)
 
     def _in_root(self, unit: Unit) -> bool:
-        return self.spec.fsdp.flat_parameters and unit.block in {"embedding", "head"}
+        fsdp = self.spec.fsdp
+        return (fsdp.flat_parameters or fsdp.root_ends) and unit.block in {"embedding", "head"}
+
+    def _late(self, unit: Unit) -> bool:
+        """Whether a unit is in FSDP2's root: gathered in one, and reduced when a backward pass ends."""
+        return self.spec.fsdp.root_ends and self._in_root(unit)
 
     def _reshard(self, unit: Unit, *, last_use: bool) -> None:
         if self.traffic.fully_sharded and (last_use or not self.traffic.keeps_gathered):

@@ -85,18 +85,24 @@ class MemoryReplay:
         """The mean number of unit passes in a rank's step."""
         return len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
 
+    @property
+    def _fixed(self) -> bool:
+        """Whether torch's allocator has no growing segments on the plan's GPU."""
+        spec, architecture = self.context.spec, self.context.roofline.gpu.architecture
+        return spec.fixed_segments or architecture.lower() in spec.fixed_segments_on
+
     def rank(self, rank: int, *, capacity_bytes: float | None = None, every_event: bool = False) -> ReservedMemory:
         """Return what the allocator of pipeline rank `rank` holds; `every_event` is replayed where fewer show as much,
         too.
         """
-        fixed = self.context.spec.fixed_segments
+        fixed = self._fixed
         if capacity_bytes is not None or every_event or fixed:
             return self._by_rules(rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=not fixed))
         return self._replayed(rank, GrowingAllocator())
 
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
         """Return the memory of a rank, or None as soon as more than `limit_bytes` are reserved."""
-        if self.context.spec.fixed_segments:
+        if self._fixed:
             found = self.rank(rank)
             return found if found.reserved_bytes <= limit_bytes else None
         try:

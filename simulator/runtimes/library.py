@@ -47,8 +47,8 @@ class RuntimeSpec:
     operands of more than 16 bits. `window_kernel`, `document_kernel` and `sink_kernel`: the attention library for
     layers with a sliding window, of documents that share a sequence, and of heads with sinks, where that is
     another. `document_len`: tokens of a document that its recipes pack. `fixed_segments`: torch's allocator has no
-    expandable segments. `recompute_modules` are parts of a layer
-    that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
+    expandable segments, or not on the GPUs of an architecture (`fixed_segments_on`). `recompute_modules` are parts of a
+    layer that can be recomputed together (`simulator.runtimes.parts.RecomputeModes`). `expert_spread`: the standard
     deviation of the load of one of two ranks with experts, over the mean, where nothing evens the router's choice;
     `unbalanced` that of families whose router has no balancing loss. `published_recompute`: recompute modes of its
     configurations of networks by the words that its publications have for them. `recipes`: settings of its own
@@ -56,13 +56,13 @@ class RuntimeSpec:
     (`simulator.columns.experts.EXPERT_SPLITS`). `dispatchers` send tokens to experts, the default first
     (`simulator.config.runtime.MOE_DISPATCHERS`). `graph_scopes`: the operators of each part of a layer that CUDA
     graphs may replay. `wide_adapters`: adapters are float32 with weights of any type. `savers` are its memory
-    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one. With
-    activation offload, the tensors of up to `away_layers` layers may still be on the GPU while they are copied to
-    host memory (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of
-    `host.tp_layer_s`, by a feature of the model (`shared_expert`: of its layers with experts). A description that
-    is `like` another states only the differences (operators of a part of the layer under `layer.overrides`), and
-    measurements of the other apply to it. Models without experts have the layers of the description `dense_as`,
-    where it is given.
+    savers (`simulator.config.savers`); `saver_overrides` replace parts of the description when a run uses one, and
+    `where` where layers are `compiled`, or products run by a recipe of low precision. With activation offload, the
+    tensors of up to `away_layers` layers may still be on the GPU while they are copied to host memory
+    (`simulator.step.away`). `tp_layer_more`: what DTensor costs a layer more, as a share of `host.tp_layer_s`, by a
+    feature of the model (`shared_expert`: of its layers with experts). A description that is `like` another states
+    only the differences (operators of a part of the layer under `layer.overrides`), and measurements of the other
+    apply to it. Models without experts have the layers of the description `dense_as`, where it is given.
     """
 
     names: tuple[str, ...]
@@ -87,6 +87,7 @@ class RuntimeSpec:
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     fixed_segments: bool = False
+    fixed_segments_on: tuple[str, ...] = ()
     expert_spread: float = 0.0
     context_parallel: str = "all_gather"
     unbalanced: dict[str, float] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class RuntimeSpec:
     later: LaterSpec | None = None
     savers: tuple[str, ...] = ()
     saver_overrides: dict[str, JsonObject] = field(default_factory=dict)
+    where: dict[str, JsonObject] = field(default_factory=dict)
     away_layers: int = 0
     tp_layer_more: dict[str, float] = field(default_factory=dict)
     like: str = ""
@@ -164,19 +166,29 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
     """Return the description for a runtime's version; without a version, the description's own."""
     spec = runtime_spec(runtime.name)
     generation = LATER if is_later_version(runtime) else generations_back(runtime)
-    if not generation and not runtime.savers and runtime.reentrant is None:
+    words = ("compiled" if runtime.compile else "", runtime.low_precision_recipe)
+    where = tuple(word for word in words if word in spec.where)
+    if not generation and not runtime.savers and runtime.reentrant is None and not where:
         return spec
-    return _read(spec.names[0], generation, runtime.savers, runtime.reentrant)
+    return _read(spec.names[0], generation, runtime.savers, runtime.reentrant, where)
 
 
 @cache
-def _read(file: str, generation: int = 0, savers: tuple[str, ...] = (), reentrant: bool | None = None) -> RuntimeSpec:
+def _read(
+    file: str,
+    generation: int = 0,
+    savers: tuple[str, ...] = (),
+    reentrant: bool | None = None,
+    where: tuple[str, ...] = (),
+) -> RuntimeSpec:
     """Return a description as of LATER or of so many generations before the one that it describes."""
     document = _document(file)
     for other in [document["later"]] if generation == LATER else document.get("earlier", [])[:generation]:
         document = _replaced(document, other["overrides"])
     for saver in savers:
         document = _replaced(document, document.get("saver_overrides", {}).get(saver, {}))
+    for word in where:
+        document = _replaced(document, document["where"][word])
     spec = convert(document, RuntimeSpec, where=f"runtimes/{file}.toml")
     if reentrant is not None and spec.recompute_stops != "never":
         spec = replace(spec, recompute_stops="reentrant" if reentrant else "always")

@@ -58,7 +58,9 @@ class FsdpSpec:
     """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always` or where types
     `differ`.
 
-    `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
+    `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1). `root_ends`: embedding and
+    head are what the root unit of FSDP2 has, which stays gathered, and whose gradients are reduced, when a backward
+    pass ends.
     """
 
     copy_in_copy_out: bool
@@ -66,6 +68,7 @@ class FsdpSpec:
     overlap: bool
     wraps_one: Literal["never", "differ", "always"] = "never"
     flat_parameters: bool = False
+    root_ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ class LowPrecisionSpec:
     inputs of products, by name, that are saved in the low type in addition to the 16-bit tensor that an earlier
     operator saves. `by_direction`: recipes whose copies for the two directions are written by a kernel each, which
     reads again.
-    `saves_wide`: recipes that save 16-bit inputs and quantise them again in the backward pass.
+    `saves_wide`: recipes that save 16-bit inputs and quantise them again in the backward pass. `cast_units`: what
+    quantising an input, and a gradient, counts (`unit_s` of efficiency.toml) where that takes longer than their bytes.
     """
 
     recipe: str
@@ -36,6 +37,7 @@ class LowPrecisionSpec:
     keeps: dict[str, str] | None = None
     by_direction: tuple[str, ...] = ()
     saves_wide: tuple[str, ...] = ()
+    cast_units: tuple[str, str] | None = None
 
     def reads(self, name: str, recipe: Recipe) -> float:
         """Return how often a 16-bit tensor is read to quantise it by the recipe called `name`."""
@@ -53,7 +55,7 @@ def quantized(
             out.append(replace(operator, low=True) if gathers else operator)
             continue
         fused = recipe.fused and operator.name in spec.after_norm
-        quantise = _quantise(operator, spec.reads(name, recipe), fused=fused)
+        quantise = _quantise(operator, spec.reads(name, recipe), spec.cast_units, fused=fused)
         out.insert(_before_gather(out, operator), quantise)
         also = (spec.keeps or {}).get(operator.name)
         wide = recipe.wide_weight_gradient or name in spec.saves_wide
@@ -63,13 +65,14 @@ def quantized(
     return tuple(out)
 
 
-def _quantise(product: OperatorSpec, reads: float, *, fused: bool) -> OperatorSpec:
+def _quantise(product: OperatorSpec, reads: float, cast_units: tuple[str, str] | None, *, fused: bool) -> OperatorSpec:
     """Return the operator that reads a product's input `reads` times and writes it in the low type, and in the backward
     pass its result's gradient.
     """
     operands, _, result = product.matmul.partition("->")
     given, wanted = _own_tokens(operands.split(",")[0]), _own_tokens(result)
     passes = int(reads)
+    forward, backward = cast_units or ("", "")
     return OperatorSpec(
         name=f"{product.name}_quantise",
         when=product.when,
@@ -79,6 +82,8 @@ def _quantise(product: OperatorSpec, reads: float, *, fused: bool) -> OperatorSp
         backward_reads=(wanted,) * passes,
         backward_writes=(f"{wanted}:low_copies",),
         backward_launches=reads,
+        units={forward: (given,)} if forward else {},
+        backward_units={backward: (wanted,)} if backward else {},
     )
 
 

@@ -14,6 +14,22 @@ from simulator.runtimes.stated_adapter import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadPlan
 
+# Months in which torch cut the branch of a release: its builds `2.N.0a0` are of the weeks before (pytorch/pytorch,
+# RELEASE.md: Release cadence table).
+TORCH_BRANCHES = {
+    "2.4": "2024-06",
+    "2.5": "2024-09",
+    "2.6": "2024-12",
+    "2.7": "2025-03",
+    "2.8": "2025-06",
+    "2.9": "2025-09",
+    "2.10": "2025-12",
+    "2.11": "2026-02",
+    "2.12": "2026-04",
+    "2.13": "2026-06",
+    "2.14": "2026-08",
+    "2.15": "2026-10",
+}
 # Scopes of CUDA graphs that contain whole layers or more.
 WHOLE_GRAPHS = frozenset({"full_iteration", "full_iteration_inference", "full"})
 
@@ -79,7 +95,9 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier:
         version = _numbered(str(release), spec.names) or _dated(str(release))
-        if version is None:
+        if version is None and (version := _built(str(release))):
+            assumed.append(f"runtime.version = {version} (the month of the build of torch in {release!r})")
+        elif version is None:
             assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
     runtime = Runtime(name=name, version=str(version) if version else None, **chosen)
     savers = stated.get("savers")
@@ -100,6 +118,15 @@ def _dated(release: str) -> str | None:
         return release
     months, years = re.findall(r"\b20\d\d-[01]\d\b", release), re.findall(r"\b20\d\d\b(?!-)", release)
     return months[0] if len(months) == 1 else f"{years[0]}-12" if len(years) == 1 and not months else None
+
+
+def _built(release: str) -> str | None:
+    """Return the month of the build of torch that a release names, where that is not a release of torch itself: of a
+    nightly one its date, else the latest that it can be.
+    """
+    nightly = re.search(r"\btorch[ =v]+[\d.]+dev(20\d\d)([01]\d)\d\d", release.lower())
+    before = re.search(r"\btorch[ =v]+(\d\.\d+)\.0a0", release.lower())
+    return "-".join(nightly.groups()) if nightly else TORCH_BRANCHES.get(before.group(1)) if before else None
 
 
 def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:

@@ -13,6 +13,7 @@ from planner.question.cases import case_from_flags, load_case
 from planner.question.flags import Flags, flags_of_plan
 from planner.requests.training import OnePlan, Trained
 from planner.validate.validation import validate_case
+from simulator.config.runtime import Runtime
 from simulator.runtimes.library import attention_kernel, runtime_names, runtime_spec
 from tests.planner.stated_case import changed
 from topology.errors import BadPlan, UserError
@@ -299,6 +300,13 @@ def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
     assert any("no month" in line for line in case.assumed) == (".." in stated.get("release", ""))
 
 
+def test_torch_on_amd_answers_flash_attention_with_its_only_kernel():
+    """Also where the runtime asked for FlashAttention first."""
+    kernels = {attention_kernel(Runtime(name="torchtitan", version=v), "cdna3") for v in ("0.1", "0.2.2")}
+
+    assert len(kernels) == 1
+
+
 def test_layers_are_those_that_a_release_names_with_what_others_fuse_of_them():
     """Of several that are named liger's loss is the one that runs, and foak has adapters of packed weights as well."""
     stated = {"name": "pytorch", "release": "loop of 2024 with transformers"}
@@ -395,10 +403,24 @@ def test_a_note_says_that_layers_were_compiled(note, compiled):
 def test_a_release_gives_the_number_of_the_runtime_among_other_software():
     release = "torchtitan 0.0.2, torch 2.7.0a0+gitb98af95, torchao 0.10.0"
     case = load_case(changed(runtime={"name": "torchtitan", "release": release}))
-    other = load_case(changed(runtime={"name": "torchtitan", "release": "torch 2.14.0a0, torchao 0.18.0"}))
 
     assert case.question.runtime.version == "0.0.2"
-    assert other.question.runtime.version is None
+
+
+@pytest.mark.parametrize(
+    ("release", "version"),
+    [
+        ("torch 2.9.0.dev20250811+rocm6.4, torchao 0.13", "2025-08"),  # a nightly build
+        ("torch 2.14.0a0, torchao 0.18.0", "2026-08"),  # before the branch of 2.14
+        ("torch 2.9.1", None),  # a release is in use for months
+        ("torch 9.9.0a0", None),
+    ],
+)
+def test_a_build_of_torch_between_releases_says_of_which_month_a_run_is(release, version):
+    case = load_case(changed(runtime={"name": "torchtitan", "release": release}))
+
+    assert case.question.runtime.version == version
+    assert any(release in line for line in case.assumed)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_hardware_flops_are_read_by_the_published_formula():
 def test_memory_is_compared_as_the_source_counts_it():
     """Torchtitan logs reserved memory; a stated convention decides elsewhere."""
     assert "reserved" in validate_case(run({"peak_memory_gib": 50.0}))["memory_is"]
+    assert "reserved" in validate_case(run({"peak_memory_gib": 50.0, "memory_is": "peak memory per GPU"}))["memory_is"]
     allocated = validate_case(run({"peak_memory_gib": 50.0, "memory_is": "torch max allocated"}))
     assert allocated["predicted"]["peak_memory_bytes"] == allocated["predicted"]["allocated_bytes"]
     reserved = validate_case(run({"peak_memory_gib": 50.0, "memory_is": "torch max reserved"}))

@@ -227,3 +227,35 @@ def test_dense_models_of_a_runtime_have_the_layers_it_says():
     assert own != [operator.name for operator in operators_for(experts, transformers).moe_layer]
     assert {"expert_fc1_bias", "expert_fc2_bias"} <= {*own}
     assert "expert_fc1_bias" not in [o.name for o in operators_for(load_model("qwen3-30b-a3b"), automodel).moe_layer]
+
+
+def bytes_forward(version: str | None, model: str, *, name: str) -> float:
+    """Return what the operators of a name move in torchtitan's forward pass of a layer with TP 8."""
+    runtime, plan = Runtime(name="torchtitan", version=version), Plan(tp=8, sequence_parallel=True)
+    workload, network = Workload(seq_len=4096, global_batch_size=8), load_model(model)
+    context = plan_context(
+        Scenario(model=network, cluster=cluster("dgx-h100"), workload=workload, runtime=runtime), plan
+    )
+    layer = operators_for(network, runtime).dense_layer
+    work = (w for o in layer if o.name == name for w in forward_work(o, context.sizes, context.dtype_bytes))
+    return float(sum(np.sum(w.bytes) for w in work))
+
+
+def test_keys_and_values_were_repeated_for_every_head() -> None:
+    """Until torchtitan's pull request 2259: read once, written for as many heads as queries have."""
+    tokens, width = 4096, 128
+    moved = {v: bytes_forward(v, "llama3-8b", name="repeat_kv") for v in ("0.2.1", "2025-12", "0.2.2", None)}
+
+    assert moved["0.2.1"] == moved["2025-12"] == 2 * 2 * tokens * width * (1 + 4)
+    assert moved["0.2.2"] == moved[None] == 0
+    assert bytes_forward("0.2.1", "llama2-7b", name="repeat_kv") == 0  # as many as queries have
+
+
+def test_qwens_norms_gathered_the_heads_of_all_ranks() -> None:
+    """Until torchtitan's pull request 1870: 32 and 8 heads of 128, where a rank has 4 and one."""
+    tokens = 4096
+
+    assert bytes_forward("0.1", "qwen3-8b", name="gather_heads") == 2 * tokens * (32 + 8) * 128
+    assert bytes_forward("0.2", "qwen3-8b", name="gather_heads") == 0
+    assert bytes_forward("0.1", "llama3-8b", name="gather_heads") == 0
+    assert bytes_forward("0.1", "qwen3-8b", name="rotary") == 8 * bytes_forward("0.2", "qwen3-8b", name="rotary")

@@ -3,11 +3,13 @@
 import pytest
 
 from simulator.analytical.scenario import Scenario
+from simulator.columns.plan_table import plan_table
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
+from simulator.runtimes.library import spec_for
 from simulator.runtimes.model_operators import operators_for
 from simulator.runtimes.recomputation import run_again
 from topology.catalog.clusters import cluster
@@ -54,3 +56,31 @@ def test_the_collective_behind_the_last_product_goes_with_it():
 def test_experts_run_again_since_their_results_are_weighed():
     """Backward of the weighted sum needs what experts gave, so only what follows the sum is left out."""
     assert not_again(Runtime(name="pytorch"), model=MOE) <= {"residual"}
+
+
+def selective(runtime, model=MODEL):
+    """Return the names of what selective recomputation by operator runs again of a layer on eight GPUs."""
+    operators = operators_for(model, runtime).dense_layer
+    table = plan_table([Plan(dp_shard=8, recompute="selective-op")], Workload(seq_len=4096, global_batch_size=64))
+    again = run_again(operators, spec_for(runtime).recompute["selective-op"], runtime, table)
+    return {operator.name for operator, rows in zip(operators, again, strict=True) if rows[0]}
+
+
+@pytest.mark.parametrize(
+    ("version", "again"),
+    [("0.1.0", False), ("0.2.0", True), ("2025-11", True), ("0.2.1", False), (None, False)],
+)
+def test_attention_runs_again_where_its_kernel_was_not_among_what_is_kept(version, again):
+    """Version 0.2.0 preferred cuDNN, which its list got later (pull request 2095)."""
+    assert ("sdpa" in selective(Runtime(name="torchtitan", version=version))) == again
+
+
+def test_products_in_nvfp4_are_not_kept():
+    """Torchao multiplies by `_scaled_mm_v2`, which torchtitan's list lacks; MXFP8's products are in it."""
+    products = {"wq", "wk", "wv", "wo", "w1", "w3"}  # the last product's result is not needed
+    again = {
+        recipe: products & selective(Runtime(name="torchtitan", compute_dtype=dtype, low_precision_recipe=recipe))
+        for dtype, recipe in (("float4", "nvfp4"), ("float8", "mxfp8"))
+    }
+
+    assert again == {"nvfp4": products, "mxfp8": {"wk", "wo", "w3"}}
