@@ -6,14 +6,16 @@ makes estimates of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import AXES, Account, account_inputs, account_plans
-from simulator.analytical.layer_cost import BlockCost, PassCost, block_cost
+from simulator.analytical.known_shares import known_shares
+from simulator.analytical.layer_cost import BlockCost, block_cost
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
@@ -35,12 +37,12 @@ from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
-from simulator.pipeline.stages import StageLayout, stage_layout
+from simulator.pipeline.stages import stage_layout
 from simulator.runtimes.library import RuntimeSpec, canonical_recompute, wraps_one
 from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.frozen import local_parameters, trained_flops_per_token
-from simulator.step.host import compiled, costs_in, graphed, on_grace
+from simulator.step.host import compiled, costs_in, graphed, on_grace, slowed
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -66,8 +68,10 @@ class EstimateTable:
     runtime: Runtime
     sparse: bool  # layers have experts
     clocks: Floats  # factor of arithmetic's time, relative to a GPU that is never idle
+    with_host: Callable[..., EstimateTable]  # `host_factor=f`: the table where hosts take f times as long
     distance: float = 1.0  # factor of the width of ranges, relative to that of measured steps
     calibration: Calibration | None = None
+    _by_host: dict[float, Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def estimate(self, index: int) -> Estimate:
         """Return row `index` with intervals, memory by category, and rates per GPU."""
@@ -110,12 +114,18 @@ class EstimateTable:
             self.basis[index],
             sources,
             host=float(self.breakdown_s["host"][index]) / step,
+            by_host=lambda factor: self._step_by_host(index, factor) / step,
             calibrated=self.calibration is not None and self.calibration.current,
             factors=interval_table().factors,
             width=self.distance,
             host_measured=self.host_measured(index),
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
+
+    def _step_by_host(self, index: int, factor: float) -> float:
+        if factor not in self._by_host:
+            self._by_host[factor] = self.with_host(host_factor=factor).step_s
+        return float(self._by_host[factor][index])
 
 
 def estimate_plans(
@@ -124,12 +134,13 @@ def estimate_plans(
     *,
     each_on: Sequence[Cluster] = (),
     each_with: Sequence[Calibration] = (),
+    host_factor: float = 1.0,
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` gives each plan a cluster of its own; these may differ from the scenario's in link rates only. `each_with`
     gives each plan a calibration, for the costs of host, kernels and collectives; memory, contention and ranges come
-    from the scenario's.
+    from the scenario's. The host takes `host_factor` times as long as it is described or measured to.
 
     Raises BadPlan when a plan needs more GPUs than there are, when the runtime has no description, and when it does not
     know a plan's recompute mode.
@@ -140,6 +151,8 @@ def estimate_plans(
     context = cost_context(scenario, table, operators, each_on)
     if each_with:
         context = _with_own_costs(context, scenario, each_with)
+    if host_factor != 1.0:
+        context = replace(context, spec=replace(context.spec, host=slowed(context.spec.host, host_factor)))
     blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
@@ -148,7 +161,7 @@ def estimate_plans(
     account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
     memory = memory.scaled(known)
     breakdown_s = _breakdown(account)
-    measured, fitted = kernel_shares(layout, blocks)
+    measured, fitted = known_shares(layout, blocks)
     resting = shares(
         breakdown_s,
         measured=measured,
@@ -178,6 +191,7 @@ def estimate_plans(
         runtime=runtime,
         sparse=model.moe is not None,
         clocks=account.clocks,
+        with_host=partial(estimate_plans, scenario, plans, each_on=each_on, each_with=each_with),
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
     )
@@ -411,40 +425,3 @@ def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
 
 def _interval(value: float, factors: tuple[float, float], source: Source) -> Interval:
     return Interval(value=value, low=value * factors[0], high=value * factors[1], source=source)
-
-
-# Shares of a step's kernel time that were measured, or interpolated between measurements.
-
-
-def kernel_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
-    """Return (measured, fitted) shares of kernel time on the pipeline rank that computes longest, each of shape
-    (plans,).
-    """
-    computing, measured, fitted = (_of_ranks(layout, blocks, name) for name in ("compute_s", "measured_s", "fitted_s"))
-    slowest = np.argmax(computing, axis=1)[:, None]
-    total = np.maximum(np.take_along_axis(computing, slowest, axis=1), 1e-30)
-    measured, fitted = ((np.take_along_axis(each, slowest, axis=1) / total)[:, 0] for each in (measured, fitted))
-    return measured, fitted
-
-
-def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: str) -> Floats:
-    """Return a quantity summed over all passes of one micro batch on each pipeline rank, shape (plans, ranks)."""
-
-    def of(cost: PassCost) -> Floats:
-        return np.asarray(getattr(cost, quantity)).reshape(-1, 1)
-
-    dense, moe = layout.layers
-    held = {"embedding": 1.0 * layout.first, "head": 1.0 * layout.last, "dense": 1.0 * dense, "moe": 1.0 * moe}
-    total = sum(
-        (
-            count * (of(blocks[name].forward) + of(blocks[name].backward))
-            for name, count in held.items()
-            if name in blocks
-        ),
-        np.zeros(layout.exists.shape),
-    )
-    for mode, layers in layout.by_mode.items():
-        for name, count in zip(("dense", "moe"), layers, strict=True):
-            if name in blocks and mode in blocks[name].recompute:
-                total = total + count * of(blocks[name].recompute[mode])
-    return np.asarray(total)

@@ -11,12 +11,17 @@ the prediction interval of a random-effects model (Higgins, Thompson, Spiegelhal
 A few outliers make it too wide, so with eight sources or more the range is the 10 % and 90 % quantiles of all rows,
 every source having the same weight (pooled distributions: Dunn, Wasserman, Ramdas, J. Am. Statist. Assoc. 118, 2023).
 The file also has the coverage of each source with the factors learned from the others.
+
+The factors of hosts are of their speed: of the time in which a host issues what it issues. Of a run only a range of it
+is known, between the factors with which it is predicted to wait as long as it did; `low` is the quantile of the upper
+ends, `high` of the lower.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -79,6 +84,7 @@ def step_factors(
     shares: dict[str, float],
     *,
     host: float,
+    by_host: Callable[[float], float],
     calibrated: bool,
     factors: dict[str, Factors],
     width: float = 1.0,
@@ -87,20 +93,20 @@ def step_factors(
     """Return the ends (low, high) of a step's 80 % range as factors of the prediction.
 
     Measured parts and curves through measurements have the range of calibrated steps, other parts that of steps from
-    datasheets, and waiting for the host that of waits, of kinds of layers that ran on this host (`host_measured`) or
-    of others. Their errors are independent, so their widths add as variances do. `shares` are the step's shares by
-    source, `host` is the share of waiting for the host. The range from datasheets is `width` times as wide
-    (`simulator.calibration.distance`).
+    datasheets. The host has that of hosts whose kinds of layers were measured (`host_measured`) or were not: a range of
+    its speed, so a step may wait for a slow one that is not predicted to. `by_host` gives the step whose host takes a
+    factor of its time, as a factor of the step. Errors are independent, so their widths add as variances do. `shares`
+    are the step's shares by source, `host` is the share of waiting for the host. The range from datasheets is `width`
+    times as wide (`simulator.calibration.distance`).
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
-    known, far, waits = factors["calibrated"], factors[basis], factors["measured host" if host_measured else "host"]
+    known, far, hosts = factors["calibrated"], factors[basis], factors["measured host" if host_measured else "host"]
     parts = (
         ((1 - host) * measured, known.low, known.high),
         ((1 - host) * (1 - measured), far.low**width, far.high**width),
-        (host, waits.low, waits.high),
     )
-    below = math.sqrt(sum((share * (1 - low)) ** 2 for share, low, _ in parts))
-    above = math.sqrt(sum((share * (high - 1)) ** 2 for share, _, high in parts))
+    below = math.hypot(*(share * (1 - low) for share, low, _ in parts), 1 - by_host(hosts.low))
+    above = math.hypot(*(share * (high - 1) for share, _, high in parts), by_host(hosts.high) - 1)
     return 1 - below, 1 + above
 
 

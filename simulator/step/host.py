@@ -77,8 +77,13 @@ GRACE = 2.6
 
 def on_grace(host: HostSpec) -> HostSpec:
     """Return the described host costs for a Grace CPU; loading text is another kind of work."""
-    names = [f.name for f in fields(host) if f.name.endswith("_s") and f.name != "data_token_s"]
-    return replace(host, **{name: GRACE * seconds for name in names if (seconds := getattr(host, name))})
+    return replace(slowed(host, GRACE), data_token_s=host.data_token_s)
+
+
+def slowed(host: HostSpec, factor: float) -> HostSpec:
+    """Return the costs of a host that takes `factor` times as long."""
+    seconds = {f.name: getattr(host, f.name) for f in fields(host) if f.name.endswith("_s")}
+    return replace(host, **{name: factor * one for name, one in seconds.items() if one is not None})
 
 
 def graphed(host: HostSpec) -> HostSpec:

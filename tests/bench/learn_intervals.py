@@ -9,7 +9,7 @@ files are predicted with a profile of the very host too, and so are the runs of 
 draws of examples/validation/fresh.jsonl are a source each, from datasheets and, where the profile made on their host is
 shipped, calibrated. Draws that `--judged` names (by default the last; `none`) are judged and not learned from, and so
 are `--held-out` files. `--keep` leaves factors as they are shipped, where predictions were made with their rows in
-view; `--only` learns one kind of uncalibrated steps, from CASES alone, or waits for hosts, from the draws alone, and
+view; `--only` learns one kind of uncalibrated steps, from CASES alone, or speeds of hosts, from the draws alone, and
 leaves all else. What the factors mean: `simulator/calibration/intervals.py`. Memory is learned twice, from sums and
 from the allocator's replay.
 """
@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ sys.path.insert(0, str(ROOT))
 from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
 from planner.question.question import Question, question_of  # noqa: E402
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
+from simulator.analytical.estimates import EstimateTable  # noqa: E402
 from simulator.calibration.intervals import Factors, IntervalTable, Measured, interval_table, step_factors  # noqa: E402
-from simulator.config.estimate import Estimate  # noqa: E402
+from simulator.columns.plan_table import Floats  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
 from simulator.config.plan import Plan  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
@@ -57,11 +58,13 @@ from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
 MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's replay
-HOSTS = ("host", "measured host")  # waits for hosts
+HOSTS = ("host", "measured host")  # speeds of hosts
 PARTS = frozenset({*MEMORY, *HOSTS})
 MANY = 8  # sources from which their rows, each source's as one, say more of a range than a mean and a spread do
-NOTHING_S = 1e-6  # for a wait of nothing, which has no logarithm
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
+SLOWER, SLOW = 1.5, 2.0  # factors of a host's time: runs that would not wait with the second say nothing of hosts
+BY_HOST = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, SLOWER, 1.7, SLOW, 2.5, 3.0)
+GAPS = 0.02  # of a step, that a GPU idles between kernels without a wait for the host
 # Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the
 # last ran on another host.
 OWN = (("apply_2xH200_fresh", "runs", "h200x2_fresh"), ("apply_2xH200_next", "runs", "h200x2_next"))
@@ -70,12 +73,16 @@ OWN_ELSEWHERE = ("apply_2xH200_next", "regret2", "h200x2_next")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A measurement over its prediction, and what the prediction rests on."""
+    """A measurement over its prediction, and what the prediction rests on. Of a host's speed a run gives a range, from
+    `ratio` to `most`. `by_host`: steps with hosts of the factors BY_HOST, over the predicted one.
+    """
 
     source: str
     basis: str
     ratio: float
     shares: dict[str, float]
+    most: float | None = None
+    by_host: tuple[float, ...] = (1.0,) * len(BY_HOST)
     architecture: str = ""  # of its GPUs
     runtime: str = ""
     gpus: int = 1
@@ -241,6 +248,7 @@ def rows_of(
             continue
         estimate, basis = answer.estimate(0), answer.basis[0]
         if step is not None:
+            by_host, _ = with_hosts(answer)
             steps.append(
                 Row(
                     source=source,
@@ -249,6 +257,7 @@ def rows_of(
                     shares=estimate.sources,
                     **of_what(asked, case.plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
+                    by_host=tuple(by_host / estimate.step_s.value),
                     calibrated=calibration is not None,
                     host_measured=answer.host_measured(0),
                 )
@@ -286,6 +295,7 @@ def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
             estimates["calibrated"] = (replace(question, calibration=known).estimate([plan]), True)
         for kind, (answer, calibrated) in estimates.items():
             estimate, before = answer.estimate(0), run["predicted"].get(kind, {}).get("step_s")
+            by_host, waits_s = with_hosts(answer)
             rows.append(
                 Row(
                     source=source,
@@ -294,12 +304,16 @@ def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
                     shares=estimate.sources,
                     **of_what(question, plan),
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
+                    by_host=tuple(by_host / estimate.step_s.value),
                     calibrated=calibrated,
                     host_measured=answer.host_measured(0),
                     asked_before=measured["step_s"] / before if before else None,
                 )
             )
-            rows += waits(source, HOSTS[answer.host_measured(0)], estimate, measured)
+            if waits_s[BY_HOST.index(SLOW)] > WAITS * by_host[BY_HOST.index(SLOW)]:
+                least, most = host_speed(waits_s, measured)
+                basis = HOSTS[answer.host_measured(0)]
+                rows.append(Row(source=source, basis=basis, ratio=least, most=most, shares={}))
         estimate = estimates["datasheet"][0].estimate(0)
         if memory and measured["reserved_bytes"]:
             for basis, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
@@ -308,16 +322,21 @@ def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
     return found
 
 
-def waits(source: str, basis: str, estimate: Estimate, measured: dict[str, Any]) -> list[Row]:
-    """Return what rank 0's GPU idled of the timed step over the predicted wait.
+def with_hosts(answer: EstimateTable) -> tuple[Floats, Floats]:
+    """Return a plan's steps and its waits for the host, seconds, with hosts of the factors BY_HOST."""
+    tables = [answer.with_host(host_factor=factor) for factor in BY_HOST]
+    return np.array([t.step_s[0] for t in tables]), np.array([t.breakdown_s["host"][0] for t in tables])
 
-    Only of a run that is predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
+
+def host_speed(waits_s: Floats, measured: dict[str, Any]) -> tuple[float, float]:
+    """Return the least and the most factor of the host's time with which a run is predicted to wait as long as rank 0's
+    GPU idled; between kernels it idles for GAPS of a step in any case.
     """
-    predicted_s, profiled = estimate.breakdown_s["host"], measured["profiled"]
-    if predicted_s <= WAITS * estimate.step_s.value:
-        return []
-    waited_s = measured["step_s"] * profiled["idle_s"] / profiled["wall_s"]
-    return [Row(source=source, basis=basis, ratio=max(waited_s, NOTHING_S) / predicted_s, shares={})]
+    profiled = measured["profiled"]
+    idled_s = measured["step_s"] * profiled["idle_s"] / profiled["wall_s"]
+    grown = np.maximum.accumulate(waits_s) + 1e-9 * np.arange(len(BY_HOST))  # a wait of nothing has no inverse
+    least, most = np.interp([idled_s - GAPS * measured["step_s"], idled_s], grown, BY_HOST)
+    return float(least), float(most)
 
 
 def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
@@ -372,14 +391,16 @@ def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row], 
 def together(rows: list[Row]) -> Factors:
     """Return the prediction interval of a row of a source nobody has seen: `simulator/calibration/intervals.py`.
 
-    Steps that wait for their hosts do not count: how far waits are off is learned by itself.
+    Steps that wait for their hosts, or may, do not count: how far speeds of hosts are off is learned by itself.
     """
     by_source: dict[str, list[float]] = defaultdict(list)
-    for row in (row for row in rows if row.host < WAITS):
+    mosts: dict[str, list[float]] = defaultdict(list)
+    for row in (row for row in rows if max(row.host, row.by_host[BY_HOST.index(SLOWER)] - 1) < WAITS):
         by_source[row.source].append(math.log(row.ratio))
+        mosts[row.source].append(math.log(row.most or row.ratio))
     k, counted = len(by_source), sum(map(len, by_source.values()))
     if k >= MANY:
-        low, high = pooled(list(by_source.values()))
+        low, high = pooled(list(mosts.values()))[0], pooled(list(by_source.values()))[1]
         return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=counted, coverage=None, left_out={})
     means = np.array([np.mean(values) for values in by_source.values()])
     within = float(np.mean([np.var(values) for values in by_source.values() if len(values) > 1] or [0.0]))
@@ -405,16 +426,18 @@ def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     for row in rows:
         if row.basis in PARTS:
             low, high = factors[row.basis].low, factors[row.basis].high
+            inside.append(low <= (row.most or row.ratio) and row.ratio <= high)
         else:
             low, high = step_factors(
                 row.basis,
                 row.shares,
                 host=row.host,
+                by_host=partial(np.interp, xp=BY_HOST, fp=row.by_host),
                 calibrated=row.calibrated,
                 factors=factors,
                 host_measured=row.host_measured,
             )
-        inside.append(low <= row.ratio <= high)
+            inside.append(low <= row.ratio <= high)
     return statistics.mean(inside)
 
 

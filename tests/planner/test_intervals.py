@@ -65,18 +65,29 @@ def factors(low: float, high: float) -> Factors:
 
 def test_a_step_is_as_sure_as_its_parts() -> None:
     """Parts that are off by themselves add up as variances do; without a calibration nothing was measured."""
-    known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5), "host": factors(0.5, 4.0)}
-    known["measured host"] = factors(0.8, 2.0)
+    known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5), "host": factors(0.5, 2.0)}
+    known["measured host"] = factors(0.8, 1.5)
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
-    assert step_factors("node", shares, host=0.0, calibrated=True, factors=known) == pytest.approx(
+    def busy(factor: float) -> float:
+        return 1.0
+
+    def waits_half_the_step(factor: float) -> float:
+        return 1.0 + max(factor - 1.0, -0.5)
+
+    assert step_factors("node", shares, host=0.0, by_host=busy, calibrated=True, factors=known) == pytest.approx(
         (1 - math.hypot(0.05, 0.15), 1 + math.hypot(0.05, 0.25))
     )
-    assert step_factors("node", shares, host=0.0, calibrated=False, factors=known) == pytest.approx((0.7, 1.5))
-    assert step_factors("node", shares, host=0.5, calibrated=False, factors=known) == pytest.approx(
-        (1 - math.hypot(0.15, 0.25), 1 + math.hypot(0.25, 1.5))
+    assert step_factors("node", shares, host=0.0, by_host=busy, calibrated=False, factors=known) == pytest.approx(
+        (0.7, 1.5)
     )
-    assert step_factors("node", {}, host=1.0, calibrated=True, factors=known, host_measured=True) == (0.8, 2.0)
+    assert step_factors(
+        "node", shares, host=0.5, by_host=waits_half_the_step, calibrated=False, factors=known
+    ) == pytest.approx((1 - math.hypot(0.15, 0.5), 1 + math.hypot(0.25, 1.0)))
+    alone = step_factors(
+        "node", {}, host=1.0, by_host=lambda factor: factor, calibrated=True, factors=known, host_measured=True
+    )
+    assert alone == pytest.approx((0.8, 1.5))
 
 
 def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
@@ -102,7 +113,28 @@ def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
 
     assert waiting > 0.5
     assert busy < 0.2
-    assert wide > narrow + 0.5 * (waiting - busy)
+    assert wide > narrow
+    assert wide - 1 > (interval_table().factors["host"].high - 1) * waiting
+
+
+def test_a_step_that_a_slower_host_would_decide_is_less_sure_upward() -> None:
+    """Llama 3 8B under torchtitan's tensor parallelism took 0.59 to 0.88 s on five machines with two H200, depending on
+    their hosts (examples/validation/exports_2xH200.md); with a host at which it is predicted not to wait.
+    """
+    estimate = estimate_of(
+        {
+            "id": "nearly",
+            "model": "llama3-8b",
+            "cluster": "2xH200",
+            "workload": {"seq_len": 4096, "global_batch_size": 2},
+            "plan": {"tp": 2, "micro_batch_size": 2, "recompute": "full"},
+            "runtime": {"name": "torchtitan", "version": "0.2.2", "param_dtype": "bfloat16"},
+        }
+    )
+    step = estimate.step_s
+
+    assert estimate.breakdown_s["host"] < 0.05 * step.value
+    assert step.high - step.value > 1.5 * (step.value - step.low)
 
 
 def test_a_calibration_narrows_waits_of_the_kinds_of_layers_that_it_ran() -> None:
