@@ -11,7 +11,7 @@ from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
 from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
-from ui.charts.look import Figure, finished, ink_on, paper, table
+from ui.charts.look import Figure, finished, ink_on, paper, table, tips
 from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
@@ -57,18 +57,16 @@ def node(
         for cable in view.cables
         for step, (px, py) in enumerate(cable.points)
     ]
-    tooltip = [
-        alt.Tooltip(f"{f}:N") for f in ("what", "kind", "class", "links", "nominal", "measured", "state", "source")
-    ]
+    shown = dict.fromkeys(("what", "kind", "class", "links", "nominal", "measured", "state", "source"), "")
     if lines:
         colours = alt.Scale(domain=[LINK_WORDS[k] for k in kinds], range=[colour("links", k) for k in kinds])
         if shares is not None:
-            tooltip = [alt.Tooltip("load:N", title="mean load"), *tooltip]
+            shown = {"load": "mean load", **shown}
             levels = [(words, hue) for _, words, hue in LEVELS if any(line["level"] == words for line in lines)]
             levels += [(UNKNOWN, p.rule)] if any(line["level"] == UNKNOWN for line in lines) else []
             colours = alt.Scale(domain=[words for words, _ in levels], range=[hue for _, hue in levels])
         base = alt.Chart(table(lines)).encode(
-            x=x, y=y, detail=alt.Detail("link:N"), order=alt.Order("step:Q"), tooltip=tooltip
+            x=x, y=y, detail=alt.Detail("link:N"), order=alt.Order("step:Q"), tooltip=tips(shown)
         )
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
@@ -133,7 +131,7 @@ def _parts(
     gpus = [row for row in rows if row["kind"] == "gpu"]
     rest = [row for row in rows if row["kind"] != "gpu"]
     layers = []
-    tooltip = [alt.Tooltip("about:N", title="part")]
+    tooltip = tips({"about": "part"})
     if rest:
         base = alt.Chart(table(rest)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(
@@ -212,13 +210,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figur
     base = alt.Chart(table(values)).encode(
         x=alt.X("to:O", title="to GPU", axis=axis(orient="top")),
         y=alt.Y("from:O", title="from GPU", axis=axis()),
-        tooltip=[
-            alt.Tooltip("from:O"),
-            alt.Tooltip("to:O"),
-            alt.Tooltip("class:N"),
-            alt.Tooltip("kind:N"),
-            alt.Tooltip("text:N", title="one transfer, one direction"),
-        ],
+        tooltip=tips({"from:O": "", "to:O": "", "class": "", "kind": "", "text": "one transfer, one direction"}),
     )
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
         color=alt.Color(
@@ -256,12 +248,9 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
             axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False),
         ),
         y=alt.Y("node:O", title="node", axis=alt.Axis(grid=False, domain=False, ticks=False)),
-        tooltip=[
-            "rank:Q",
-            "node:O",
-            alt.Tooltip("gpu:O", title="GPU"),
-            *(alt.Tooltip(f"{name}:O", title=words) for name, words in AXIS_NAMES.items()),
-        ],
+        tooltip=tips(
+            {"rank:Q": "", "node:O": "", "gpu:O": "GPU", **{f"{n}:O": title for n, title in AXIS_NAMES.items()}}
+        ),
     )
     boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(color=alt.Color("colour:N", scale=None))
     layers = [boxes]
