@@ -133,8 +133,7 @@ def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
 
 def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
     """Print what could account for the difference between a plan's measured step and its prediction."""
-    from planner.calibrate.difference import difference_from  # noqa: PLC0415 - of --measured only
-    from planner.calibrate.difference_text import difference_lines  # noqa: PLC0415 - likewise
+    from planner.calibrate.difference import difference_from, difference_lines  # noqa: PLC0415 - of --measured
     from planner.calibrate.planned_step import PlannedStep  # noqa: PLC0415 - likewise
     from planner.configs.stated_rate import seconds_in  # noqa: PLC0415 - likewise
     from planner.explain.tables import changed_lines, print_lines  # noqa: PLC0415 - likewise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,11 +20,12 @@ from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, sa
 from planner.requests.runs import Tune
 from planner.runs import scheduled
 from planner.runs.apply_process import require_torch
+from planner.runs.profile_update import add_run_to_profile
+from planner.runs.run_report import load_run
 from planner.tune import text
 from planner.tune.candidates import Candidates
 from planner.tune.document import tune_document
 from planner.tune.history import history
-from planner.tune.learned import add_trials
 from planner.tune.loop import View
 from planner.tune.report import to_html
 from planner.tune.sessions.job import TuneJob
@@ -39,7 +41,7 @@ from planner.tune.sessions.start import (
     tuning_request,
 )
 from planner.tune.state import State, TuningRequest, read_state, write_new
-from planner.tune.trials import Runner
+from planner.tune.trials import Runner, Trial
 from topology import codec
 from topology.errors import PlannerError, UserError
 from topology.profile.profile import read_profile
@@ -290,3 +292,25 @@ def _best_file(known: State, view: View) -> PlanFile:
         raise PlannerError("no plan was measured")
     one = view.candidates.plans[view.best.row]
     return plan_file(known.request.question(), one.plan, one.estimate)
+
+
+# --- what trials teach ------------------------------------------------------------------------------------------------
+
+
+def add_trials(trials: Iterable[Trial], profile: Path) -> list[str]:
+    """Add the operators of measured trials to a profile; return a line for each, including those that could not be
+    added.
+    """
+    lines = []
+    for trial in trials:
+        if not trial.step_s or not trial.directory:
+            continue
+        try:
+            update = add_run_to_profile(load_run(trial.directory, simulate=False), profile)
+        except PlannerError as error:
+            lines.append(f"{trial.directory} is left out: {error.what}")
+            continue
+        lines.append(
+            f"{Path(trial.directory).name}: {update.samples} operators, {update.fresh} of them new to the profile"
+        )
+    return lines
