@@ -15,7 +15,7 @@ from rich.live import Live
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.io.printable import printable
-from planner.question.flags import Flags
+from planner.question.flags import flags_of_question
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
 from planner.requests.runs import Tune
 from planner.runs import scheduled
@@ -124,18 +124,8 @@ def _new_session(asked: Tune) -> tuple[Path, State, Runner | None]:
 
 def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candidates]:
     """Return the question that the flags ask, and its candidates."""
-    flags = Flags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpus=None if asked.gpus is None else (asked.gpus,),
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        runtime={
-            "compile": asked.compile_model,
-            "param_dtype": asked.param_dtype,
-            "compute_dtype": asked.compute_dtype,
-        },
-    )
+    gpus = None if asked.gpus is None else (asked.gpus,)
+    flags = flags_of_question(asked, cluster=asked.cluster, gpus=gpus)
     framework, learn = asked.framework, asked.learn
     fields = {
         "budget_s": seconds_of(asked.budget or BUDGET, "--budget"),
