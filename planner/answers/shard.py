@@ -11,19 +11,16 @@ from planner.io.inputs import measurements, read_cluster
 from planner.pictures.sharding import sharding_picture
 from planner.requests.flag import values_of
 from planner.requests.tools import Shard
-from planner.sharding import (
-    Answer,
-    Deadline,
-    Limits,
-    decoder_case,
-    explain_plan,
-    is_request,
-    make_mesh,
-    program_text,
-    shard_case,
-    split_cases,
-    write_dtensor_file,
-)
+from planner.sharding.answer import Answer, shard_case
+from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.backends.program_text import program_text
+from planner.sharding.frontends.decoder import decoder_case
+from planner.sharding.frontends.request import is_request
+from planner.sharding.layouts.layout import make_mesh
+from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.report import Limits
+from planner.sharding.problem.deadline import Deadline
+from planner.sharding.problem.problem import split_cases
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.codec import JsonObject
