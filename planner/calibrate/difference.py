@@ -7,6 +7,7 @@ a term is the term's share of the step's variance.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,7 +115,7 @@ def difference_from(
 FAR = 2.0  # multiple of a step's usual error beyond which terms alone hardly explain the difference
 
 
-def difference_lines(found: Difference, file: str) -> list[str]:
+def difference_lines(found: Difference, file: str) -> Iterator[str]:
     """Return lines with the difference, the terms that could account for it, and what to measure next."""
     last_s, apart = last_digit_s(found.predicted), found.measured_s / found.predicted.value - 1
     side = "inside" if found.inside else "outside"
@@ -125,21 +126,22 @@ def difference_lines(found: Difference, file: str) -> list[str]:
         else "less work than the plan says: fewer tokens in a sequence, a smaller batch, frozen parameters"
     )
     measured, predicted = seconds_text(found.measured_s, last_s), interval_text(found.predicted)
-    lines = [f"measured  {measured}, {apart:+.0%} against the predicted {predicted}: {side} its 80% range"]
-    lines += [f"likely    {other}"] if far else []
-    lines += [
+    yield f"measured  {measured}, {apart:+.0%} against the predicted {predicted}: {side} its 80% range"
+    if far:
+        yield f"likely    {other}"
+    yield from (
         f"{'could be' if place == 0 else '':10s}{one.name}: they are expected to account for {one.share:.0%} of the"
         f" difference; to account for all of it, they would take {_times(one.times)} as long as predicted"
         for place, one in enumerate(found.accounts)
-    ]
-    lines += [] if far else [f"or        {other}"]
-    lines += [
+    )
+    if not far:
+        yield f"or        {other}"
+    yield from (
         f"{'measure' if place == 0 else '':10s}{one.name}: this takes about {one.seconds:.0f} s, after which the step"
         f" is known within {one.after:.1%}"
         for place, one in enumerate(found.next)
-    ]
-    lines.append(f"start     on the machine: planner calibrate --for {file} --out profile.json")
-    return lines
+    )
+    yield f"start     on the machine: planner calibrate --for {file} --out profile.json"
 
 
 def _times(factor: float) -> str:

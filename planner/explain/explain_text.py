@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
@@ -261,9 +261,8 @@ def link_text(link: LinkTraffic) -> str:
     )
 
 
-def traffic_rows(first: Traffic, second: Traffic) -> list[tuple[str, ...]]:
+def traffic_rows(first: Traffic, second: Traffic) -> Iterator[tuple[str, ...]]:
     """Return rows of a comparison: bytes per GPU by link, and the share of the step that they take."""
-    rows: list[tuple[str, ...]] = []
     for name in LINKS:
         one, other = ({link.link: link for link in found.links}.get(name) for found in (first, second))
         if one is None and other is None:
@@ -271,11 +270,8 @@ def traffic_rows(first: Traffic, second: Traffic) -> list[tuple[str, ...]]:
         sent = [link.mean_bytes if link else 0.0 for link in (one, other)]
         busy = [link.busy_share if link else 0.0 for link in (one, other)]
         cells = [f"{_gigabytes(nbytes)} GB" for nbytes in sent]
-        rows.append((f"sent, {TITLES[name]}", *cells, f"{(sent[1] - sent[0]) / 1e9:+.3g} GB"))
-        rows.append(
-            (f"{TITLES[name]} busy", *(f"{share:.1%}" for share in busy), f"{100 * (busy[1] - busy[0]):+.1f} points")
-        )
-    return rows
+        yield (f"sent, {TITLES[name]}", *cells, f"{(sent[1] - sent[0]) / 1e9:+.3g} GB")
+        yield (f"{TITLES[name]} busy", *(f"{share:.1%}" for share in busy), f"{100 * (busy[1] - busy[0]):+.1f} points")
 
 
 def _gigabytes(nbytes: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topology.units import GIB, in_gib
@@ -15,7 +15,7 @@ NO_MORE_FILES = os.strerror(errno.EMFILE)
 
 def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
     """Return the report as lines of text."""
-    text_lines = []
+    text_lines: list[str] = []
     measured, verified = document["measured"], document["verified"]
     if document["status"] != "finished":
         text_lines += _failure_lines(document)
@@ -90,22 +90,19 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     return text_lines
 
 
-def _failure_lines(document: Mapping[str, Any]) -> list[str]:
+def _failure_lines(document: Mapping[str, Any]) -> Iterator[str]:
     failure = document.get("failure") or {}
     who = "" if failure.get("rank") is None else f"rank {failure['rank']} failed first: "
     how = failure.get("signal") or ""
     text = " ".join(str(failure.get("message") or "").split())[:400]
-    text_lines = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
-    text_lines += [f"          {line}" for line in failure.get("suspects") or ()]
-    text_lines += [f"          {line}" for line in failure.get("gpus") or ()]
+    yield f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")
+    yield from (f"          {line}" for line in failure.get("suspects") or ())
+    yield from (f"          {line}" for line in failure.get("gpus") or ())
     if NO_MORE_FILES in text:
-        text_lines.append("          a process may open no more files: raise the limit (ulimit -n 65536)")
-    text_lines += _out_of_memory_lines(
-        failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {}
-    )
+        yield "          a process may open no more files: raise the limit (ulimit -n 65536)"
+    yield from _out_of_memory_lines(failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {})
     if document["survivors"]:
-        text_lines.append(f"          processes {document['survivors']} could not be ended")
-    return text_lines
+        yield f"          processes {document['survivors']} could not be ended"
 
 
 def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[str]:

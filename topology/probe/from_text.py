@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -268,9 +268,8 @@ def _closest(evidence: Evidence, machine: Machine) -> dict[str, tuple[str, ...]]
 
 def _inferences(
     evidence: Evidence, machine: Machine, wirings: list[NvlinkWiring], kinds: dict[int, GpuKind], gpu: str | None
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Findings about what was inferred rather than read."""
-    notes = []
     unknown = [index for index, kind in kinds.items() if kind is UNKNOWN_KIND]
     if unknown and gpu is None:
         printed = sorted({name for index in unknown if (name := machine.gpus[index].name)})
@@ -285,55 +284,46 @@ def _inferences(
             else []
         )
         hints += [f"the driver's name {', '.join(printed[:4])} is not in the catalogue"] if printed else []
-        notes.append(
-            finding(
-                "unknown_model",
-                INFO,
-                "the GPU model is not known",
-                "; ".join(hints) or "the texts do not name it",
-                "link rates and memory are left empty instead of guessed",
-                "name it with --gpu",
-            )
+        yield finding(
+            "unknown_model",
+            INFO,
+            "the GPU model is not known",
+            "; ".join(hints) or "the texts do not name it",
+            "link rates and memory are left empty instead of guessed",
+            "name it with --gpu",
         )
     alike = [index for index, facts in sorted(machine.gpus.items()) if not facts.name and index not in unknown]
     named = [facts for _, facts in sorted(machine.gpus.items()) if facts.name and facts.index not in unknown]
     if gpu is None and alike and named:
-        notes.append(
-            finding(
-                "assumed_model",
-                INFO,
-                f"{gpu_names(alike)} taken to be the same model as GPU {named[0].index}",
-                f"only {gpu_names(facts.index for facts in named)} is named in the texts: {named[0].name}",
-                "their rates and memory follow from that",
-                "add `nvidia-smi -L`, which names every GPU",
-                gpus=alike,
-            )
+        yield finding(
+            "assumed_model",
+            INFO,
+            f"{gpu_names(alike)} taken to be the same model as GPU {named[0].index}",
+            f"only {gpu_names(facts.index for facts in named)} is named in the texts: {named[0].name}",
+            "their rates and memory follow from that",
+            "add `nvidia-smi -L`, which names every GPU",
+            gpus=alike,
         )
     unsure = [wiring for wiring in wirings if not wiring.certain]
     if unsure:
-        notes.append(
-            finding(
-                "assumed_cables",
-                INFO,
-                "NVLink is taken as cables between the GPUs",
-                "the printed counts fit cables, and also a part of a machine with NVSwitch",
-                "between these GPUs both give the same rate",
-                "add `nvidia-smi nvlink -R`, which names the far ends",
-            )
+        yield finding(
+            "assumed_cables",
+            INFO,
+            "NVLink is taken as cables between the GPUs",
+            "the printed counts fit cables, and also a part of a machine with NVSwitch",
+            "between these GPUs both give the same rate",
+            "add `nvidia-smi nvlink -R`, which names the far ends",
         )
     if evidence.saved is not None:
         count = evidence.saved.gpus_per_node
-        notes.append(
-            finding(
-                "two_answers",
-                INFO if count == len(machine.gpus) else WARNING,
-                "a cluster file and readings were both given; the readings are used",
-                f"the file {evidence.saved.name!r} has {count} GPUs a node, the readings {len(machine.gpus)}",
-                "a smaller machine than planned for" if len(machine.gpus) < count else "none",
-                "leave the other texts out to use the file",
-            )
+        yield finding(
+            "two_answers",
+            INFO if count == len(machine.gpus) else WARNING,
+            "a cluster file and readings were both given; the readings are used",
+            f"the file {evidence.saved.name!r} has {count} GPUs a node, the readings {len(machine.gpus)}",
+            "a smaller machine than planned for" if len(machine.gpus) < count else "none",
+            "leave the other texts out to use the file",
         )
-    return notes
 
 
 def fill_rates(cluster: Cluster, kinds: Sequence[GpuKind]) -> Cluster:

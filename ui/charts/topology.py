@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, TypedDict
 
@@ -111,7 +112,7 @@ _SIDES: dict[str, _Side] = {"above": {"dy": -17}, "below": {"dy": 19}, "right": 
 
 def _parts(
     view: NodeView, x: Any, y: Any, page: str, ink: str, quiet: str, ranks: dict[int, tuple[str, int]] | None
-) -> list[alt.Chart]:
+) -> Iterator[alt.Chart]:
     many = view.width > 17
     crowded = sum(part.kind == "nic" for part in view.parts) > 10
     round_size = 900 if view.width <= 10 else 460
@@ -130,15 +131,12 @@ def _parts(
     ]
     gpus = [row for row in rows if row["kind"] == "gpu"]
     rest = [row for row in rows if row["kind"] != "gpu"]
-    layers = []
     tooltip = tips({"about": "part"})
     if rest:
         base = alt.Chart(table(rest)).encode(x=x, y=y, tooltip=tooltip)
-        layers.append(
-            base.mark_point(
-                filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
-            ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
-        )
+        yield base.mark_point(
+            filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
+        ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
         for row in rest:
             row["side"] = {"nvswitch": "above", "cpu": "below", "nic": "below"}.get(str(row["kind"]), "right")
         for side, how in _SIDES.items():
@@ -151,22 +149,17 @@ def _parts(
                 words = alt.Chart(table(named)).encode(x=x, y=y, text=alt.Text("label:N"))
                 fitting = alt.ExprRef(f"width < {30 + 52 * view.width:.0f} ? 0 : 1")
                 # An outline in the background colour keeps lines from crossing the letters.
-                layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how))
-                layers.append(words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how))
+                yield words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how)
+                yield words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how)
     if gpus:
         base = alt.Chart(table(gpus)).encode(x=x, y=y, tooltip=tooltip)
-        layers.append(
-            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
-                fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
-            )
+        yield base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
+            fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
         )
         if not many:
-            layers.append(
-                base.mark_text(fontSize=12, fontWeight="bold").encode(
-                    text=alt.Text("label:N"), color=alt.Color("on:N", scale=None)
-                )
+            yield base.mark_text(fontSize=12, fontWeight="bold").encode(
+                text=alt.Text("label:N"), color=alt.Color("on:N", scale=None)
             )
-    return layers
 
 
 FAMILIES = {"PIX": "pcie", "PXB": "pcie", "PHB": "pcie", "NODE": "pcie", "SYS": "smp"}  # other classes are NVLink's

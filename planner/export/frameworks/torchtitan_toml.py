@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import tomli_w
 
 from planner.export.draft import Draft, Target
@@ -51,21 +53,19 @@ def write(job: ExportJob) -> Draft:
     )
 
 
-def _not_expressed(job: ExportJob, title: str) -> list[str]:
+def _not_expressed(job: ExportJob, title: str) -> Iterator[str]:
     plan, runtime = job.plan, job.question.runtime
-    not_expressed = []
     if plan.cp > 1 and (plan.cp_method or "all_gather") not in ROTATE:
-        not_expressed.append(f"context parallelism by {plan.cp_method}: {TITLE} has ring and all-gather")
+        yield f"context parallelism by {plan.cp_method}: {TITLE} has ring and all-gather"
     if plan.tp > 1 and not plan.sequence_parallel:
-        not_expressed.append(f"tensor parallelism without sequence parallelism: {title} always uses both")
+        yield f"tensor parallelism without sequence parallelism: {title} always uses both"
     if not _uses_mixed_precision(plan) and runtime.param_dtype != runtime.compute_dtype:
         # distributed/utils.py, maybe_enable_amp: "only supported when FSDP/HSDP/CP is enabled"
         dtype_text = f"in {runtime.param_dtype}, in which parameters are stored; 0.3.0 does as planned"
         note = f"with tensor or pipeline parallelism alone {title} computes {dtype_text}"
-        not_expressed.append(f"computing in {runtime.compute_dtype}: {note}")
+        yield f"computing in {runtime.compute_dtype}: {note}"
     if plan.recompute not in RECOMPUTE:
-        not_expressed.append(f"recompute {plan.recompute!r} is not a mode of {title}; written as none")
-    return not_expressed
+        yield f"recompute {plan.recompute!r} is not a mode of {title}; written as none"
 
 
 def _uses_mixed_precision(plan: Plan) -> bool:
