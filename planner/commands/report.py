@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
@@ -41,14 +41,7 @@ def report(asked: Report) -> None:
             output.emit_json(answer)
         else:
             _print(answer)
-    _write(
-        found,
-        answer,
-        html=asked.html,
-        picture=asked.picture,
-        trace=asked.trace,
-        hide=redact_text if asked.redact else str,
-    )
+    _write(found, answer, asked)
     if asked.tolerance is not None and answer["within"] is None:
         raise PlannerError(
             "nothing could be compared with the tolerance",
@@ -93,15 +86,9 @@ def _learn(found: RunReport, profile: Path) -> JsonObject:
     return dict(codec.to_builtins(lesson))
 
 
-def _write(
-    found: RunReport,
-    answer: JsonObject,
-    *,
-    html: Path | None,
-    picture: Path | None,
-    trace: Path | None,
-    hide: Callable[[str], str],
-) -> None:
+def _write(found: RunReport, answer: JsonObject, asked: Report) -> None:
+    html, picture, trace = asked.html, asked.picture, asked.trace
+    hide = redact_text if asked.redact else str
     words = plan_in_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:
