@@ -10,6 +10,7 @@ from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.accelerate_fields import TABLE, kind
 from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import nested
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line
 from planner.export.yaml_text import yaml_text
@@ -54,17 +55,13 @@ def write(job: ExportJob) -> Draft:
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    document: JsonObject = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[name] = value
     machines = (
         ("--machine_rank, --main_process_ip and --main_process_port differ by host: pass them to accelerate launch",)
         if hosts.count > 1
         else ()
     )
     return Draft(
-        body=yaml_text(document),
+        body=yaml_text(nested(settings)),
         settings=settings,
         not_expressed=(*sharding_notes, *types_notes, *_not_expressed(job, plan, recompute)),
         needed=(*machines, *_program_needs(job, kind(facts))),

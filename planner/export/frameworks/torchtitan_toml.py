@@ -11,10 +11,10 @@ from planner.export.frameworks.torchtitan import TITLE, prepared
 from planner.export.frameworks.torchtitan_fields import RECOMPUTE, ROTATE, TOML
 from planner.export.frameworks.torchtitan_models import FLAVOR_MODULE, toml_model
 from planner.export.job import ExportJob
+from planner.export.mapping import nested
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.plan import Plan
-from topology.codec import JsonObject
 
 VERSION = "0.2.2"
 FILE = "torchtitan.toml"
@@ -25,20 +25,22 @@ def write(job: ExportJob) -> Draft:
     title = f"{TITLE} {VERSION}"
     job, not_expressed, notes = prepared(job, title)
     known = toml_model(job.question.model, job.question.workload, VERSION)
-    document: JsonObject = {"job": {"description": job.name}, "model": {"name": known.module, "flavor": known.flavor}}
-    for key, value in settings_of(TOML, job.facts()).items():
-        section, _, name = key.partition(".")
-        document.setdefault(section, {})[name] = value
+    settings = {
+        "job.description": job.name,
+        "model.name": known.module,
+        "model.flavor": known.flavor,
+        **settings_of(TOML, job.facts()),
+    }
     if known.files:
-        document["experimental"] = {"custom_import": FLAVOR_MODULE}
+        settings["experimental.custom_import"] = FLAVOR_MODULE
     hosts = job.hosts()
     devices = common_device_list(hosts, title) if hosts.same_devices else ""
     placed: tuple[str, ...] = ()
     if hosts.devices_matter and not hosts.same_devices:
         placed = ("hosts use different GPUs in a different order: export to slurm or skypilot, which can express that",)
     return Draft(
-        body=tomli_w.dumps(document),
-        settings={f"{section}.{key}": value for section, table in document.items() for key, value in table.items()},
+        body=tomli_w.dumps(nested(settings)),
+        settings=settings,
         not_expressed=(*not_expressed, *_not_expressed(job, title)),
         needed=(
             "model.hf_assets_path: the folder of the tokenizer",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from planner.export.degrees import to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob, require_legal
-from planner.export.mapping import Settings
+from planner.export.mapping import Settings, nested
 from planner.export.script import run_line
 from planner.export.yaml_text import yaml_text
 from simulator.config.adapter import ALL_LINEAR, DORA, LORA, MODULES, Adapter
@@ -22,7 +22,6 @@ from simulator.config.hf_config import hub_name
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD
-from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 PLAIN_LOSS = "torch.nn.CrossEntropyLoss"
@@ -80,18 +79,6 @@ def torchtune_model(name: str) -> str:
             remedy="--to axolotl, or --to llama-factory",
         )
     return f"torchtune.models.{found[1]}.{word}"
-
-
-def nested(settings: JsonObject) -> JsonObject:
-    """Return dotted keys as sections of a document."""
-    document: JsonObject = {}
-    for key, value in settings.items():
-        *sections, name = key.split(".")
-        inside = document
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
-    return document
 
 
 def _refuse_others(title: str, what: str, asked: Iterable[str], known: Iterable[str]) -> None:
