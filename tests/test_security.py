@@ -8,8 +8,8 @@ import pytest
 
 from planner import cli
 from planner.commands.service import NEEDS, read_tokens
+from planner.commands.trace import MAX_INSTRUCTIONS
 from planner.configs.formats.documents import MAX_CHARACTERS
-from planner.explain.traced import MAX_INSTRUCTIONS
 from planner.runs.run_report import MAX_TRACE_BYTES
 from simulator.config import verify
 from simulator.legality.pipeline import MOST_PASSES

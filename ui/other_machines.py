@@ -11,7 +11,7 @@ import numpy as np
 import streamlit as st
 
 from planner.io.plan_words import plan_chips, plan_name
-from planner.search.flips import KNOBS, OCTAVES, STEPS
+from planner.search.flips import KNOBS, OCTAVES, STEPS, knobs_of
 from topology.rates import scaling
 from topology.units import GIB
 from ui.charts.row_types import PlanOnMachine, RatePoint
@@ -99,9 +99,5 @@ def changed_machine(question: Inputs, result: SearchResult, factors: Mapping[str
 
 def knobs(result: SearchResult) -> list[tuple[str, float]]:
     """Return the link rates that can be varied on this cluster: (name, present value in bytes/s)."""
-    found = [(knob.quantity, knob.now(result.question.cluster)) for knob in KNOBS]
-    return [
-        (q, now)
-        for q, now in found
-        if now > 0 and not (q.startswith("network") and result.question.cluster.node_count < 2)
-    ]
+    cluster = result.question.cluster
+    return [(knob.quantity, knob.now(cluster)) for knob in knobs_of(cluster)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 
 import torch
@@ -40,12 +41,8 @@ def measure_pair(
     if not all(concurrent):
         return f"{item.compute} {item.shape} with {item.op} {item.nbytes}: no overlap seen"
     return ContentionSample(
-        compute=item.compute,
-        shape=item.shape,
-        dtype=item.dtype,
-        op=item.op,
+        **asdict(item),
         ranks=dist.get_world_size(),
-        nbytes=item.nbytes,
         compute_alone_s=alone[0],
         collective_alone_s=alone[1],
         compute_beside_s=concurrent[0],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,12 +106,7 @@ def _sample(
     item: OperatorItem, timing: Timing, conditions: Conditions, regime: str, *, host_s: float | None = None
 ) -> OperatorSample:
     return OperatorSample(
-        kind=item.kind,
-        name=item.name,
-        shape=item.shape,
-        dtype=item.dtype,
-        direction=item.direction,
-        runtime=item.runtime,
+        **asdict(item),
         regime=regime,
         seconds=timing.seconds,
         spread=timing.spread,

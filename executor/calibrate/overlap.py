@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import cast
 
 import torch
@@ -41,12 +42,7 @@ def measure_shape(device: torch.device, item: OverlapItem, watch: ClockMonitor |
     symmetric.check_delivered()
     conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else Conditions()
     return OverlapSample(
-        operation=item.operation,
-        ranks=item.ranks,
-        rows=item.rows,
-        columns=item.columns,
-        depth=item.depth,
-        dtype=item.dtype,
+        **asdict(item),
         seconds={mode: times_by_call[mode][0] for mode in modes},
         spread={mode: times_by_call[mode][1] for mode in modes},
         host_s={mode: times_by_call[mode][2] for mode in modes},

@@ -6,7 +6,7 @@ Inputs are the request, the facts that a rank recorded about its model after the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -54,12 +54,12 @@ def read_back(request: Request, facts: ModelFacts | None, mesh: MeshFacts | None
     return found
 
 
-def _model_effects(request: Request, facts: ModelFacts) -> list[Effect]:
+def _model_effects(request: Request, facts: ModelFacts) -> Iterator[Effect]:
     plan, runtime = request.plan, request.runtime
     shards = plan.dp_shard * plan.cp * plan.tp
     graphs, breaks = facts.compiled_graphs, facts.graph_breaks
     compiled = f"{graphs} graphs, {breaks} graph breaks" if graphs else "eager"
-    found = [
+    yield from [
         _effect(
             "largest weights cut into",
             str(shards),
@@ -70,28 +70,25 @@ def _model_effects(request: Request, facts: ModelFacts) -> list[Effect]:
         _effect("parameters stored in", runtime.param_dtype, facts.stored, ok=facts.stored == runtime.param_dtype),
     ]
     modes = set(plan.recompute_per_stage or (plan.recompute,)) - {"none"}
-    found.append(
-        _effect(
-            "recompute",
-            ", ".join(sorted(modes)) or "none",
-            f"{facts.recomputed_blocks} of {facts.blocks} blocks on this rank",
-            ok=bool(modes) or not facts.recomputed_blocks,
-        )
+    yield _effect(
+        "recompute",
+        ", ".join(sorted(modes)) or "none",
+        f"{facts.recomputed_blocks} of {facts.blocks} blocks on this rank",
+        ok=bool(modes) or not facts.recomputed_blocks,
     )
     if plan.pp > 1:
         rounds = plan.micro_batches(request.workload.global_batch_size)
         requested = f"{plan.schedule or 'the default'}, {rounds} micro batches"
         ran = f"{facts.schedule}, {facts.micro_batches} micro batches"
-        found.append(_effect("pipeline", requested, ran, ok=facts.micro_batches == rounds))
+        yield _effect("pipeline", requested, ran, ok=facts.micro_batches == rounds)
     if plan.tp > 1:
-        found.append(_overlap(plan.tp_overlap, facts.tp_overlap))
+        yield _overlap(plan.tp_overlap, facts.tp_overlap)
     if plan.cp > 1:
         requested = cp_method(plan, runtime)
-        found.append(_effect("cp_method", requested, facts.cp_method, ok=requested == facts.cp_method))
+        yield _effect("cp_method", requested, facts.cp_method, ok=requested == facts.cp_method)
     if plan.fsdp_exchange != NCCL:
         ok = plan.fsdp_exchange == facts.fsdp_exchange
-        found.append(_effect("FSDP's exchanges", plan.fsdp_exchange, facts.fsdp_exchange or "none", ok=ok))
-    return found
+        yield _effect("FSDP's exchanges", plan.fsdp_exchange, facts.fsdp_exchange or "none", ok=ok)
 
 
 def _overlap(requested: str, applied: Mapping[str, str]) -> Effect:

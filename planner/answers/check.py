@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,18 +65,8 @@ def check(asked: Check, progress: Callable[[str], None] = lambda _: None) -> Che
 
     Raises BadInput for a file that cannot be read, UserError for flags that have no meaning for it.
     """
-    flags = CheckFlags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpu=asked.gpu,
-        gpus=asked.gpus,
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        micro_batch=asked.micro_batch,
-        launch=asked.launch,
-        variables=_variables(asked.variable or ()),
-        release=asked.release,
-    )
+    said = {one.name: getattr(asked, one.name) for one in fields(CheckFlags) if one.name != "variables"}
+    flags = CheckFlags(**said, variables=_variables(asked.variable or ()))
     rate = stated_rate(asked.measured, asked.tokens_per_s)
     if asked.file != "-" and Path(asked.file).is_dir():
         _refuse_serving(asked)

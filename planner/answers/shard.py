@@ -11,19 +11,16 @@ from planner.io.inputs import measurements, read_cluster
 from planner.pictures.sharding import sharding_picture
 from planner.requests.flag import values_of
 from planner.requests.tools import Shard
-from planner.sharding import (
-    Answer,
-    Deadline,
-    Limits,
-    decoder_case,
-    explain_plan,
-    is_request,
-    make_mesh,
-    program_text,
-    shard_case,
-    split_cases,
-    write_dtensor_file,
-)
+from planner.sharding.answer import Answer, shard_case
+from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.backends.program_text import program_text
+from planner.sharding.frontends.decoder import decoder_case
+from planner.sharding.frontends.request import is_request
+from planner.sharding.layouts.layout import make_mesh
+from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.report import Limits
+from planner.sharding.problem.deadline import Deadline
+from planner.sharding.problem.problem import split_cases
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.codec import JsonObject
@@ -67,13 +64,13 @@ def shard(asked: Shard, progress: Callable[[str], None] = lambda _: None) -> Sha
     else:
         text, where = codec.read_path_or_stdin(str(asked.file))
         cases = split_cases(codec.parse_json(text, where=where), where=where)
-    _check_files(cases, program=asked.program, python=asked.python, picture=asked.picture)
+    _check_files(cases, asked)
     rows = []
     for number, case in enumerate(cases):
         progress(f"case {number + 1} of {len(cases)}")
         row, found = shard_case(case, number, machine, measured, limits=limits)
         if isinstance(found, Answer):
-            _write_captured(found, program=asked.program, python=asked.python)
+            _write_captured(found, asked)
         if found is not None and asked.listing:
             row["listing"] = program_text(found.problem, found.plan)
         if found is not None and asked.explain:
@@ -126,22 +123,20 @@ def _model_case(model: str, asked: Shard) -> JsonObject:
     )
 
 
-def _check_files(
-    cases: Sequence[Mapping[str, Any]], *, program: str | None, python: str | None, picture: str | None
-) -> None:
+def _check_files(cases: Sequence[Mapping[str, Any]], asked: Shard) -> None:
     """Raise UserError if a file is requested that these cases do not produce."""
-    for flag, path in (("--program", program), ("--python", python)):
+    for flag, path in (("--program", asked.program), ("--python", asked.python)):
         if path is not None and (len(cases) != 1 or not is_request(cases[0])):
             raise UserError(f"{flag} is about one captured graph", remedy="a file with a graph, from executor.sharding")
-    if picture is not None and len(cases) != 1:
+    if asked.picture is not None and len(cases) != 1:
         raise UserError(f"--picture is about one case, and there are {len(cases)}", remedy="a file with one case")
 
 
-def _write_captured(answer: Answer, *, program: str | None, python: str | None) -> None:
-    if program is not None:
-        codec.write_text(program, codec.to_json(answer.written.program, indent=None))
-    if python is not None:
+def _write_captured(answer: Answer, asked: Shard) -> None:
+    if asked.program is not None:
+        codec.write_text(asked.program, codec.to_json(answer.written.program, indent=None))
+    if asked.python is not None:
         if answer.request.stages is not None:
             raise UserError("pipeline stages are no DTensor placements", remedy="--program, which the executor runs")
         graph = answer.request.graph
-        codec.write_text(python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))
+        codec.write_text(asked.python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))

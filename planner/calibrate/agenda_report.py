@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from planner.calibrate.agenda import STARTING_S, Agenda, made_of
 from planner.calibrate.measurements import layers_in_words, own_effects
@@ -17,7 +18,7 @@ from topology.profile.profile import Profile
 MOST_ASSUMED = 8
 
 
-def announced(agenda: Agenda, budget_s: float) -> list[str]:
+def announced(agenda: Agenda, budget_s: float) -> Iterator[str]:
     """Return lines with the measurements in order, their seconds, and the uncertainty of the steps before and after."""
     count = len(agenda.wanted.steps)
     if agenda.wanted.choice:
@@ -27,37 +28,33 @@ def announced(agenda: Agenda, budget_s: float) -> list[str]:
     made = [*agenda.known, *(one.measurement for one in agenda.chosen)]
     before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
     seconds = f"in about {agenda.seconds:.0f} of {budget_s:.0f} s, {STARTING_S:.0f} of which pass while processes start"
-    lines = [
+    yield from [
         f"goal: {goal} within ±{before:.0%} (80 % range), and within ±{after:.0%} after these measurements",
         f"{len(agenda.chosen)} measurements on {agenda.gpus} GPUs, {seconds}:",
     ]
     if agenda.chosen and agenda.seconds > budget_s:
-        lines.append("  too little time for all of them where torch is not in memory yet: a longer --budget")
+        yield "  too little time for all of them where torch is not in memory yet: a longer --budget"
     width = max((len(one.measurement.name) for one in agenda.chosen), default=0)
-    lines += [
+    yield from (
         f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<{width}}  after it ±{_wide(one.after)}"
         for one in agenda.chosen
-    ]
-    return lines
+    )
 
 
-def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[str]:
+def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> Iterator[str]:
     """Return lines with the uncertainty of the steps, their predictions, and the remaining assumptions."""
     made = made_of(agenda, whole)
     before, now, of = agenda.spread_after(agenda.known), agenda.spread_after(made), "of a step"
     if agenda.wanted.choice:
         of = "between plans"
-    lines = [f"sure to   ±{before:.1%} before, ±{now:.1%} now (80 %), {of}"]
-    lines += [
+    yield f"sure to   ±{before:.1%} before, ±{now:.1%} now (80 %), {of}"
+    yield from (
         f"plan      {name}: {then_s:.4g} s predicted before, {now_s:.4g} s now"
         for name, then_s, now_s in (_steps(agenda, whole, links) if agenda.wanted.choice else ())
-    ]
+    )
     for one in agenda.assumed(made)[:MOST_ASSUMED]:
         could = ", which could change the choice" if one.decides else ""
-        lines.append(
-            f"assumed   {one.name}, off by ±{one.spread:.0%}: a step of {one.plan} by {one.change:+.1%}{could}"
-        )
-    return lines
+        yield f"assumed   {one.name}, off by ±{one.spread:.0%}: a step of {one.plan} by {one.change:+.1%}{could}"
 
 
 def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> JsonObject:

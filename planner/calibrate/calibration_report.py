@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.io.output import SCHEMA_VERSION
@@ -104,17 +104,16 @@ def _overlap_lines(found: Profile, merged: Profile, links: Cluster | None) -> li
     return out
 
 
-def lines(found: Profile, merged: Profile, links: Cluster | None = None) -> list[str]:
+def lines(found: Profile, merged: Profile, links: Cluster | None = None) -> Iterator[str]:
     """Return the answer of `planner calibrate` as lines of text."""
     new, total = counts(found), counts(merged)
     measured = ", ".join(f"{number} {kind}" for kind, number in new.items() if number)
-    out = [f"measured  {measured or 'nothing new'}"]
+    yield f"measured  {measured or 'nothing new'}"
     if total != new:
-        out.append(f"profile   {', '.join(f'{number} {kind}' for kind, number in total.items() if number)}")
+        yield f"profile   {', '.join(f'{number} {kind}' for kind, number in total.items() if number)}"
     errors = fit_errors(merged)
     if errors:
-        out.append("each sample left out in turn and predicted from the others, mean absolute error:")
-        out += [f"  {one.what:<40} {one.samples:>5} samples  {one.mean_abs:6.1%}" for one in errors]
-    out += _overlap_lines(found, merged, links)
-    out += [f"missing   {what}" for what in found.missing]
-    return out
+        yield "each sample left out in turn and predicted from the others, mean absolute error:"
+        yield from (f"  {one.what:<40} {one.samples:>5} samples  {one.mean_abs:6.1%}" for one in errors)
+    yield from _overlap_lines(found, merged, links)
+    yield from (f"missing   {what}" for what in found.missing)

@@ -26,7 +26,7 @@ from planner.io.inputs import read_cluster
 from planner.io.output import warn
 from planner.io.printable import printable
 from planner.question.cases import case_of_plan_file, load_case, read_cases
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_question
 from planner.question.plan_file import require_folder
 from planner.requests.machines import Calibrate
 from planner.search.answer import answer
@@ -222,19 +222,7 @@ def _question(asked: Calibrate, cluster: str, steps: list[PlannedStep], gpus: in
         names = asked.runtime or ([] if steps else [TYPICAL_RUNTIME])
         typical = [step for name in names for step in typical_steps(name, gpus)]
         return Wanted(steps=(*steps, *typical), everything=bool(typical))
-    flags = Flags(
-        model=asked.model,
-        cluster=cluster,
-        gpu=asked.gpu,
-        gpus=(gpus,),
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        runtime={
-            "compile": asked.compile_model,
-            "param_dtype": asked.param_dtype,
-            "compute_dtype": asked.compute_dtype,
-        },
-    )
+    flags = flags_of_question(asked, cluster=cluster, gpu=asked.gpu, gpus=(gpus,))
     return Wanted(steps=_leading(flags, asked.framework or DEFAULT_RUNTIME, asked.micro_batch), choice=True)
 
 

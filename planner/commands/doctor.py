@@ -10,7 +10,7 @@ from pathlib import Path
 
 from click.exceptions import Exit
 
-from planner.calibrate.measure_process import measure as run
+from planner.calibrate.calibrate_process import measure as run
 from planner.commands import doctor_jobs
 from planner.commands.probe import probe_cluster
 from planner.io import output

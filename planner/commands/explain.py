@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from planner.calibrate.difference import difference_from, difference_lines
+from planner.calibrate.planned_step import PlannedStep
+from planner.configs.stated_rate import seconds_in
 from planner.explain import explain as reasons
 from planner.explain.documents import question_document
+from planner.explain.explain_text import print_explanation, print_memory
+from planner.explain.tables import changed_lines, print_lines
 from planner.io import output
+from planner.io.grids import console
 from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
 from planner.io.plan_words import degrees_text
+from planner.pictures.memory import memory as memory_picture
+from planner.pictures.waterfall import estimate_picture
 from planner.question.cases import Case, case_of_file
 from planner.question.flags import Flags, flags_of_question, gpu_counts
 from planner.question.overrides import with_flags
@@ -36,8 +43,6 @@ from topology.time_limit import limited
 
 def explain(asked: Explain) -> None:
     """Print what `planner explain` answers."""
-    if not asked.json:
-        import_module("planner.explain.explain_text")  # here, while time is left
     deadline = deadline_of(asked.time_limit)
     name: dict[str, Any] = {"name": asked.framework} if asked.file else {}
     counts = gpu_counts(asked.gpus)
@@ -112,13 +117,10 @@ def _show(
     if asked.json:
         document = {"question": question_document(question, found.plan.gpus), "changed": list(changed)}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **document, **codec.to_builtins(found)})
+    elif asked.memory:
+        print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
     else:
-        from planner.explain.explain_text import print_explanation, print_memory  # noqa: PLC0415 - not of --json
-
-        if asked.memory:
-            print_memory(found.memory, memory_text(found.estimate, found.fixes, found.plan.gpus))
-        else:
-            print_explanation(found, question, changed, left_out)
+        print_explanation(found, question, changed, left_out)
     if asked.svg is not None:
         _draw(f"{question.model.name}, {degrees_text(found.plan)}", found.estimate, asked.svg, memory=asked.memory)
 
@@ -133,13 +135,6 @@ def _search(case: Case, top: int, time_limit_s: float | None) -> SearchResult:
 
 def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
     """Print what could account for the difference between a plan's measured step and its prediction."""
-    from planner.calibrate.difference import difference_from  # noqa: PLC0415 - of --measured only
-    from planner.calibrate.difference_text import difference_lines  # noqa: PLC0415 - likewise
-    from planner.calibrate.planned_step import PlannedStep  # noqa: PLC0415 - likewise
-    from planner.configs.stated_rate import seconds_in  # noqa: PLC0415 - likewise
-    from planner.explain.tables import changed_lines, print_lines  # noqa: PLC0415 - likewise
-    from planner.io.grids import console  # noqa: PLC0415 - likewise
-
     if asked.file is None or asked.memory or asked.flips or asked.svg is not None:
         raise UserError(
             "--measured is of one plan, and is asked alone", remedy="planner explain --measured 9.2s plan.json"
@@ -167,8 +162,6 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
 
 
 def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
-    from planner.pictures.memory import memory as memory_picture  # noqa: PLC0415 - of --svg only
-    from planner.pictures.waterfall import estimate_picture  # noqa: PLC0415 - likewise
 
     codec.write_text(
         path, memory_picture(estimate.memory, title=title) if memory else estimate_picture(estimate, title=title)
@@ -185,8 +178,6 @@ def _memory_only(case: Case, observed: float | None, svg: Path | None, *, json: 
         found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "fixes": codec.to_builtins(fixes)}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(case.changed), **found})
     else:
-        from planner.explain.explain_text import print_memory  # noqa: PLC0415 - not of --json
-
         for line in case.changed:
             print(f"changed: {line}")
         print_memory(account, memory_text(estimate, fixes, case.plan.gpus))

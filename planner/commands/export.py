@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from planner.export.job import ExportJob, export_job
-from planner.export.targets.folder import README, export_all
+from planner.export.targets.registry import README, export_all, find_target
 from planner.export.targets.registry import export as written
-from planner.export.targets.registry import find_target
 from planner.io import output
 from planner.io.printable import printable
 from planner.question.cases import case_of_file

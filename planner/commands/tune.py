@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,16 +15,17 @@ from rich.live import Live
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.io.printable import printable
-from planner.question.flags import Flags
+from planner.question.flags import flags_of_question
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
 from planner.requests.runs import Tune
 from planner.runs import scheduled
 from planner.runs.apply_process import require_torch
+from planner.runs.profile_update import add_run_to_profile
+from planner.runs.run_report import load_run
 from planner.tune import text
 from planner.tune.candidates import Candidates
 from planner.tune.document import tune_document
 from planner.tune.history import history
-from planner.tune.learned import add_trials
 from planner.tune.loop import View
 from planner.tune.report import to_html
 from planner.tune.sessions.job import TuneJob
@@ -39,7 +41,7 @@ from planner.tune.sessions.start import (
     tuning_request,
 )
 from planner.tune.state import State, TuningRequest, read_state, write_new
-from planner.tune.trials import Runner
+from planner.tune.trials import Runner, Trial
 from topology import codec
 from topology.errors import PlannerError, UserError
 from topology.profile.profile import read_profile
@@ -54,38 +56,12 @@ def tune(asked: Tune) -> None:
     _refuse(asked)
     path, known, runner = _new_session(asked) if asked.resume is None else _continued(asked, asked.resume)
     if asked.launcher != "local" and not asked.each:
-        _write_job(
-            TuneJob(
-                request=known.request,
-                state=path,
-                launcher=asked.launcher,
-                name=asked.job_name,
-                image=asked.image,
-                volume=asked.volume,
-            ),
-            submit=asked.submit,
-            json=asked.json,
-        )
+        _write_job(asked, known, path)
         return
     if runner is None and not asked.show and known.request.how == "executor":
         require_torch()
         require_device(known.request)
-    view = (
-        shown(known)
-        if asked.show
-        else _run(path, known, runner, asked.budget, asked.trial_limit, allow_busy=asked.allow_busy)
-    )
-    learn = asked.learn or (Path(known.request.settings["learn"]) if "learn" in known.request.settings else None)
-    _answer(
-        known,
-        view,
-        path,
-        learn=None if asked.show else learn,
-        html=asked.html,
-        out=asked.out,
-        force=asked.force,
-        json=asked.json,
-    )
+    _answer(asked, known, shown(known) if asked.show else _run(asked, path, known, runner), path)
 
 
 def _continued(asked: Tune, resume: Path) -> tuple[Path, State, Runner | None]:
@@ -122,18 +98,8 @@ def _new_session(asked: Tune) -> tuple[Path, State, Runner | None]:
 
 def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candidates]:
     """Return the question that the flags ask, and its candidates."""
-    flags = Flags(
-        model=asked.model,
-        cluster=asked.cluster,
-        gpus=None if asked.gpus is None else (asked.gpus,),
-        seq_len=asked.seq_len,
-        global_batch=asked.global_batch,
-        runtime={
-            "compile": asked.compile_model,
-            "param_dtype": asked.param_dtype,
-            "compute_dtype": asked.compute_dtype,
-        },
-    )
+    gpus = None if asked.gpus is None else (asked.gpus,)
+    flags = flags_of_question(asked, cluster=asked.cluster, gpus=gpus)
     framework, learn = asked.framework, asked.learn
     fields = {
         "budget_s": seconds_of(asked.budget or BUDGET, "--budget"),
@@ -153,36 +119,23 @@ def _request(asked: Tune, within_percent: float) -> tuple[TuningRequest, Candida
     return tuning_request(flags, framework, measurements(asked.profile, strict=asked.strict), fields)
 
 
-def _answer(
-    known: State,
-    view: View,
-    path: Path,
-    *,
-    learn: Path | None,
-    html: Path | None,
-    out: Path | None,
-    force: bool,
-    json: bool,
-) -> None:
+def _answer(asked: Tune, known: State, view: View, path: Path) -> None:
     """Write the outputs that were asked for besides the answer, and print it. Exit code 1 if no plan was measured."""
-    if learn is not None:
-        for line in add_trials(view.trials, learn):
-            output.warn(line)
-    if html is not None:
-        within_ = known.request.within
-        found = history(view, within=within_, unknown_machine=known.request.unknown_machine)
-        codec.write_text(html, to_html(view, found, within=within_))
-    unsaved = (
-        output.attempt(lambda: save_plan(_best_file(known, view), out, force=force)) if out and view.best else None
-    )
-    if json:
-        output.emit_json(
-            tune_document(
-                view, within=known.request.within, state=str(path), learned=None if learn is None else str(learn)
-            )
-        )
+    out, within = asked.out, known.request.within
+    learn = None if asked.show else asked.learn or known.request.settings.get("learn")
+    for line in add_trials(view.trials, Path(learn)) if learn else ():
+        output.warn(line)
+    if asked.html is not None:
+        found = history(view, within=within, unknown_machine=known.request.unknown_machine)
+        codec.write_text(asked.html, to_html(view, found, within=within))
+    unsaved = None
+    if out and view.best:
+        unsaved = output.attempt(lambda: save_plan(_best_file(known, view), out, force=asked.force))
+    if asked.json:
+        learned = str(learn) if learn else None
+        output.emit_json(tune_document(view, within=within, state=str(path), learned=learned))
     else:
-        for line in text.lines(view, within=known.request.within):
+        for line in text.lines(view, within=within):
             print(printable(line))
         print(printable(f"state     {path}: planner tune --resume {path} goes on"))
     if unsaved is not None:
@@ -217,17 +170,21 @@ def _refuse(asked: Tune) -> None:
         )
 
 
-def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
+def _write_job(asked: Tune, known: State, path: Path) -> None:
     """Write the job of a whole tuning, and hand it to the scheduler if asked."""
+    launcher, name = asked.launcher, asked.job_name
+    job = TuneJob(
+        request=known.request, state=path, launcher=launcher, name=name, image=asked.image, volume=asked.volume
+    )
     written = job.written()
     codec.write_text(written.path, written.text)
-    submitted = scheduled.submit(written, job.launcher, name=job.name).said if submit else None
-    if json:
+    submitted = scheduled.submit(written, launcher, name=name).said if asked.submit else None
+    if asked.json:
         output.emit_json(
             {
                 "schema_version": output.SCHEMA_VERSION,
-                "launcher": job.launcher,
-                "state": str(job.state),
+                "launcher": launcher,
+                "state": str(path),
                 "file": str(written.path),
                 "text": written.text,
                 "submit": list(written.submit),
@@ -240,12 +197,10 @@ def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
         print(printable(line))
 
 
-def _run(
-    path: Path, known: State, runner: Runner | None, budget: str | None, trial_limit: str, *, allow_busy: bool
-) -> View:
+def _run(asked: Tune, path: Path, known: State, runner: Runner | None) -> View:
     """Run the loop with progress on standard error: a table on a terminal, lines elsewhere."""
-    limit_s = seconds_of(trial_limit, "--trial-limit")
-    budget_s = seconds_of(budget, "--budget") if budget is not None else None
+    limit_s, allow_busy = seconds_of(asked.trial_limit, "--trial-limit"), asked.allow_busy
+    budget_s = None if asked.budget is None else seconds_of(asked.budget, "--budget")
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     shown = len(known.trials)
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -290,3 +245,25 @@ def _best_file(known: State, view: View) -> PlanFile:
         raise PlannerError("no plan was measured")
     one = view.candidates.plans[view.best.row]
     return plan_file(known.request.question(), one.plan, one.estimate)
+
+
+# --- what trials teach ------------------------------------------------------------------------------------------------
+
+
+def add_trials(trials: Iterable[Trial], profile: Path) -> list[str]:
+    """Add the operators of measured trials to a profile; return a line for each, including those that could not be
+    added.
+    """
+    lines = []
+    for trial in trials:
+        if not trial.step_s or not trial.directory:
+            continue
+        try:
+            update = add_run_to_profile(load_run(trial.directory, simulate=False), profile)
+        except PlannerError as error:
+            lines.append(f"{trial.directory} is left out: {error.what}")
+            continue
+        lines.append(
+            f"{Path(trial.directory).name}: {update.samples} operators, {update.fresh} of them new to the profile"
+        )
+    return lines

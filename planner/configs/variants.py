@@ -25,18 +25,17 @@ class Variant:
     runtime: Runtime
 
 
-def variants_of(plan: Plan, question: Question) -> list[Variant]:
+def variants_of(plan: Plan, question: Question) -> Iterator[Variant]:
     """Return all plans one change away, on the same GPUs with the same batch, legal or not."""
     found = {}
     for other in _plans(plan, question):
         if other != plan and other not in found:
             found[other] = Variant(what=_named(plan, other), plan=other, runtime=question.runtime)
-    variants = list(found.values())
+    yield from found.values()
     if compiles(question.runtime):
         compiled = replace(question.runtime, compile=not question.runtime.compile)
         word = "on" if compiled.compile else "off"
-        variants.append(Variant(what=f"torch.compile {word}", plan=plan, runtime=compiled))
-    return variants
+        yield Variant(what=f"torch.compile {word}", plan=plan, runtime=compiled)
 
 
 def _plans(plan: Plan, question: Question) -> Iterator[Plan]:

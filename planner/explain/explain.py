@@ -18,7 +18,7 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.finalists import Finalist, in_order
 from planner.search.fixes import Fix, find_fixes
-from planner.search.flips import KNOBS, FlipPoint, Knob
+from planner.search.flips import FlipPoint, Knob, knobs_of
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
 from planner.search.plan_space.judged import fastest_fitting
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
@@ -251,10 +251,8 @@ def answer_flips(
     """
     now = best_plan(question)
     memory = Knob(quantity="memory per GPU", unit="bytes", now=lambda c: float(c.gpu_memory_bytes), scale=scale_memory)
-    for knob in (*KNOBS, memory):
+    for knob in (*knobs_of(question.cluster), memory):
         value = knob.now(question.cluster)
-        if value <= 0 or (knob.quantity.startswith("network") and question.cluster.node_count == 1):
-            continue
         for direction in (FACTORS[1::-1], FACTORS[2:]):
             yield from _flip_in_direction(question, knob, value, now, direction, progress)
     if now is None:

@@ -184,6 +184,18 @@ def write(table: Table, facts: Facts) -> Settings:
     return settings
 
 
+def nested(settings: Settings) -> Settings:
+    """Return dotted keys as sections of a document."""
+    document: Settings = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        inside = document
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return document
+
+
 def read(table: Table, settings: Settings, given: Facts) -> Facts:
     """Return the facts in `settings`; `given` are facts that they do not contain. Raises BadInput."""
     facts = dict(given)

@@ -8,20 +8,10 @@ from collections.abc import Mapping
 
 from planner.pictures.palette import BROWN, GREEN, ORANGE, PURPLE, SKY, VERMILION, WINE
 from planner.pictures.svg import LETTER_PX, MARGIN, Picture, legend, shortened
-from planner.sharding import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_V,
-    PERMUTE,
-    REDUCE_SCATTER,
-    SEND_RECV,
-    Layout,
-    ShardingPlan,
-    ShardingProblem,
-    TensorMove,
-    placements_of,
-)
+from planner.sharding.layouts import collectives
+from planner.sharding.layouts.layout import Layout, placements_of
+from planner.sharding.plans.plan import ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
 from topology.errors import Infeasible
 
 ROW = 26.0
@@ -30,13 +20,13 @@ MAX_STEPS = 400
 _LANES = 12  # columns next to the operators for lines from results to their uses
 _LANE = 9.0
 _COLOURS = {
-    ALL_GATHER: SKY,
-    REDUCE_SCATTER: GREEN,
-    ALL_REDUCE: ORANGE,
-    ALL_TO_ALL: PURPLE,
-    ALL_TO_ALL_V: WINE,
-    PERMUTE: BROWN,
-    SEND_RECV: VERMILION,
+    collectives.ALL_GATHER: SKY,
+    collectives.REDUCE_SCATTER: GREEN,
+    collectives.ALL_REDUCE: ORANGE,
+    collectives.ALL_TO_ALL: PURPLE,
+    collectives.ALL_TO_ALL_V: WINE,
+    collectives.PERMUTE: BROWN,
+    collectives.SEND_RECV: VERMILION,
 }
 
 

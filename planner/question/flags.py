@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from planner.io.inputs import refuse_empty
 from planner.question.case_runtime import graphs_stated
 from planner.question.learned_runtime import is_learned
-from planner.requests.training import OnePlan, Suggest, Trained
+from planner.requests.machines import Calibrate
+from planner.requests.runs import Tune
+from planner.requests.training import Explain, OnePlan, Suggest, Trained
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.plan import Plan
@@ -40,23 +42,6 @@ class Flags:
     def __post_init__(self) -> None:
         """Raise UserError for a model or cluster that is stated and empty: an unset shell variable."""
         refuse_empty(model=self.model, cluster=self.cluster)
-
-
-class StatesQuestion(Protocol):
-    """The fields of requests that state a question."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def seq_len(self) -> int | None: ...
-    @property
-    def global_batch(self) -> int | None: ...
-    @property
-    def compile_model(self) -> bool | None: ...
-    @property
-    def param_dtype(self) -> str | None: ...
-    @property
-    def compute_dtype(self) -> str | None: ...
 
 
 def adapter_stated(trained: Trained) -> JsonObject | None:
@@ -92,7 +77,7 @@ def _graphs_asked(text: str | None) -> JsonObject:
 
 
 def flags_of_question(
-    asked: StatesQuestion,
+    asked: Calibrate | Explain | OnePlan | Suggest | Tune,
     *,
     cluster: str | None,
     gpu: str | None = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from planner.requests.training import Suggest
 from topology.errors import UserError
 
 TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -14,33 +15,6 @@ ABOUT_RUNS = (
 )
 SLOWEST_STORAGE, FASTEST_STORAGE = 1e6, 1e16  # bytes per second
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-
-
-class WholeRunFlags(Protocol):
-    """The fields of requests that state a whole run."""
-
-    @property
-    def tokens(self) -> str | None: ...
-    @property
-    def gpu_price(self) -> float | None: ...
-    @property
-    def deadline(self) -> str | None: ...
-    @property
-    def budget(self) -> str | None: ...
-    @property
-    def mtbf(self) -> str | None: ...
-    @property
-    def checkpoint_bandwidth(self) -> str | None: ...
-    @property
-    def restart(self) -> float | None: ...
-    @property
-    def async_checkpoint(self) -> bool: ...
-    @property
-    def spot(self) -> float | None: ...
-    @property
-    def repair(self) -> float | None: ...
-    @property
-    def spares(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +59,7 @@ class Goal:
         return self.deadline_s is not None or self.budget is not None
 
 
-def goal_of(asked: WholeRunFlags) -> Goal | None:
+def goal_of(asked: Suggest) -> Goal | None:
     """Return the goal that flags state; None without tokens. Raises UserError for a flag that needs another one."""
     tokens, gpu_price, deadline, budget = asked.tokens, asked.gpu_price, asked.deadline, asked.budget
     if tokens is None:

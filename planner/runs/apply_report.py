@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topology.units import GIB, in_gib
@@ -13,22 +13,21 @@ BUSY_HOST = 0.1  # share of its cores: a host that is less busy counts as idle
 NO_MORE_FILES = os.strerror(errno.EMFILE)
 
 
-def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
+def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> Iterator[str]:
     """Return the report as lines of text."""
-    text_lines = []
     measured, verified = document["measured"], document["verified"]
     if document["status"] != "finished":
-        text_lines += _failure_lines(document)
+        yield from _failure_lines(document)
     if verified:
         verdict = "as one process computes" if verified["ok"] else "NOT what one process computes"
-        text_lines.append(
+        yield (
             f"numbers   {verdict}: gradients within {_difference_text(verified['gradient'])} (tolerance"
             f" {verified['tolerance']:.1e}, {verified['dtype']}, {verified['compared']} tensors of a small model)"
         )
     types = document.get("verified_types")
     if types:
         what = f"gradients within {_difference_text(types['gradient'])} (rounding allows {types['allowed']:.1e})"
-        text_lines.append(
+        yield (
             f"          in {types['dtype']}{', compiled' if types['compiled'] else ''}"
             f" {'as rounding allows' if types['ok'] else 'NOT what rounding allows'}:"
             f" {what if types['gradients_compared'] else 'the loss alone is compared, for experts are chosen anew'}"
@@ -36,49 +35,48 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     step = measured["step_s"]
     if step:
         partial = "" if document["complete"] else f" (partial: {measured['steps']} of {measured['steps_asked']} steps)"
-        text_lines.append(
+        yield (
             f"step      {step['median']:.4g} s median of {measured['steps']}, spread {step['spread']:.0%}, measured"
             + partial
         )
-        text_lines.append(
+        yield (
             f"speed     {measured['tokens_per_s']:,.0f} tokens/s, {measured['tokens_per_s_per_gpu']:,.0f} a rank,"
             f" {measured['tflops_per_gpu']:.4g} TFLOP/s a rank"
         )
         denominator = measured["mfu_denominator"]
         if measured["mfu"] is not None:
-            text_lines.append(
+            yield (
                 f"MFU       {measured['mfu']:.1%} of {denominator['peak_flops'] / 1e12:.0f} TFLOP/s"
                 f" ({denominator['source']})"
             )
     peaks = _peak_memory_text(measured["memory_by_rank"])
     if peaks:
-        text_lines.append(f"memory    {peaks}")
-    text_lines += [
+        yield f"memory    {peaks}"
+    yield from (
         f"setting   {e['what']}: requested {e['requested']}, took effect {e['effective']}"
         for e in document.get("effects") or ()
         if not e["ok"]
-    ]
-    text_lines += [f"missing   {what}" for what in document.get("missing") or ()]
-    text_lines += [f"slow      {line}" for line in document.get("slow_ranks") or ()]
+    )
+    yield from (f"missing   {what}" for what in document.get("missing") or ())
+    yield from (f"slow      {line}" for line in document.get("slow_ranks") or ())
     clock_hz = measured.get("sm_clock_hz")
     if clock_hz:
-        text_lines.append(
-            f"clocks    {clock_hz / 1e9:.2f} GHz on average over a step, on the slowest rank, by its processors' count"
-        )
+        clock = f"{clock_hz / 1e9:.2f} GHz on average over a step"
+        yield f"clocks    {clock}, on the slowest rank, by its processors' count"
     change = measured.get("sm_clock_change")
     if change:
-        text_lines.append(
+        yield (
             f"clocks    changed from {change['before_hz'] / 1e9:.2f} to {change['after_hz'] / 1e9:.2f} GHz at step"
             f" {change['step']:.0f}: a limit was set or lifted, or the GPU drew more or less power;"
             " the median mixes both"
         )
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
-        text_lines.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
+        yield f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}"
     host = measured.get("host")
     if host and host["others"] + host["stolen"] >= BUSY_HOST * host["cores"]:
         stolen = f", and {host['stolen']:.1f} served other machines," if host["stolen"] >= 0.05 else ""
-        text_lines.append(
+        yield (
             f"host      {host['others']:.1f} of {host['cores']:.0f} cores ran other processes{stolen} while steps were"
             " timed: steps that wait for the host may vary"
         )
@@ -86,26 +84,22 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         word = "within" if comparison["within"] else "OUTSIDE"
         tolerance = comparison["tolerance_percent"]
         of = "the predicted interval" if tolerance is None else f"{tolerance:g}%"
-        text_lines.append(f"predicted step {comparison['step_error']:+.1%} (predicted/measured - 1), {word} {of}")
-    return text_lines
+        yield f"predicted step {comparison['step_error']:+.1%} (predicted/measured - 1), {word} {of}"
 
 
-def _failure_lines(document: Mapping[str, Any]) -> list[str]:
+def _failure_lines(document: Mapping[str, Any]) -> Iterator[str]:
     failure = document.get("failure") or {}
     who = "" if failure.get("rank") is None else f"rank {failure['rank']} failed first: "
     how = failure.get("signal") or ""
     text = " ".join(str(failure.get("message") or "").split())[:400]
-    text_lines = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
-    text_lines += [f"          {line}" for line in failure.get("suspects") or ()]
-    text_lines += [f"          {line}" for line in failure.get("gpus") or ()]
+    yield f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")
+    yield from (f"          {line}" for line in failure.get("suspects") or ())
+    yield from (f"          {line}" for line in failure.get("gpus") or ())
     if NO_MORE_FILES in text:
-        text_lines.append("          a process may open no more files: raise the limit (ulimit -n 65536)")
-    text_lines += _out_of_memory_lines(
-        failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {}
-    )
+        yield "          a process may open no more files: raise the limit (ulimit -n 65536)"
+    yield from _out_of_memory_lines(failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {})
     if document["survivors"]:
-        text_lines.append(f"          processes {document['survivors']} could not be ended")
-    return text_lines
+        yield f"          processes {document['survivors']} could not be ended"
 
 
 def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[str]:

@@ -51,24 +51,13 @@ class PlannedRun:
         timeout_s = min(60.0, max(5.0, 0.25 * budget_s))
         return {
             "schema_version": 1,
-            "plan": codec.to_builtins(self.plan),
-            "model": codec.to_builtins(self.model),
-            "workload": codec.to_builtins(self.workload),
-            "runtime": codec.to_builtins(self.runtime),
-            "device": self.device,
-            "gpus": list(self.gpus),
+            **codec.to_builtins(self),
             "steps": steps,
             "warm_up": 3 if self.device == "cuda" else 1,
             "seed": 0,
             "own_table": own_table,
-            "peak_flops": self.peak_flops,
-            "peak_flops_source": self.peak_flops_source,
             "start_timeout_s": timeout_s,
             "collective_timeout_s": timeout_s,
-            "predicted": self.predicted,
-            "fingerprints": self.fingerprints,
-            "cluster": codec.to_builtins(self.cluster),
-            "notes": list(self.notes),
         }
 
 

@@ -69,27 +69,9 @@ class RunReport:
             "model": document["model"]["name"],
             "plan": document["plan"],
             "quantities": [
-                {
-                    "name": row.name,
-                    "unit": row.unit,
-                    "predicted": row.predicted,
-                    "low": row.low,
-                    "high": row.high,
-                    "source": row.source or None,
-                    "measured": row.measured,
-                    "error": row.error,
-                }
-                for row in rows
+                {**codec.to_builtins(row), "source": row.source or None, "error": row.error} for row in rows
             ],
-            "terms": [
-                {
-                    "name": term.name,
-                    "predicted_s": term.predicted_s,
-                    "measured_s": term.measured_s,
-                    "difference_s": term.difference_s,
-                }
-                for term in terms
-            ],
+            "terms": [{**codec.to_builtins(term), "difference_s": term.difference_s} for term in terms],
             "blame": comparison.main_cause(terms) if terms else None,
             "collectives": {
                 "predicted": comparison.collectives(self.simulated) if self.simulated else {},

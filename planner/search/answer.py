@@ -16,10 +16,9 @@ from planner.question.flags import Flags, refuse_experts
 from planner.question.question import Question, question_of
 from planner.question.recipe_settings import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
-from planner.search.gpu_counts import best_gpu_count, fewest_gpus
+from planner.search.gpu_counts import best_gpu_count, fewest_gpus, with_or_without_off_fabric
 from planner.search.infeasible import minimal_gpus
 from planner.search.mixed import is_mixed, parts_text, price_of, with_parts
-from planner.search.off_fabric import with_or_without_off_fabric
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, explained, suggest
 from planner.search.sizes import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, most_gpus

@@ -95,15 +95,19 @@ KNOBS = (
 )
 
 
+def knobs_of(cluster: Cluster) -> list[Knob]:
+    """Return the knobs that a cluster has: no network inside a node, and no NVLink where there is none."""
+    return [
+        knob
+        for knob in KNOBS
+        if knob.now(cluster) > 0 and (cluster.node_count > 1 or not knob.quantity.startswith("network"))
+    ]
+
+
 def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -> list[RateFlips]:
     """Return, for each of `others`, the nearest link rates at which its step gets shorter than that of `best`."""
     cluster = question.cluster
-    changes = [
-        (knob, sign)
-        for knob in KNOBS
-        for sign in (-1, 1)
-        if knob.now(cluster) > 0 and not (knob.quantity.startswith("network") and cluster.node_count == 1)
-    ]
+    changes = [(knob, sign) for knob in knobs_of(cluster) for sign in (-1, 1)]
     rivals = [index for index, other in enumerate(others) if certainty(other) <= certainty(best)]
     if not rivals or not changes:
         return [RateFlips()] * len(others)

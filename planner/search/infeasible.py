@@ -121,14 +121,12 @@ class ConstrainedQuestion:
         return replace(self, question=replace(self.question, **changes))
 
 
-def least_memory_plan(
-    screening: Screening, nodes: Nodes, recomputes: tuple[str, ...], deadline: float | None = None
-) -> tuple[Plan, PlanMemory]:
-    """Return the plan that needs least memory, of those examined by a deadline, and the bytes its allocators hold."""
+def least_memory_plan(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> tuple[Plan, PlanMemory]:
+    """Return the plan that needs least memory, and the bytes its allocators hold."""
     leanest = leanest_plans(screening, nodes, recomputes)
     best = PlanMemory(screening.scenario, leanest[0][1])
     for bound, plan in leanest[1:]:
-        if bound >= best.peak_bytes or over(deadline):
+        if bound >= best.peak_bytes:
             break
         held = PlanMemory(screening.scenario, plan)
         if held.reserved_bytes < best.reserved_bytes:

@@ -9,8 +9,15 @@ from planner.io.figures import gib_text
 from planner.question.goal import Goal
 from planner.question.question import Question
 from simulator.config.estimate import Interval
-from simulator.failures.checkpoint import checkpoint_bytes, copy_s
-from simulator.failures.goodput import GPU_HOURS, GPU_HOURS_RANGE, RESTART_S, STORAGE_BYTES_PER_S, Failures
+from simulator.failures.goodput import (
+    GPU_HOURS,
+    GPU_HOURS_RANGE,
+    RESTART_S,
+    STORAGE_BYTES_PER_S,
+    Failures,
+    checkpoint_bytes,
+    copy_s,
+)
 from simulator.failures.simulated import spread
 from topology.cluster import Source
 from topology.errors import Infeasible

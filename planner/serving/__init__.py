@@ -9,7 +9,7 @@ from planner.serving.account import Account, serving_account
 from planner.serving.answer import ServingAnswer, answer_deployment
 from planner.serving.compare import compare_answers
 from planner.serving.crossings import Sweep, over_clients
-from planner.serving.explain import Links, explain_serving
+from planner.serving.explain import explain_serving
 from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
 from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, print_run, step_rows
@@ -27,7 +27,6 @@ __all__ = [
     "TIE",
     "Account",
     "AskedRun",
-    "Links",
     "ServingAnswer",
     "ServingFile",
     "ServingFlags",

@@ -2,7 +2,7 @@
 placements.
 
 Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? `shard_case`
-answers a case, which is text or a captured graph; what else others use of it is imported here. Imports
+(`answer.py`) answers a case, which is text or a captured graph. Imports
 `topology.errors` everywhere; `simulator` and the rest of `topology` where time is predicted; nothing else of `planner`.
 
 Reading order, which is also the order of the work:
@@ -19,7 +19,6 @@ Reading order, which is also the order of the work:
       roles.py            the annotation checked against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
       options.py          all ways to shard an operator: the layouts of operands and result, and exchanges inside it
-      repeated.py         lines that are alike but for the names of tensors, parsed once
       graph.py            the computation as for one process: operators over tensors, in program order
       single_steps.py     formulas in single steps
       backward.py         the backward pass of a graph, derived from its formulas
@@ -50,51 +49,3 @@ Reading order, which is also the order of the work:
     backends/             plans as programs that ranks run, and as files for torch
     answer.py             a file asked, answered
 """
-
-from planner.sharding.answer import Answer, shard_case
-from planner.sharding.backends.dtensor_file import write_dtensor_file
-from planner.sharding.backends.program_text import program_text
-from planner.sharding.frontends.decoder import decoder_case
-from planner.sharding.frontends.request import is_request
-from planner.sharding.layouts.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_V,
-    PERMUTE,
-    REDUCE_SCATTER,
-    SEND_RECV,
-)
-from planner.sharding.layouts.layout import Layout, make_mesh, placements_of
-from planner.sharding.plans.explanation import explain_plan
-from planner.sharding.plans.plan import ShardingPlan, TensorMove
-from planner.sharding.plans.report import Limits, Planned
-from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import ShardingProblem, split_cases
-
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "ALL_TO_ALL",
-    "ALL_TO_ALL_V",
-    "PERMUTE",
-    "REDUCE_SCATTER",
-    "SEND_RECV",
-    "Answer",
-    "Deadline",
-    "Layout",
-    "Limits",
-    "Planned",
-    "ShardingPlan",
-    "ShardingProblem",
-    "TensorMove",
-    "decoder_case",
-    "explain_plan",
-    "is_request",
-    "make_mesh",
-    "placements_of",
-    "program_text",
-    "shard_case",
-    "split_cases",
-    "write_dtensor_file",
-]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.table import Table
 
 from planner.io.grids import grid
@@ -49,20 +51,19 @@ def trial_line(view: View, trial: Trial, number: int) -> str:
     return f"trial {number}: {plan}: {came} (believed {_range(trial.predicted_s)} s, took {trial.seconds:.0f} s)"
 
 
-def lines(view: View, *, within: float) -> list[str]:
+def lines(view: View, *, within: float) -> Iterator[str]:
     """Return the answer as lines of text."""
-    found = []
     for number, trial in enumerate(view.trials, start=1):
-        found.append(trial_line(view, trial, number))
+        yield trial_line(view, trial, number)
         if trial.why:
-            found.append(f"          {trial.why}")
+            yield f"          {trial.why}"
     best = view.best
     if best is None:
-        found.append("best      no plan could be measured")
+        yield "best      no plan could be measured"
     else:
         predicted = view.candidates.plans[best.row].estimate.step_s.value
         off = predicted / best.step_s - 1
-        found += [
+        yield from [
             f"best      {words(view, best.row)}",
             (
                 f"          {best.step_s:.4g} s a step, measured; predicted {predicted:.4g} s ({off:+.1%}) before any"
@@ -71,21 +72,20 @@ def lines(view: View, *, within: float) -> list[str]:
         ]
     spent_s = sum(trial.seconds for trial in view.trials)
     each = f" ({60 * len(view.trials) / spent_s:.1f} a minute)" if spent_s else ""
-    found.append(f"stopped   {view.reason}, after {len(view.trials)} trials in {spent_s:.0f} s{each}")
+    yield f"stopped   {view.reason}, after {len(view.trials)} trials in {spent_s:.0f} s{each}"
     if view.outlook.candidate is not None and best is not None:
         value, low, high = view.beliefs.step.interval(view.outlook.candidate)
         chance = chance_text(view.outlook.probability)
-        found += [
+        yield from [
             f"left      {chance} that an untried plan is better by more than {within:.1%}; the likeliest is",
             f"          {words(view, view.outlook.candidate)},",
             f"          believed {value:.4g} s (80% range {low:.4g} to {high:.4g})",
         ]
     learned = [one for one in view.beliefs.corrections if one.low > 1 or one.high < 1]
-    found += [
+    yield from (
         f"learned   {one.term} takes {one.factor:.2f} times its prediction (80% range {one.low:.2f} to {one.high:.2f})"
         for one in learned
-    ]
-    return found
+    )
 
 
 def chance_text(probability: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -266,7 +266,7 @@ def _predict(
     cluster_of: ClusterOf,
     samples_of: SamplesOf | None,
     models: dict[tuple[str, int, int, str], CollectiveModel | None],
-) -> list[TableRow]:
+) -> Iterator[TableRow]:
     key = (table.machine, table.gpus, table.nodes, table.interconnect)
     if key not in models:
         found = cluster_of(*key)
@@ -285,25 +285,21 @@ def _predict(
     else:
         seconds, names = _by_cost_model(known, table, shape, given)
     factor = steps_and_share(table.op, table.gpus)[1] if table.op not in {"send_recv", "broadcast"} else 1.0
-    rows = []
     for size, time, name, measured, skip in zip(table.sizes, seconds, names, table.times_s, given, strict=True):
         if skip:
             continue
-        rows.append(
-            TableRow(
-                machine=table.machine,
-                op=table.op,
-                gpus=table.gpus,
-                nodes=table.nodes,
-                bytes=size,
-                time_s=time,
-                algorithm=name,
-                busbw_bytes_per_s=size * factor / time.value,
-                measured_s=measured,
-                error=time.value / measured - 1 if measured else None,
-            )
+        yield TableRow(
+            machine=table.machine,
+            op=table.op,
+            gpus=table.gpus,
+            nodes=table.nodes,
+            bytes=size,
+            time_s=time,
+            algorithm=name,
+            busbw_bytes_per_s=size * factor / time.value,
+            measured_s=measured,
+            error=time.value / measured - 1 if measured else None,
         )
-    return rows
 
 
 def _by_cost_model(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -144,23 +145,22 @@ def hub_names_near(name: str) -> list[str]:
     return [canonical[match] for match in difflib.get_close_matches(key, canonical, n=3, cutoff=0.7)]
 
 
-def _spellings(said: str) -> list[tuple[str, bool]]:
+def _spellings(said: str) -> Iterator[tuple[str, bool]]:
     """Return the keys to try, the most literal first, and whether each is the full name."""
     table, key = hub_table(), said.casefold()
-    keys = [(key, True)]
+    yield (key, True)
     organisation, _, last = key.rpartition("/")
     copied = organisation in table.republishers
     if copied:
-        keys.append((last, False))
+        yield (last, False)
     for _ in range(_MOST_WORDS):
         plain = re.sub(table.quantised, "", key)
         if plain == key:
             break
         key = plain
-        keys.append((key, False))
+        yield (key, False)
         if copied:
-            keys.append((key.rpartition("/")[2], False))
-    return keys
+            yield (key.rpartition("/")[2], False)
 
 
 def _same(name: str, key: str) -> bool:

@@ -11,6 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from simulator.analytical.estimates import calibrated_operators, cost_context
+from simulator.analytical.scenario import Scenario
+from simulator.columns.plan_table import plan_table
+from simulator.config.plan import Plan
+from simulator.step.frozen import local_parameters
+from simulator.step.held import PARTS, state_bytes
+from topology.rates.host import host_rates
+
 # Mean GPU hours between failures. Source: Llama 3 405B, 419 unexpected interruptions in 54 days of 16,384 H100 (arXiv
 # 2407.21783, section 3.3.4). Range: 6.50 and 2.34 failures per thousand node-days of 8 A100 (Kokolis et al., arXiv
 # 2410.21680, RSC-1 and RSC-2).
@@ -79,3 +89,26 @@ class Failures:
 
 MOST_EXPONENT = 500.0
 MINIMUM_S = 1.0  # shortest interval, for checkpoints that cost nothing
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_bytes(scenario: Scenario) -> float:
+    """Return the bytes of a checkpoint: trained parameters and their optimizer state."""
+    table = plan_table([Plan()], scenario.workload)
+    context = cost_context(scenario, table, calibrated_operators(scenario))
+    model, held = scenario.model, local_parameters(scenario.model, context)
+    layers = {"dense_layer": model.dense_layers, "moe_layer": model.moe_layers, "experts": model.moe_layers}
+    trained, kept = (
+        sum(layers.get(part, 1) * float(np.ravel(getattr(held.of(kind), part))[0]) for part in PARTS)
+        for kind in ("gradients", "optimizer")
+    )
+    state = state_bytes(context)
+    return trained * state["parameters"] + kept * state["optimizer"]
+
+
+def copy_s(scenario: Scenario, nbytes: float, gpus: int) -> float:
+    """Return the seconds in which every GPU has copied its part of a checkpoint to host memory."""
+    rates = host_rates(scenario.cluster, min(gpus, scenario.cluster.gpus_per_node))
+    return nbytes / gpus / rates.copy_bytes_per_s

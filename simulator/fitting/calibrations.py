@@ -68,7 +68,7 @@ class Calibrations:
 UNMEASURED = Calibrations(None)
 
 
-def doubts_of(profile: Profile, cluster: Cluster, *, today: datetime | None = None) -> list[str]:
+def doubts_of(profile: Profile, cluster: Cluster) -> list[str]:
     """Return the reasons why `profile` may not apply to `cluster`: other GPUs, another driver, or measured long ago."""
     kind = cluster.slowest_kind
     if not same_gpu(profile, kind):
@@ -80,7 +80,7 @@ def doubts_of(profile: Profile, cluster: Cluster, *, today: datetime | None = No
     taken = _date(profile.taken_at)
     if taken is None:
         said.append("the profile does not say when it was taken")
-    elif ((today or datetime.now(UTC)) - taken).days > MAX_AGE_DAYS:
+    elif (datetime.now(UTC) - taken).days > MAX_AGE_DAYS:
         said.append(f"the profile was taken on {taken:%Y-%m-%d}, more than {MAX_AGE_DAYS} days ago")
     return said
 

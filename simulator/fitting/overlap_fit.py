@@ -39,8 +39,8 @@ def mean_error(samples: Sequence[TimedMode], rates: OverlapRates) -> float:
     return float(np.mean(np.abs(_errors(_batches(samples), rates))))
 
 
-def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -> OverlapRates:
-    """Return the rates that minimise the relative errors, each within a factor of `SPAN` of its start.
+def fit_rates(samples: Sequence[TimedMode]) -> OverlapRates:
+    """Return the rates that minimise the relative errors, each within a factor of `SPAN` of its default.
 
     Factors on the host's issue time are fitted as well, one for each operation and mode. Raises ValueError without
     samples.
@@ -48,7 +48,7 @@ def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -
     if not samples:
         raise ValueError("there is nothing to fit: no samples")
     batches = _batches(samples)
-    first = start or OverlapRates()
+    first = OverlapRates()
     issued = [f"{operation} {mode}" for operation, mode, _, _ in batches]
 
     def rates_at(logs: NDArray[np.float64]) -> OverlapRates:

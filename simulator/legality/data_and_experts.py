@@ -13,7 +13,7 @@ from simulator.columns.experts import expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
-from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, one_of, rule, with_nearest
+from simulator.legality.rule import Grade, Rule, RuleFacts, batch_rule, divisors, one_of, rule, with_nearest
 from simulator.pipeline.schedules.registry import schedules_that, where
 from simulator.runtimes.library import spec_for
 from simulator.runtimes.model_operators import FUSED_DISPATCH, dispatcher_of
@@ -339,55 +339,49 @@ DATA_RULES: list[Rule] = [
             )
         ),
     ),
-    rule(
+    batch_rule(
         "ep-overlap",
         lambda c, q: (c.ep_overlap != "none") & ~one_of(c.ep_overlap, _ep_overlaps(q)),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap}: {q.framework.title}{f' {q.version}' if q.version else ''} has "
             f"{', '.join(_ep_overlaps(q)) or 'nothing that runs the all-to-all of experts alongside compute'}"
         ),
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "ep-overlap-experts",
         lambda c, q: (c.ep_overlap != "none") & (c.ep == 1),
         lambda p, q: f"ep_overlap {p.ep_overlap} needs ep > 1: there is no all-to-all to overlap",
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "ep-overlap-stages",
         lambda c, q: (c.ep_overlap != "none") & (c.pp > 1) & (c.virtual_stages == 1),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with pp {p.pp} needs virtual stages:"
             f" without them {q.framework.title} has no forward and backward of two micro batches side by side"
         ),
-        level=Level.BATCH,
         applies=lambda q: not q.framework.torch_pipelining,
     ),
-    rule(
+    batch_rule(
         "ep-overlap-stages",
         lambda c, q: (c.ep_overlap != "none") & ((c.pp == 1) | ~where(c.schedule, lambda kind: kind.pairs)),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} in {q.framework.title} needs a pipeline with schedule"
             f" {' or '.join(schedules_that(lambda kind: kind.pairs))}"
         ),
-        level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining,
     ),
-    rule(
+    batch_rule(
         "ep-overlap-sharding",
         lambda c, q: (c.ep_overlap != "none") & (c.zero_stage > 1),
         lambda p, q: (
             f"ep_overlap {p.ep_overlap} with ZeRO stage {p.zero_stage}: two passes at once that gather and free the"
             " same layers are not modelled; stage 0 and 1 are"
         ),
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "ep-overlap-dtype",
         lambda c, q: c.ep_overlap != "none",
         lambda p, q: f"ep_overlap {p.ep_overlap} needs bfloat16 or float16, not {q.activation_dtype}",
-        level=Level.BATCH,
         applies=lambda q: q.activation_dtype not in {"", "bfloat16", "float16"},
     ),
     rule(
@@ -424,7 +418,7 @@ DATA_RULES: list[Rule] = [
         ),
         applies=lambda q: q.framework.ddp_alone,
     ),
-    rule(
+    batch_rule(
         "global-batch",
         lambda c, q: q.workload.global_batch_size % (c.dp * c.micro_batch_size) != 0,
         lambda p, q: with_nearest(
@@ -435,6 +429,5 @@ DATA_RULES: list[Rule] = [
             f"global batch {q.workload.global_batch_size} is not divisible by data parallel {p.data_parallel} x micro"
             f" batch {p.micro_batch_size}",
         ),
-        level=Level.BATCH,
     ),
 ]

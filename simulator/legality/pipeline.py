@@ -13,10 +13,10 @@ from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan, default_schedule
 from simulator.legality.rule import (
     Grade,
-    Level,
     Mask,
     Rule,
     RuleFacts,
+    batch_rule,
     divisors,
     one_of,
     policy_rule,
@@ -126,13 +126,12 @@ def _layer_counts(p: Plan, q: RuleFacts) -> str:
 
 
 PIPELINE_RULES: list[Rule] = [
-    rule(
+    batch_rule(
         "virtual-stages",
         lambda c, q: (c.virtual_stages > 1) & (c.pp == 1),
         lambda p, q: f"virtual_stages={p.virtual_stages} without a pipeline (pp=1)",
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "pipeline-length",
         lambda c, q: c.pp * c.stages > MOST_PASSES,
         lambda p, q: with_nearest(
@@ -140,9 +139,8 @@ PIPELINE_RULES: list[Rule] = [
             [1 << power for power in range(10) if (p.virtual_stages << 2 * power) <= MOST_PASSES],
             f"{_stage_text(p)}: schedules of more than {MOST_PASSES:,} ranks x ranks x virtual stages are not followed",
         ),
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "layers",
         lambda c, q: (c.stages > q.model.layers) & ~_filled_by_ends(c, q),
         lambda p, q: with_nearest(
@@ -150,10 +148,9 @@ PIPELINE_RULES: list[Rule] = [
             list(range(1, q.model.layers // p.virtual_stages + 1)),
             f"{_stage_text(p)} for {q.model.layers} layers: some would be empty",
         ),
-        level=Level.BATCH,
         applies=lambda q: not q.framework.empty_stages,
     ),
-    rule(
+    batch_rule(
         "layers",
         _bare_stages,
         lambda p, q: with_nearest(
@@ -161,15 +158,13 @@ PIPELINE_RULES: list[Rule] = [
             [d for d in range(1, p.pp) if _counted(q) // (d * p.virtual_stages) > 0],
             f"{_stage_text(p)} for {q.model.layers} layers, an embedding and a head: some would hold nothing",
         ),
-        level=Level.BATCH,
         applies=lambda q: q.framework.empty_stages,
     ),
-    rule(
+    batch_rule(
         "layers",
         lambda c, q: (c.stages > q.model.layers) & ~_bare_stages(c, q),
         lambda p, q: f"{_stage_text(p)} for {q.model.layers} layers: some hold none",
         grade=Grade.SLOW,
-        level=Level.BATCH,
         applies=lambda q: q.framework.empty_stages,
     ),
     rule(
@@ -183,7 +178,7 @@ PIPELINE_RULES: list[Rule] = [
         ),
         applies=lambda q: q.model.tied_embeddings and not q.framework.tied_pipeline,
     ),
-    rule(
+    batch_rule(
         "layers-even",
         lambda c, q: (
             ~c.listed
@@ -196,10 +191,9 @@ PIPELINE_RULES: list[Rule] = [
             f" layers {_layer_counts(p, q)} by stage"
         ),
         grade=Grade.LEGAL,
-        level=Level.BATCH,
         applies=lambda q: not q.framework.uneven_stages,
     ),
-    rule(
+    batch_rule(
         "layers-even",
         lambda c, q: (
             ~c.listed
@@ -211,10 +205,9 @@ PIPELINE_RULES: list[Rule] = [
             + (" and --account-for-embedding-in-pipeline-split" if (q.model.layers + 2) % p.stages == 0 else "")
         ),
         grade=Grade.LEGAL,
-        level=Level.BATCH,
         applies=lambda q: not q.framework.uneven_stages,
     ),
-    rule(
+    batch_rule(
         "layers-even",
         lambda c, q: (
             ~c.listed & (c.stages <= q.model.layers) & (q.model.layers % c.stages != 0) & (_counted(q) % c.stages != 0)
@@ -226,23 +219,20 @@ PIPELINE_RULES: list[Rule] = [
             "stage is what others wait for",
         ),
         grade=Grade.SLOW,
-        level=Level.BATCH,
         applies=lambda q: q.framework.uneven_stages,
     ),
-    rule(
+    batch_rule(
         "schedule",
         lambda c, q: (c.pp > 1) & (c.schedule != "") & ~one_of(c.schedule, q.framework.schedules),
         lambda p, q: (
             f"{q.framework.title} has no schedule {_name(p)!r}; it has {', '.join(q.framework.schedules) or 'none'}"
         ),
-        level=Level.BATCH,
     ),
-    rule("schedule-stages", _wrong_stage_count, lambda p, q: _stage_sentence(p), level=Level.BATCH),
-    rule(
+    batch_rule("schedule-stages", _wrong_stage_count, lambda p, q: _stage_sentence(p)),
+    batch_rule(
         "schedule-compile",
         lambda c, q: _that(c, lambda kind: kind.splits_backward),
         lambda p, q: f"schedule {_name(p)} splits the backward pass, which torch.compile'd stages cannot: --no-compile",
-        level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining and q.compile,
     ),
     # torch/distributed/pipelining/_backward.py: stage_backward_weight asks autograd for each operator's weights by
@@ -259,7 +249,7 @@ PIPELINE_RULES: list[Rule] = [
         ),
         applies=lambda q: q.framework.torch_pipelining,
     ),
-    rule(
+    batch_rule(
         "micro-batches",
         lambda c, q: (
             _that(c, lambda kind: kind.every_stage_in_torch) & (c.rounds(q.workload.global_batch_size) < c.stages)
@@ -269,23 +259,20 @@ PIPELINE_RULES: list[Rule] = [
             [d for d in divisors(p.pp) if d <= _m(p, q)],
             f"{_m(p, q)} micro batches for {_stage_text(p)}: torch's {_name(p)} needs at least one for each stage",
         ),
-        level=Level.BATCH,
         applies=lambda q: q.framework.torch_pipelining,
     ),
-    rule(
+    batch_rule(
         "micro-batches",
         lambda c, q: _that(c, lambda kind: kind.every_stage) & (c.rounds(q.workload.global_batch_size) < c.stages),
         lambda p, q: f"{_m(p, q)} micro batches for {_stage_text(p)}: {_name(p)} needs at least one for each stage",
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "micro-batches",
         lambda c, q: (c.pp > 1) & (c.rounds(q.workload.global_batch_size) < c.pp),
         lambda p, q: f"{_m(p, q)} micro batches for {p.pp} stages: the pipeline never fills",
         grade=Grade.SLOW,
-        level=Level.BATCH,
     ),
-    rule(
+    batch_rule(
         "interleaved-micro-batches",
         lambda c, q: (
             _that(c, lambda kind: kind.least_stages > 1)
@@ -297,17 +284,15 @@ PIPELINE_RULES: list[Rule] = [
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],
             f"{_m(p, q)} micro batches are not divisible by pp {p.pp}, as the interleaved schedule needs",
         ),
-        level=Level.BATCH,
         applies=lambda q: q.framework.interleaves_by_rank,
     ),
-    rule(
+    batch_rule(
         "interleaved-micro-batches",
         _rounds_broken,
         lambda p, q: (
             f"{_m(p, q)} micro batches do not split into {max(1, _m(p, q) // p.pp)} equal rounds of about pp {p.pp}, "
             f"as {'torch' if q.framework.torch_pipelining else _name(p)}'s interleaved rounds need"
         ),
-        level=Level.BATCH,
         applies=lambda q: not q.framework.interleaves_by_rank,
     ),
 ]

@@ -172,6 +172,11 @@ Say = Callable[[Plan, RuleFacts], tuple[str, str, tuple[int, ...]] | str]
 Predicate = Callable[[PlanColumns, RuleFacts], Mask]
 
 
+def batch_rule(name: str, broken: Predicate, say: Say, **settings: Any) -> Rule:
+    """Return a rule about micro batches, virtual stages or schedules."""
+    return rule(name, broken, say, level=Level.BATCH, **settings)
+
+
 def policy_rule(name: str, policy: str, broken: Predicate, say: Say, **settings: Any) -> Rule:
     """Return a rule about one policy: recompute, cp_method or tp_overlap."""
     return rule(name, broken, say, level=Level.POLICY, policy=policy, **settings)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, LINEAR_LOSS, OPTIMIZER_IN_BACKWARD, TITLES
-from simulator.legality.rule import Level, Rule, RuleFacts, policy_rule, rule
+from simulator.legality.rule import Rule, RuleFacts, batch_rule, policy_rule, rule
 from simulator.runtimes.library import is_described, spec_for
 
 # Implementations of savers that are not modelled, where more is known than that a runtime has none.
@@ -97,14 +97,13 @@ SAVER_RULES: tuple[Rule, ...] = (
             and not q.framework.compiles_away
         ),
     ),
-    rule(
+    batch_rule(
         "optimizer-in-backward",
         lambda c, q: q.workload.global_batch_size > c.dp_replicate * c.dp_shard * c.micro_batch_size,
         lambda p, q: (
             f"{OPTIMIZER_IN_BACKWARD} updates with the gradients of one micro batch: global batch"
             f" {q.workload.global_batch_size} is more than {p.data_parallel} ranks x micro batch {p.micro_batch_size}"
         ),
-        level=Level.BATCH,
         applies=lambda q: _asks(OPTIMIZER_IN_BACKWARD, q),
     ),
     rule(

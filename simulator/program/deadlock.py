@@ -6,7 +6,7 @@ Symmetric ranks are looked at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from simulator.program.fold import Folding, meeting_keys
 from simulator.program.program import HOST, Collective, Instruction, RecordEvent, Recv, Send, WaitEvent, label
@@ -115,16 +115,14 @@ class _Untimed:
         position = self.issued[index] if stream == HOST else self.queues[node][0]
         return [n for n in self._absent(self.keys[index][position]) if n != node]
 
-    def _absent(self, key: Hashable) -> list[Node]:
+    def _absent(self, key: Hashable) -> Iterator[Node]:
         """Return the streams that have not yet arrived at a transfer."""
         here = self.arrived.get(key, set())
-        nodes = []
         for c in self.folding.classes:
             for position, (other, other_key) in enumerate(zip(c.code.instructions, self.keys[c.index], strict=True)):
                 side = "recv" if isinstance(other, Recv) else "in"
                 if other_key == key and (c.index, side) not in here:
-                    nodes.append((c.index, other.stream if position < self.issued[c.index] else HOST))
-        return nodes
+                    yield (c.index, other.stream if position < self.issued[c.index] else HOST)
 
 
 def find_deadlock(folding: Folding) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 HOST = "host"
 COMPUTE = "compute"
@@ -23,31 +24,35 @@ COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One kernel. (`name`, `shape`, `dtype`) is the key under which its cost is looked up or measured."""
+class _OnDevice:
+    """What a stream carries out. `reads` and `writes` name buffers."""
 
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    stream: str = COMPUTE
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """One collective over this rank's group of the family `group`. `nbytes` as in nccl-tests' size column."""
-
-    op: str
-    group: str
-    nbytes: int
     stream: str = COMM
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class Launch(_OnDevice):
+    """One kernel. (`name`, `shape`, `dtype`) is the key under which its cost is looked up or measured."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(_OnDevice):
+    """One collective over this rank's group of the family `group`. `nbytes` as in nccl-tests' size column."""
+
+    op: str
+    group: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(_OnDevice):
     """A message to position `peer` of this rank's group, or `peer` places further round the ring if `relative`.
 
     A rendezvous, as in NCCL: it moves when both sides have arrived, and holds its stream until it is over.
@@ -58,13 +63,10 @@ class Send:
     nbytes: int
     tag: str = ""
     relative: bool = False
-    stream: str = COMM
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recv:
+class Recv(_OnDevice):
     """The other half of a `Send`: same `tag` and `nbytes`, `peer` the position the message comes from."""
 
     group: str
@@ -72,20 +74,15 @@ class Recv:
     nbytes: int
     tag: str = ""
     relative: bool = False
-    stream: str = COMM
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(_OnDevice):
     """A copy by a copy engine. `kind` is h2d, d2h, d2d, ..."""
 
     nbytes: int
     kind: str
     stream: str = COPY
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +164,14 @@ class Program:
         return sum(len(code.instructions) for code in self.codes)
 
 
+class On(TypedDict, total=False):
+    """Where an instruction runs, and the buffers that it uses."""
+
+    stream: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
 class CodeWriter:
     """Writes one rank's code line by line; reads like the training loop that it stands for."""
 
@@ -192,89 +197,38 @@ class CodeWriter:
         del self._instructions[start:]
         return taken
 
-    def launch(
-        self,
-        name: str,
-        shape: Sequence[int] = (),
-        dtype: str = "",
-        *,
-        stream: str = COMPUTE,
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-    ) -> None:
-        self.add(
-            Launch(name=name, shape=tuple(shape), dtype=dtype, stream=stream, reads=tuple(reads), writes=tuple(writes))
-        )
+    def launch(self, name: str, shape: Sequence[int] = (), dtype: str = "", **on: Unpack[On]) -> None:
+        self.add(Launch(name=name, shape=tuple(shape), dtype=dtype, **on))
 
-    def collective(
-        self,
-        op: str,
-        group: str,
-        nbytes: int,
-        *,
-        stream: str = COMM,
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-    ) -> None:
-        self.add(Collective(op=op, group=group, nbytes=nbytes, stream=stream, reads=tuple(reads), writes=tuple(writes)))
+    def collective(self, op: str, group: str, nbytes: int, **on: Unpack[On]) -> None:
+        self.add(Collective(op=op, group=group, nbytes=nbytes, **on))
 
     def send(
-        self,
-        group: str,
-        peer: int,
-        nbytes: int,
-        *,
-        tag: str = "",
-        relative: bool = False,
-        stream: str = COMM,
-        reads: Iterable[str] = (),
+        self, group: str, peer: int, nbytes: int, *, tag: str = "", relative: bool = False, **on: Unpack[On]
     ) -> None:
-        self.add(
-            Send(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, stream=stream, reads=tuple(reads))
-        )
+        self.add(Send(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, **on))
 
     def recv(
-        self,
-        group: str,
-        peer: int,
-        nbytes: int,
-        *,
-        tag: str = "",
-        relative: bool = False,
-        stream: str = COMM,
-        writes: Iterable[str] = (),
+        self, group: str, peer: int, nbytes: int, *, tag: str = "", relative: bool = False, **on: Unpack[On]
     ) -> None:
-        self.add(
-            Recv(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, stream=stream, writes=tuple(writes))
-        )
+        self.add(Recv(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, **on))
 
-    def exchange(
-        self,
-        group: str,
-        step: int,
-        nbytes: int,
-        *,
-        tag: str = "",
-        stream: str = COMM,
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-    ) -> None:
+    def exchange(self, group: str, step: int, nbytes: int, *, tag: str = "", **on: Unpack[On]) -> None:
         """Send `step` places further round the group's ring and receive from as far back, both at once, as NCCL does in
         one group call.
 
         One after the other on one stream, every rank of the ring would wait for the next one's receive for ever. The
         receive runs on another stream, which `stream` waits for.
         """
+        stream = on.get("stream", COMM)
         receiving = f"{stream} in"
         self.after(receiving, stream)
-        self.send(group, step, nbytes, tag=tag, relative=True, stream=stream, reads=reads)
-        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=receiving, writes=writes)
+        self.send(group, step, nbytes, tag=tag, relative=True, stream=stream, reads=on.get("reads", ()))
+        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=receiving, writes=on.get("writes", ()))
         self.after(stream, receiving)
 
-    def copy(
-        self, nbytes: int, kind: str, *, stream: str = COPY, reads: Iterable[str] = (), writes: Iterable[str] = ()
-    ) -> None:
-        self.add(Copy(nbytes=nbytes, kind=kind, stream=stream, reads=tuple(reads), writes=tuple(writes)))
+    def copy(self, nbytes: int, kind: str, **on: Unpack[On]) -> None:
+        self.add(Copy(nbytes=nbytes, kind=kind, **on))
 
     def host_work(self, name: str, duration_s: float) -> None:
         self.add(HostWork(name=name, duration_s=duration_s))

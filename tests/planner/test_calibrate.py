@@ -18,7 +18,7 @@ from planner.calibrate.layer_runs import (
     torchtitan_network,
     typical_steps,
 )
-from planner.calibrate.overlap_request import plan_sites
+from planner.calibrate.measurements import plan_sites
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
 from planner.commands.calibrate import Machine, _cut_short, _known, _without_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.calibrate.measure_process import measure
+from planner.calibrate.calibrate_process import measure
 from planner.cli import main
 from planner.commands.doctor import budget_s
 from tests.waiting import wait_until
@@ -274,7 +274,7 @@ def test_a_terminated_measurement_leaves_no_process(tmp_path) -> None:
 
 def test_a_killed_planner_leaves_no_measurement_behind() -> None:
     call = "measure(range(8), budget_s=60, machine='x', device='cpu')"
-    code = f"from planner.calibrate.measure_process import measure\n{call}"
+    code = f"from planner.calibrate.calibrate_process import measure\n{call}"
     planner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_until(lambda: any(child.children() for child in descendants(planner.pid)))
     family = descendants(planner.pid)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.search.off_fabric import with_or_without_off_fabric
+from planner.search.gpu_counts import with_or_without_off_fabric
 from topology.errors import Infeasible
 
 

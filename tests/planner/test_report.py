@@ -12,12 +12,12 @@ from defusedxml.ElementTree import fromstring
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.commands.report import side_by_side, without_crossing_spans
 from planner.pictures.timelines import timelines
 from planner.question.plan_file import plan_file
 from planner.question.question import question_of
 from planner.runs.comparison import collective_kind, collectives, compare_terms, main_cause, quantities, step_terms
 from planner.runs.runs_store import run_id, save_run
-from planner.runs.timelines import side_by_side, without_crossing_spans
 from planner.search.search import SearchOptions, suggest
 from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan

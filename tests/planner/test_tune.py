@@ -16,12 +16,12 @@ import pytest
 from scipy.stats import multivariate_normal, norm, truncnorm
 
 from planner.cli import main
+from planner.commands.tune import add_trials
 from planner.question.cases import read_cases
 from planner.question.question import question_of
 from planner.tune.beliefs import NOISE, Belief, believe
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.choice import Best, choose, gain
-from planner.tune.learned import add_trials
 from planner.tune.loop import MOST_FAILED, Limits, tune
 from planner.tune.runners.recorded_trials import Recorded, RecordedTrials, recorded_questions
 from planner.tune.sessions.session import require_device, require_here

@@ -71,18 +71,18 @@ class ToyMachine:
 def layer(code: CodeWriter, plan: Plan, name: str, width: int) -> None:
     """A layer as FSDP and tensor parallelism run it: gather ahead, compute, reduce."""
     if plan.dp_shard > 1:
-        code.collective("all_gather", "dp_shard", 40, stream="fsdp", writes=[f"{name} weights"])
+        code.collective("all_gather", "dp_shard", 40, stream="fsdp", writes=(f"{name} weights",))
         code.after("compute", "fsdp")
-    code.launch(name, [width], writes=["x"])
+    code.launch(name, [width], writes=("x",))
     if plan.tp > 1:
         code.after("comm", "compute")
-        code.collective("all_reduce", "tp", 20, reads=["x"], writes=["x"])
+        code.collective("all_reduce", "tp", 20, reads=("x",), writes=("x",))
         code.after("compute", "comm")
     if plan.cp > 1:
         code.after("ring", "compute")
-        code.exchange("cp", 1, 30, tag="kv", stream="ring", reads=["x"], writes=[f"{name} kv"])
+        code.exchange("cp", 1, 30, tag="kv", stream="ring", reads=("x",), writes=(f"{name} kv",))
         code.after("compute", "ring")
-        code.launch("attention", [width], reads=[f"{name} kv"], writes=["x"])
+        code.launch("attention", [width], reads=(f"{name} kv",), writes=("x",))
 
 
 def training_step(plan: Plan, micro_batches: int = 4, layers: int = 2) -> Program:

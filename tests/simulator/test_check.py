@@ -27,42 +27,42 @@ def kinds(*codes: CodeWriter, groups=None) -> list[str]:
 
 def test_reading_what_nobody_wrote():
     code = CodeWriter()
-    code.launch("a", reads=["x"])
+    code.launch("a", reads=("x",))
 
     assert kinds(code) == [ck.UNDEFINED]
 
 
 def test_parameters_are_filled_from_the_start():
     code = CodeWriter()
-    code.launch("a", reads=["w"])
+    code.launch("a", reads=("w",))
 
     assert check(Program(codes=(code.code("r0", [0]),)), given=["w"]) == []
 
 
 def test_a_missing_event_is_a_race():
     code = CodeWriter()
-    code.launch("a", writes=["x"])
-    code.copy(8, "d2h", reads=["x"])
+    code.launch("a", writes=("x",))
+    code.copy(8, "d2h", reads=("x",))
 
     assert kinds(code) == [ck.UNORDERED]
 
 
 def test_overwriting_what_another_stream_reads_is_a_race():
     code = CodeWriter()
-    code.launch("a", writes=["x"])
+    code.launch("a", writes=("x",))
     code.after("copy", "compute")
-    code.copy(8, "d2h", reads=["x"])
-    code.launch("a", writes=["x"])
+    code.copy(8, "d2h", reads=("x",))
+    code.launch("a", writes=("x",))
 
     assert kinds(code) == [ck.UNORDERED]
 
 
 def test_order_goes_through_other_streams_and_the_host():
     code = CodeWriter()
-    code.launch("a", writes=["x"])
+    code.launch("a", writes=("x",))
     code.after("comm", "compute")
     code.synchronize("comm")
-    code.copy(8, "d2h", reads=["x"])  # issued after the host waited for comm, which waited for compute
+    code.copy(8, "d2h", reads=("x",))  # issued after the host waited for comm, which waited for compute
 
     assert kinds(code) == []
 
@@ -190,7 +190,7 @@ def dags(draw):
         for parent in sorted(parents):
             if streams[parent] != stream:
                 code.wait(stream, f"done {parent}")
-        reads, writes = [f"buffer {parent}" for parent in sorted(parents)], [f"buffer {node}"]
+        reads, writes = tuple(f"buffer {parent}" for parent in sorted(parents)), (f"buffer {node}",)
         if draw(st.booleans()):
             code.launch("kernel", stream=stream, reads=reads, writes=writes)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.topology.captures import TOPO
 from topology.cluster import Cluster
 from topology.health.diagnose import Health, HealthItem
-from topology.probe.from_text import build, probe_text, shipped_catalogue
+from topology.probe.from_text import build, probe_text
 from topology.probe.machine import Evidence
 from topology.readers.nvml import NvmlGpu, NvmlLink, NvmlSnapshot
 from topology.readers.smi_topo import parse_topo
@@ -54,7 +54,7 @@ def with_nvml(count: int = 4, **of_gpu_1) -> Cluster:
     }
     gpus = [NvmlGpu(index=i, uuid=f"GPU-{i}", **{**normal, **(of_gpu_1 if i == 1 else {})}) for i in range(count)]
     evidence = Evidence(topo=parse_topo(nvswitch_matrix(count)), nvml=NvmlSnapshot(driver="580.1", gpus=tuple(gpus)))
-    return build(evidence, gpu=None, name="test", catalogue=shipped_catalogue())
+    return build(evidence, gpu=None, name="test")
 
 
 def item(health: Health, code: str) -> HealthItem:

@@ -15,7 +15,7 @@ from topology.catalog.clusters import cluster as catalogue
 from topology.cluster import LinkKind, LinkState, Severity
 from topology.health.cost import REFERENCE_BYTES, all_reduce_s, without_faults
 from topology.health.diagnose import diagnose
-from topology.probe.from_text import build, shipped_catalogue
+from topology.probe.from_text import build
 from topology.probe.machine import Evidence
 from topology.readers.nvml import NvmlLink
 
@@ -62,7 +62,7 @@ def test_what_programs_need_is_in_codes_and_numbers_not_in_sentences() -> None:
 
 def test_no_gpu_is_not_a_fault() -> None:
     evidence = Evidence()
-    empty = build(evidence, gpu=None, name="laptop", catalogue=shipped_catalogue())
+    empty = build(evidence, gpu=None, name="laptop")
 
     health = diagnose(empty)
 

@@ -112,9 +112,6 @@ class FakeNvml:
     def do_nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):  # noqa: N802
         return 2
 
-    def do_nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):  # noqa: N802
-        raise NVMLError(3)
-
     def do_nvmlDeviceGetGpuFabricInfoV(self, handle, reference):  # noqa: N802
         info = reference._obj
         info.state, info.status, info.cliqueId = self.fabric_state, 0, 7

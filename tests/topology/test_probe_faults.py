@@ -3,7 +3,7 @@
 import pytest
 
 from tests.topology.captures import NCCL, found, matrix, text
-from tests.topology.three_models import links, node, probe
+from tests.topology.probed import links, node, probe
 from topology.cluster import LinkKind, LinkState, Severity
 from topology.probe.report import islands
 

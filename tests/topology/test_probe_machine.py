@@ -7,7 +7,6 @@ import pytest
 from planner.runs.planned_run import require_healthy
 from tests.topology.captures import found, text
 from tests.topology.test_nvml import FakeNvml
-from tests.topology.three_models import Shelf
 from topology.cluster import LinkKind, LinkState, Severity
 from topology.errors import PlannerError, ProbeError
 from topology.health.diagnose import diagnose
@@ -46,7 +45,6 @@ def probe(tmp_path, *, run=None, nvml=None, environment=None, **options):
         nvml=read,
         root=tmp_path,
         environment=environment or {},
-        catalogue=Shelf(),
         timeout_s=2.0,
         **options,
     )
@@ -132,7 +130,7 @@ def test_nvml_that_never_returns(tmp_path):
 
     stuck = threading.Event()
     cluster = probe_machine(
-        run=smi(), nvml=lambda: stuck.wait() and None, root=tmp_path, environment={}, catalogue=Shelf(), timeout_s=0.05
+        run=smi(), nvml=lambda: stuck.wait() and None, root=tmp_path, environment={}, timeout_s=0.05
     )
     stuck.set()
     assert found(cluster, Severity.ERROR, "stuck")

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.topology.captures import MATRICES, NCCL, TOPO, found, matrix, text
-from tests.topology.three_models import H200, links, node, probe
+from tests.topology.probed import links, node, probe
+from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster, LinkKind, LinkState, Severity, Source, VertexKind
 from topology.codec import convert, to_builtins, to_json
 from topology.errors import BadCluster, BadInput
@@ -136,7 +137,7 @@ def test_the_model_is_never_guessed():
 def test_a_named_model_gives_rates():
     cluster = probe(matrix("50_"), gpu="h200-sxm")
     assert all(link.bytes_per_s == 450e9 for link in links(cluster, LinkKind.NVSWITCH))
-    assert all(link.nccl_bytes_per_s == 18 * 20e9 for link in links(cluster, LinkKind.NVSWITCH))
+    assert all(link.nccl_bytes_per_s == 18 * 20.6e9 for link in links(cluster, LinkKind.NVSWITCH))
     assert all(link.bytes_per_s == 63e9 for link in links(cluster, LinkKind.PCIE))
     assert not found(cluster, Severity.INFO, "unknown_model")
     with pytest.raises(BadCluster):
@@ -164,7 +165,7 @@ def test_cards_that_could_be_bridged_and_are_not():
 
 def test_fill_rates_leaves_what_it_does_not_know():
     cluster = probe(matrix("50_"))
-    assert fill_rates(cluster, (H200,)) == cluster  # no GPU is called h200-sxm
+    assert fill_rates(cluster, (gpu_kind("h200-sxm"),)) == cluster  # no GPU is called h200-sxm
     tree = probe((NCCL / "oci_bm.gpu.h100.8.xml").read_text(), gpu="h200-sxm")
     read = {link.a: link for link in links(tree, LinkKind.PCIE) if link.a == "gpu0"}["gpu0"]
     assert read.bytes_per_s == pytest.approx(63.0e9, rel=1e-3)  # gen 5 x16 from the file itself

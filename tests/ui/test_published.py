@@ -8,7 +8,7 @@ import pytest
 
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
-from ui.published import nearest, sentence
+from ui.data import nearest, sentence
 
 
 def row(name, gpus, billions, gpu="h100-sxm", framework="torchtitan", step=0.1, memory=None):

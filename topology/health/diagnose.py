@@ -6,7 +6,7 @@ findings), and a measurement, if there is one. A fault found twice is one item. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -130,11 +130,10 @@ def _nvlink_joins_all(cluster: Cluster) -> bool:
 # From the links
 
 
-def _check_links(cluster: Cluster) -> list[HealthItem]:
+def _check_links(cluster: Cluster) -> Iterator[HealthItem]:
     """Return faults that the links show, whether or not the cluster has findings of a probe."""
     node = cluster.groups[0].node
     kinds = {kind.name: kind for kind in cluster.gpu_kinds}
-    found = []
     usual = most_common_link_count(node)
     hub_links = [link for link in node.links if link.kind is LinkKind.NVSWITCH]
     totals = {gpu.index: links_in_use(node, gpu.vertex) for gpu in node.gpus}
@@ -143,16 +142,14 @@ def _check_links(cluster: Cluster) -> list[HealthItem]:
     for index in lost:
         cost = group_cost(cluster)
         tail = f"; {cost.text}{time_without_text(cluster, [index])}" if cost is not None else ""
-        found.append(
-            _item(
-                "lost_gpu",
-                ERROR,
-                f"GPU {index} is off the NVLink fabric: it has no working NVLink, its peers have",
-                f"its peers have {usual or 'working'} links",
-                f"every collective with this GPU runs at the rate of the PCIe path{tail}",
-                f"leave GPU {index} out, then restart the fabric manager or reset it",
-                gpus=(index,),
-            )
+        yield _item(
+            "lost_gpu",
+            ERROR,
+            f"GPU {index} is off the NVLink fabric: it has no working NVLink, its peers have",
+            f"its peers have {usual or 'working'} links",
+            f"every collective with this GPU runs at the rate of the PCIe path{tail}",
+            f"leave GPU {index} out, then restart the fabric manager or reset it",
+            gpus=(index,),
         )
     for gpu in node.gpus:
         kind = kinds.get(gpu.kind)
@@ -166,18 +163,15 @@ def _check_links(cluster: Cluster) -> list[HealthItem]:
             # Without a switch, links to GPUs that this container was not given look like missing links.
             sure = switched or any(count > have for count in peers)
             cost = group_cost(cluster) if switched else None
-            found.append(
-                _item(
-                    "links",
-                    WARNING if sure else INFO,
-                    f"GPU {gpu.index} uses {have} of {wanted} NVLinks",
-                    "its siblings have more" if sure and not switched else "the datasheet or its siblings have more",
-                    f"it reaches its peers with {have}/{wanted} of the NVLink rate"
-                    + (f"; {cost.text}" if cost is not None else ""),
-                    "check `nvidia-smi nvlink -s`; with cards, whether all bridges between a pair are fitted and"
-                    " seated",
-                    gpus=(gpu.index,),
-                )
+            yield _item(
+                "links",
+                WARNING if sure else INFO,
+                f"GPU {gpu.index} uses {have} of {wanted} NVLinks",
+                "its siblings have more" if sure and not switched else "the datasheet or its siblings have more",
+                f"it reaches its peers with {have}/{wanted} of the NVLink rate"
+                + (f"; {cost.text}" if cost is not None else ""),
+                "check `nvidia-smi nvlink -s`; with cards, whether all bridges between a pair are fitted and seated",
+                gpus=(gpu.index,),
             )
     unsure = [
         int(link.a[3:])
@@ -185,19 +179,16 @@ def _check_links(cluster: Cluster) -> list[HealthItem]:
         if link.state is LinkState.UNKNOWN and link.a.removeprefix("gpu").isdigit()
     ]
     if unsure:
-        found.append(
-            _item(
-                "fabric",
-                ERROR,
-                f"NVLink fabric not ready on {gpu_names(unsure)}",
-                "the state of these links is unknown",
-                "links that say Active may carry no data; nothing can be planned on them until they are measured"
-                + (f"; {without.text}" if (without := cost_without_nvlink(cluster)) is not None else ""),
-                "check that the fabric manager runs and matches the driver's version, then measure",
-                gpus=tuple(unsure),
-            )
+        yield _item(
+            "fabric",
+            ERROR,
+            f"NVLink fabric not ready on {gpu_names(unsure)}",
+            "the state of these links is unknown",
+            "links that say Active may carry no data; nothing can be planned on them until they are measured"
+            + (f"; {without.text}" if (without := cost_without_nvlink(cluster)) is not None else ""),
+            "check that the fabric manager runs and matches the driver's version, then measure",
+            gpus=tuple(unsure),
         )
-    return found
 
 
 def _check_models(cluster: Cluster, *, known: Iterable[str]) -> list[HealthItem]:
@@ -219,48 +210,40 @@ def _check_models(cluster: Cluster, *, known: Iterable[str]) -> list[HealthItem]
     ]
 
 
-def _compare_with_expected(cluster: Cluster, expected: Cluster) -> list[HealthItem]:
+def _compare_with_expected(cluster: Cluster, expected: Cluster) -> Iterator[HealthItem]:
     """Compare GPU count, models and NVLink counts with the expected machine."""
-    found = []
     have, want = cluster.groups[0].node, expected.groups[0].node
     if len(have.gpus) < len(want.gpus):
         ratio = len(want.gpus) / len(have.gpus) if have.gpus else 0.0
-        found.append(
-            _item(
-                "missing_gpu",
-                ERROR,
-                f"{len(have.gpus)} GPUs found, {expected.name} has {len(want.gpus)}",
-                "the sources list fewer GPUs than expected",
-                f"the same work takes at least {ratio:.2f}x as long" if ratio else "nothing can run",
-                "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
-            )
+        yield _item(
+            "missing_gpu",
+            ERROR,
+            f"{len(have.gpus)} GPUs found, {expected.name} has {len(want.gpus)}",
+            "the sources list fewer GPUs than expected",
+            f"the same work takes at least {ratio:.2f}x as long" if ratio else "nothing can run",
+            "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
         )
     models = ({gpu.kind for gpu in have.gpus} - {"unknown"}, {gpu.kind for gpu in want.gpus})
     if have.gpus and models[0] and not models[0] <= models[1]:
-        found.append(
-            _item(
-                "other_model",
-                WARNING,
-                f"the GPUs are {', '.join(sorted(models[0]))}, {expected.name} has {', '.join(sorted(models[1]))}",
-                "the driver names another model",
-                "estimates made for the expected machine do not hold",
-                "plan with this machine's own cluster file",
-            )
+        yield _item(
+            "other_model",
+            WARNING,
+            f"the GPUs are {', '.join(sorted(models[0]))}, {expected.name} has {', '.join(sorted(models[1]))}",
+            "the driver names another model",
+            "estimates made for the expected machine do not hold",
+            "plan with this machine's own cluster file",
         )
     fewer = _fewer_links(have, want)
     if fewer:
-        found.append(
-            _item(
-                "links",
-                WARNING,
-                f"{len(fewer)} GPUs have fewer NVLinks than {expected.name}",
-                ", ".join(f"GPU {gpu}: {now} of {then}" for gpu, now, then in fewer[:16]),
-                "collectives run at the rate of the weakest GPU",
-                "check `nvidia-smi nvlink -s` for inactive links",
-                gpus=tuple(gpu for gpu, _, _ in fewer),
-            )
+        yield _item(
+            "links",
+            WARNING,
+            f"{len(fewer)} GPUs have fewer NVLinks than {expected.name}",
+            ", ".join(f"GPU {gpu}: {now} of {then}" for gpu, now, then in fewer[:16]),
+            "collectives run at the rate of the weakest GPU",
+            "check `nvidia-smi nvlink -s` for inactive links",
+            gpus=tuple(gpu for gpu, _, _ in fewer),
         )
-    return found
 
 
 def _fewer_links(have: Node, want: Node) -> list[tuple[int, int, int]]:

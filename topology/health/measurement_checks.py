@@ -7,7 +7,7 @@ tolerances allow for the losses of a healthy machine.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from topology.cluster import Cluster
@@ -66,34 +66,28 @@ def evaluate_measurement(
     return [*items, *_missing_parts(measured)], shared
 
 
-def _missing_parts(measured: Measurement) -> list[HealthItem]:
+def _missing_parts(measured: Measurement) -> Iterator[HealthItem]:
     """Return parts that failed (a fault), and parts that were left out for lack of time (not a fault)."""
     late = measured.late
     failed = [what for what in measured.missing if what not in late]
-    found = []
     if failed:
-        found.append(
-            _item(
-                "not_measured",
-                WARNING,
-                f"{len(failed)} parts of the measurement failed",
-                "; ".join(failed[:6]),
-                "training uses the same copies, kernels and collectives",
-                "run the part by hand: python -m executor.measure.doctor_worker --pieces=flows (compute, collectives)",
-            )
+        yield _item(
+            "not_measured",
+            WARNING,
+            f"{len(failed)} parts of the measurement failed",
+            "; ".join(failed[:6]),
+            "training uses the same copies, kernels and collectives",
+            "run the part by hand: python -m executor.measure.doctor_worker --pieces=flows (compute, collectives)",
         )
     if late:
-        found.append(
-            _item(
-                "partial",
-                INFO,
-                f"the measurement is partial: no time was left for {len(late)} parts",
-                "; ".join(late[:6]),
-                "faults in these parts are not found",
-                "measure again with a larger --budget",
-            )
+        yield _item(
+            "partial",
+            INFO,
+            f"the measurement is partial: no time was left for {len(late)} parts",
+            "; ".join(late[:6]),
+            "faults in these parts are not found",
+            "measure again with a larger --budget",
         )
-    return found
 
 
 def _wrong_bytes(measured: Measurement) -> list[HealthItem]:
@@ -206,10 +200,9 @@ def _slower_than_host(measured: Measurement) -> list[HealthItem]:
     ]
 
 
-def _slow_host_copies(cluster: Cluster, measured: Measurement) -> list[HealthItem]:
+def _slow_host_copies(cluster: Cluster, measured: Measurement) -> Iterator[HealthItem]:
     node = cluster.groups[0].node
     slots = {gpu.index: cluster.kind(gpu.kind).pcie_bytes_per_s for gpu in node.gpus}
-    found = []
     for way, words in (("host_to_device", "from the host"), ("device_to_host", "to the host")):
         flows = measured.host(way)
         usual = median_or_none(flow.bytes_per_s for flow in flows.values())
@@ -221,24 +214,20 @@ def _slow_host_copies(cluster: Cluster, measured: Measurement) -> list[HealthIte
             )
             if expected:
                 cost = _copy_cost(flow, expected, (gpu,))
-                found.append(
-                    _item(
-                        "slow_host",
-                        WARNING,
-                        f"copies {words} are slow on GPU {gpu}: {flow.bytes_per_s / 1e9:.1f} GB/s",
-                        f"expected about {expected / 1e9:.0f} GB/s (its slot, or the other GPUs)",
-                        f"loading, offloading and checkpoints slow down; {cost.text}",
-                        "check the PCIe generation under load, the slot's width, and the NUMA node of the process",
-                        (gpu,),
-                        cost,
-                    )
+                yield _item(
+                    "slow_host",
+                    WARNING,
+                    f"copies {words} are slow on GPU {gpu}: {flow.bytes_per_s / 1e9:.1f} GB/s",
+                    f"expected about {expected / 1e9:.0f} GB/s (its slot, or the other GPUs)",
+                    f"loading, offloading and checkpoints slow down; {cost.text}",
+                    "check the PCIe generation under load, the slot's width, and the NUMA node of the process",
+                    (gpu,),
+                    cost,
                 )
-    return found
 
 
-def _slow_gpus(cluster: Cluster, measured: Measurement) -> list[HealthItem]:
+def _slow_gpus(cluster: Cluster, measured: Measurement) -> Iterator[HealthItem]:
     """Find GPUs whose matmuls or memory copies are slower than those of the other GPUs or the datasheet."""
-    found = []
     memory = {gpu.index: cluster.kind(gpu.kind).memory_bytes_per_s for gpu in cluster.groups[0].node.gpus}
     for what, unit, rates in (
         ("a sustained matmul", "TFLOP/s", {s.gpu: s.sustained_flops for s in measured.compute}),
@@ -251,41 +240,33 @@ def _slow_gpus(cluster: Cluster, measured: Measurement) -> list[HealthItem]:
             if usual is None or (rate >= GPU_OUTLIER * usual and rate >= limit):
                 continue
             expected = usual if rate < GPU_OUTLIER * usual else memory[gpu]
-            found.append(
-                _item(
-                    "slow_gpu",
-                    WARNING,
-                    f"GPU {gpu} is slow at {what}: {rate / 1e12:.3g} {unit}",
-                    f"the others, or the datasheet, have {expected / 1e12:.3g} {unit}",
-                    f"a synchronous step waits for it: {expected / rate:.2f}x as long where this decides (measured"
-                    " rates)",
-                    "look at clocks, temperature and power limit with `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER`",
-                    (gpu,),
-                )
+            yield _item(
+                "slow_gpu",
+                WARNING,
+                f"GPU {gpu} is slow at {what}: {rate / 1e12:.3g} {unit}",
+                f"the others, or the datasheet, have {expected / 1e12:.3g} {unit}",
+                f"a synchronous step waits for it: {expected / rate:.2f}x as long where this decides (measured rates)",
+                "look at clocks, temperature and power limit with `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER`",
+                (gpu,),
             )
-    return found
 
 
-def _throttled_gpus(measured: Measurement) -> list[HealthItem]:
-    found = []
+def _throttled_gpus(measured: Measurement) -> Iterator[HealthItem]:
     for sample in measured.compute:
         reasons = [reason for reason in sample.throttle if reason not in EXPECTED_THROTTLE]
         if reasons:
-            found.append(
-                _item(
-                    "throttled",
-                    WARNING,
-                    f"GPU {sample.gpu} was throttled while it was measured",
-                    ", ".join(reasons),
-                    "its rates here are too low and are not valid as a profile",
-                    "check cooling and power, then measure again",
-                    (sample.gpu,),
-                )
+            yield _item(
+                "throttled",
+                WARNING,
+                f"GPU {sample.gpu} was throttled while it was measured",
+                ", ".join(reasons),
+                "its rates here are too low and are not valid as a profile",
+                "check cooling and power, then measure again",
+                (sample.gpu,),
             )
-    return found
 
 
-def _slow_collectives(cluster: Cluster, measured: Measurement) -> list[HealthItem]:
+def _slow_collectives(cluster: Cluster, measured: Measurement) -> Iterator[HealthItem]:
     """Compare large collectives that ran alone with the ring that the links should give; the worst op of each group."""
     position = {gpu.index: at for at, gpu in enumerate(cluster.groups[0].node.gpus)}
     target = without_faults(cluster)
@@ -309,7 +290,6 @@ def _slow_collectives(cluster: Cluster, measured: Measurement) -> list[HealthIte
         share = ideal / sample.time_s
         if share < worst.get(group.gpus, (COLLECTIVE_SHARE, group))[0]:
             worst[group.gpus] = (share, group)
-    found = []
     for gpus, (share, group) in worst.items():
         sample = group.sample
         cost = Cost(
@@ -320,26 +300,22 @@ def _slow_collectives(cluster: Cluster, measured: Measurement) -> list[HealthIte
             expected_s=sample.time_s * share / HEALTHY_SHARE,
             source=f"measured; healthy is about {HEALTHY_SHARE:.0%} of the links'",
         )
-        found.append(
-            _item(
-                "slow_collective",
-                WARNING,
-                f"collectives on {gpu_names(gpus)} reach {share:.0%} of what the links carry",
-                f"worst: {sample.op}, {in_mib(sample.nbytes)} in {sample.time_s * 1e3:.3g} ms (measured)",
-                f"every step that waits for them is longer; {cost.text}",
-                "run with NCCL_DEBUG=INFO and look at the channels; one GPU without links leaves all with PCIe",
-                gpus,
-                cost,
-            )
+        yield _item(
+            "slow_collective",
+            WARNING,
+            f"collectives on {gpu_names(gpus)} reach {share:.0%} of what the links carry",
+            f"worst: {sample.op}, {in_mib(sample.nbytes)} in {sample.time_s * 1e3:.3g} ms (measured)",
+            f"every step that waits for them is longer; {cost.text}",
+            "run with NCCL_DEBUG=INFO and look at the channels; one GPU without links leaves all with PCIe",
+            gpus,
+            cost,
         )
-    return found
 
 
-def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]) -> list[HealthItem]:
+def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]) -> Iterator[HealthItem]:
     """Find what slows down when it runs at the same time. Shared links are common: information, unless rates
     collapse.
     """
-    found = []
     for group in shared:
         each = [
             flow.bytes_per_s
@@ -349,32 +325,28 @@ def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]
             if gpu_index(flow.dst if flow.src == HOST else flow.src) in group
         ]
         rate = f"; all at once they get {min(each) / 1e9:.1f} GB/s each (measured)" if each else ""
-        found.append(
-            _item(
-                "shared_uplink",
-                INFO,
-                f"{gpu_names(group)} share one uplink to the host",
-                "copies to or from two of them at once get about half their rate each",
-                f"offloading, data loading and PCIe collectives divide it{rate}",
-                "place pipeline stages, not tensor-parallel groups, across it; `topo -m` does not show this",
-                tuple(group),
-            )
+        yield _item(
+            "shared_uplink",
+            INFO,
+            f"{gpu_names(group)} share one uplink to the host",
+            "copies to or from two of them at once get about half their rate each",
+            f"offloading, data loading and PCIe collectives divide it{rate}",
+            "place pipeline stages, not tensor-parallel groups, across it; `topo -m` does not show this",
+            tuple(group),
         )
     collisions = colliding_flows(measured)
     if collisions:
         one, other, share_left = min(collisions, key=lambda hit: hit[2])
         shown = "; ".join(f"{a.src}->{a.dst} with {b.src}->{b.dst}: {k:.0%}" for a, b, k in collisions[:8])
-        found.append(
-            _item(
-                "colliding_flows",
-                WARNING if share_left < COLLAPSED_SHARE else INFO,
-                f"{len(collisions)} pairs of copies between different GPUs slow each other",
-                f"share of the rate alone that is left: {shown}",
-                f"worst: {one.src}->{one.dst} during {other.src}->{other.dst} keeps {share_left:.0%} (measured)"
-                + ("; far below a fair half, as behind some PCIe switches" if share_left < COLLAPSED_SHARE else ""),
-                "keep such pairs in different phases of a step; see NCCL's topology file for their common switch",
-                tuple(sorted({gpu_index(end) for end in (one.src, one.dst, other.src, other.dst)})),
-            )
+        yield _item(
+            "colliding_flows",
+            WARNING if share_left < COLLAPSED_SHARE else INFO,
+            f"{len(collisions)} pairs of copies between different GPUs slow each other",
+            f"share of the rate alone that is left: {shown}",
+            f"worst: {one.src}->{one.dst} during {other.src}->{other.dst} keeps {share_left:.0%} (measured)"
+            + ("; far below a fair half, as behind some PCIe switches" if share_left < COLLAPSED_SHARE else ""),
+            "keep such pairs in different phases of a step; see NCCL's topology file for their common switch",
+            tuple(sorted({gpu_index(end) for end in (one.src, one.dst, other.src, other.dst)})),
         )
     alone = {
         (g.sample.op, g.sample.nbytes, g.sample.launch, g.gpus): g.sample.time_s
@@ -390,15 +362,12 @@ def _concurrent_slowdowns(measured: Measurement, shared: Sequence[Sequence[int]]
     ]
     if ratios and max(ratios, key=lambda pair: pair[0])[0] > CONCURRENT_SLOWDOWN:
         ratio, worst = max(ratios, key=lambda pair: pair[0])
-        found.append(
-            _item(
-                "colliding_groups",
-                INFO,
-                "two groups that communicate at once slow each other",
-                f"{worst.sample.op} of {in_mib(worst.sample.nbytes)} on {gpu_names(worst.gpus)}",
-                f"{ratio:.2f}x as long as alone (measured)",
-                "plan with the concurrent rate where several groups communicate at the same time",
-                worst.gpus,
-            )
+        yield _item(
+            "colliding_groups",
+            INFO,
+            "two groups that communicate at once slow each other",
+            f"{worst.sample.op} of {in_mib(worst.sample.nbytes)} on {gpu_names(worst.gpus)}",
+            f"{ratio:.2f}x as long as alone (measured)",
+            "plan with the concurrent rate where several groups communicate at the same time",
+            worst.gpus,
         )
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from topology.cluster import Cluster
 from topology.codec import JsonObject, to_builtins
@@ -114,13 +114,13 @@ def measured_lines(measured: Measurement) -> list[str]:
     return lines + _collective_lines(measured) + [f"  missing: {what}" for what in measured.missing]
 
 
-def _pair_matrix(measured: Measurement) -> list[str]:
+def _pair_matrix(measured: Measurement) -> Iterator[str]:
     pairs = measured.pairs()
     gpus = sorted({gpu for pair in pairs for gpu in pair})
     if not gpus or len(gpus) > 16:
-        return []
-    lines = ["  copies between GPUs, one at a time, GB/s (row to column; * wrong bytes):"]
-    lines.append("       " + "".join(f"{f'GPU{gpu}':>9}" for gpu in gpus))
+        return
+    yield "  copies between GPUs, one at a time, GB/s (row to column; * wrong bytes):"
+    yield "       " + "".join(f"{f'GPU{gpu}':>9}" for gpu in gpus)
     for a in gpus:
         cells = [
             f"{flow.bytes_per_s / 1e9:.1f}{'*' if flow.correct is False else ''}"
@@ -128,8 +128,7 @@ def _pair_matrix(measured: Measurement) -> list[str]:
             else "-"
             for b in gpus
         ]
-        lines.append(f"  {f'GPU{a}':<5}" + "".join(f"{cell:>9}" for cell in cells))
-    return lines
+        yield f"  {f'GPU{a}':<5}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 def _set_line(flows: FlowSet) -> str:

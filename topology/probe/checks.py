@@ -6,6 +6,8 @@ sources is a finding, never an exception. Docstrings cite the bug reports behind
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from topology.cluster import Finding, GpuKind
 from topology.finding import ERROR, INFO, WARNING, finding, gpu_names
 from topology.probe.fabric import NvlinkWiring, gpus_off_fabric, link_count, most_common_link_count
@@ -75,24 +77,20 @@ def _self_links(nccl: NcclTopology | None) -> list[Finding]:
     ]
 
 
-def _link_errors(nvlink: NvlinkReport | None) -> list[Finding]:
-    found = []
+def _link_errors(nvlink: NvlinkReport | None) -> Iterator[Finding]:
     for block in nvlink.gpus if nvlink is not None else ():
         errors = sum(sum(link.errors.values()) for link in block.links)
         if errors:
-            found.append(
-                finding(
-                    "link_errors",
-                    WARNING,
-                    f"GPU {block.index} has counted {errors} NVLink errors",
-                    "replay, recovery or CRC counters of `nvidia-smi nvlink -e` are not zero",
-                    "replays cost bandwidth; a link with many of them may go down",
-                    "check whether the counters grow under load; if so, have the board checked",
-                    gpus=(block.index,),
-                    errors=errors,
-                )
+            yield finding(
+                "link_errors",
+                WARNING,
+                f"GPU {block.index} has counted {errors} NVLink errors",
+                "replay, recovery or CRC counters of `nvidia-smi nvlink -e` are not zero",
+                "replays cost bandwidth; a link with many of them may go down",
+                "check whether the counters grow under load; if so, have the board checked",
+                gpus=(block.index,),
+                errors=errors,
             )
-    return found
 
 
 def _unread_parts(evidence: Evidence) -> list[Finding]:
@@ -156,9 +154,8 @@ def _matrix_without_nvlink(topo: TopoMatrix | None) -> list[Finding]:
     ]
 
 
-def _lost_links(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]:
+def _lost_links(machine: Machine, wirings: list[NvlinkWiring]) -> Iterator[Finding]:
     """GPUs off the NVSwitch fabric (vllm-project/vllm#16336; a GB300 in nccl-eBPF fell from 684.9 to 51.6 GB/s)."""
-    found = []
     for index in gpus_off_fabric(machine, wirings):
         gpu = machine.gpus[index]
         reasons = [f"{source} counts {count} links" for source, count in gpu.active.items()]
@@ -169,18 +166,16 @@ def _lost_links(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]:
             reasons.append(
                 f"its fabric state looks normal (completed, clique {fabric.fabric_clique}), which proves no links"
             )
-        found.append(
-            finding(
-                "lost_gpu",
-                ERROR,
-                f"GPU {index} is off the NVLink fabric: it has no working NVLink, its peers have",
-                "; ".join(reasons) or "no source gives it a link",
-                "every collective with this GPU runs at the rate of the PCIe path",
-                f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
-                gpus=(index,),
-            )
+        yield finding(
+            "lost_gpu",
+            ERROR,
+            f"GPU {index} is off the NVLink fabric: it has no working NVLink, its peers have",
+            "; ".join(reasons) or "no source gives it a link",
+            "every collective with this GPU runs at the rate of the PCIe path",
+            f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
+            gpus=(index,),
         )
-    found += [
+    yield from (
         finding(
             "missing_gpu",
             WARNING,
@@ -191,13 +186,11 @@ def _lost_links(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]:
         )
         for wiring in wirings
         if wiring.hub and len(wiring.gpus) in {7, 15} and len(machine.gpus) == len(wiring.gpus)
-    ]
-    return found
+    )
 
 
-def _link_counts(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]:
+def _link_counts(machine: Machine, wirings: list[NvlinkWiring]) -> Iterator[Finding]:
     """Link counts that differ between sources, inactive links, and GPUs with fewer links than their peers."""
-    found = []
     hubs = {gpu: wiring for wiring in wirings if wiring.hub for gpu in wiring.gpus}
     for index, gpu in sorted(machine.gpus.items()):
         counts = dict(gpu.active)
@@ -206,71 +199,61 @@ def _link_counts(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]
             counts["topo -m"] = printed
         if len(set(counts.values())) > 1:
             reasons = ", ".join(f"{source} {count}" for source, count in counts.items())
-            found.append(
-                finding(
-                    "links",
-                    WARNING,
-                    f"sources disagree on the NVLinks of GPU {index}",
-                    reasons,
-                    f"plans use the smallest count, {min(counts.values())}",
-                    "read all sources again at the same time; a link that flaps shows in `nvidia-smi nvlink -e`",
-                    gpus=(index,),
-                    least=min(counts.values()),
-                    most=max(counts.values()),
-                )
+            yield finding(
+                "links",
+                WARNING,
+                f"sources disagree on the NVLinks of GPU {index}",
+                reasons,
+                f"plans use the smallest count, {min(counts.values())}",
+                "read all sources again at the same time; a link that flaps shows in `nvidia-smi nvlink -e`",
+                gpus=(index,),
+                least=min(counts.values()),
+                most=max(counts.values()),
             )
         active = min(gpu.active.values(), default=None)
         if active is not None and gpu.listed and 0 < active < gpu.listed:
-            found.append(
-                finding(
-                    "links",
-                    WARNING,
-                    f"GPU {index} has {gpu.listed - active} of {gpu.listed} NVLinks inactive",
-                    f"{active} are active",
-                    f"it reaches its peers with at most {active}/{gpu.listed} of the NVLink rate",
-                    "expected where a bridge uses fewer links; else reseat the board and check `nvidia-smi nvlink -s`",
-                    gpus=(index,),
-                    active=active,
-                    listed=gpu.listed,
-                )
+            yield finding(
+                "links",
+                WARNING,
+                f"GPU {index} has {gpu.listed - active} of {gpu.listed} NVLinks inactive",
+                f"{active} are active",
+                f"it reaches its peers with at most {active}/{gpu.listed} of the NVLink rate",
+                "expected where a bridge uses fewer links; else reseat the board and check `nvidia-smi nvlink -s`",
+                gpus=(index,),
+                active=active,
+                listed=gpu.listed,
             )
     for wiring in wirings:
         usual = most_common_link_count(machine, wiring.gpus)
         weak = [index for index in wiring.gpus if 0 < link_count(machine, index) < usual]
         if wiring.hub and weak:
             reasons = ", ".join(f"GPU {index} has {link_count(machine, index)}" for index in weak)
-            found.append(
-                finding(
-                    "links",
-                    WARNING,
-                    f"{gpu_names(weak)}: fewer NVLinks than the other GPUs",
-                    f"{reasons}; the usual count here is {usual}",
-                    "a collective runs at the rate of its weakest GPU",
-                    "restart the fabric manager; if it stays, have the board checked",
-                    gpus=weak,
-                )
+            yield finding(
+                "links",
+                WARNING,
+                f"{gpu_names(weak)}: fewer NVLinks than the other GPUs",
+                f"{reasons}; the usual count here is {usual}",
+                "a collective runs at the rate of its weakest GPU",
+                "restart the fabric manager; if it stays, have the board checked",
+                gpus=weak,
             )
-    return found
 
 
-def _fabric_state(machine: Machine) -> list[Finding]:
+def _fabric_state(machine: Machine) -> Iterator[Finding]:
     """A fabric that is not ready although its links are active (dstackai/dstack#1167, NVIDIA/gpu-operator#2511)."""
-    found = []
     waiting = [index for index, gpu in sorted(machine.gpus.items()) if not fabric_ready(gpu)]
     if waiting:
         states = sorted(
             {str(gpu.nvml.fabric_state) for gpu in machine.gpus.values() if gpu.nvml and not fabric_ready(gpu)}
         )
-        found.append(
-            finding(
-                "fabric",
-                ERROR,
-                f"NVLink fabric not ready on {gpu_names(waiting)}",
-                f"NVML reports the fabric state {', '.join(states)}",
-                "links that say Active do not carry data yet; CUDA may fail to start",
-                "check that the fabric manager runs and matches the driver's version, then read again",
-                gpus=waiting,
-            )
+        yield finding(
+            "fabric",
+            ERROR,
+            f"NVLink fabric not ready on {gpu_names(waiting)}",
+            f"NVML reports the fabric state {', '.join(states)}",
+            "links that say Active do not carry data yet; CUDA may fail to start",
+            "check that the fabric manager runs and matches the driver's version, then read again",
+            gpus=waiting,
         )
     domains = {
         (gpu.nvml.fabric_cluster, gpu.nvml.fabric_clique)
@@ -278,17 +261,14 @@ def _fabric_state(machine: Machine) -> list[Finding]:
         if gpu.nvml is not None and gpu.nvml.fabric_state == "completed"
     }
     if len(domains) > 1:
-        found.append(
-            finding(
-                "fabric",
-                WARNING,
-                f"GPUs belong to {len(domains)} different NVLink domains",
-                "NVML reports different cluster ids or cliques",
-                "GPUs of different domains do not reach each other over NVLink",
-                "check the partition that the fabric manager made",
-            )
+        yield finding(
+            "fabric",
+            WARNING,
+            f"GPUs belong to {len(domains)} different NVLink domains",
+            "NVML reports different cluster ids or cliques",
+            "GPUs of different domains do not reach each other over NVLink",
+            "check the partition that the fabric manager made",
         )
-    return found
 
 
 def fabric_ready(gpu: GpuFacts) -> bool:
@@ -299,70 +279,58 @@ def fabric_ready(gpu: GpuFacts) -> bool:
     return reasons.fabric_state == "completed" and reasons.fabric_status in {0, None}
 
 
-def _bridges(machine: Machine, wirings: list[NvlinkWiring]) -> list[Finding]:
+def _bridges(machine: Machine, wirings: list[NvlinkWiring]) -> Iterator[Finding]:
     """NVLink between some GPUs only: missing bridges (NVIDIA/k8s-device-plugin#436), bridges across NUMA nodes."""
     cabled = [wiring for wiring in wirings if wiring.hub is None and not machine.xgmi]
     if not cabled or any(wiring.hub for wiring in wirings):
-        return []
-    found = []
+        return
     bridged = [index for wiring in cabled for index in wiring.gpus]
     unbridged = [index for index in sorted(machine.gpus) if index not in bridged]
     groups = "; ".join("{" + ", ".join(map(str, wiring.gpus)) + "}" for wiring in cabled)
     if unbridged:
-        found.append(
-            finding(
-                "half_bridged",
-                WARNING,
-                f"only some GPUs are bridged; without NVLink: {gpu_names(unbridged)}",
-                f"NVLink connects {groups}",
-                f"a group with {gpu_names(unbridged)} runs over PCIe, slower than a bridge",
-                "keep tensor parallelism inside bridged pairs, or fit (reseat) the missing bridge",
-                gpus=unbridged,
-            )
+        yield finding(
+            "half_bridged",
+            WARNING,
+            f"only some GPUs are bridged; without NVLink: {gpu_names(unbridged)}",
+            f"NVLink connects {groups}",
+            f"a group with {gpu_names(unbridged)} runs over PCIe, slower than a bridge",
+            "keep tensor parallelism inside bridged pairs, or fit (reseat) the missing bridge",
+            gpus=unbridged,
         )
     if len(cabled) > 1:
-        found.append(
-            finding(
-                "bridged_groups",
-                INFO,
-                f"NVLink connects {len(cabled)} separate groups: {groups}",
-                "pairs across the groups have a PCIe class",
-                "tensor parallelism over more than one group leaves NVLink",
-                "set CUDA_VISIBLE_DEVICES so that the GPUs of one group are neighbours",
-            )
+        yield finding(
+            "bridged_groups",
+            INFO,
+            f"NVLink connects {len(cabled)} separate groups: {groups}",
+            "pairs across the groups have a PCIe class",
+            "tensor parallelism over more than one group leaves NVLink",
+            "set CUDA_VISIBLE_DEVICES so that the GPUs of one group are neighbours",
         )
     for wiring in cabled:
         nodes = {machine.gpus[index].numa for index in wiring.gpus} - {None}
         if len(wiring.gpus) == 2 and len(nodes) > 1:
-            found.append(
-                finding(
-                    "bridge_numa",
-                    INFO,
-                    f"the bridge between {gpu_names(wiring.gpus)} joins different NUMA nodes",
-                    f"their NUMA nodes are {', '.join(map(str, sorted(node for node in nodes if node is not None)))}",
-                    "the fastest pair does not share CPU memory or a NIC",
-                    "pin each rank to the cores of its own GPU",
-                    gpus=wiring.gpus,
-                )
+            yield finding(
+                "bridge_numa",
+                INFO,
+                f"the bridge between {gpu_names(wiring.gpus)} joins different NUMA nodes",
+                f"their NUMA nodes are {', '.join(map(str, sorted(node for node in nodes if node is not None)))}",
+                "the fastest pair does not share CPU memory or a NIC",
+                "pin each rank to the cores of its own GPU",
+                gpus=wiring.gpus,
             )
-    return found
 
 
-def _expected_links(machine: Machine, wirings: list[NvlinkWiring], kinds: dict[int, GpuKind]) -> list[Finding]:
+def _expected_links(machine: Machine, wirings: list[NvlinkWiring], kinds: dict[int, GpuKind]) -> Iterator[Finding]:
     """Fewer or slower links than the datasheet has, where the model is known."""
-    found = []
     able = [index for index, kind in sorted(kinds.items()) if kind.nvlink_links]
     if len(able) > 1 and not machine.islands() and not machine.hides_nvlink:
-        found.append(
-            finding(
-                "no_nvlink",
-                WARNING,
-                f"no NVLink between GPUs that can have it ({kinds[able[0]].title})",
-                "no source shows a link between any two of them",
-                "collectives run over PCIe and the host",
-                "fit bridges to cards; on boards with NVSwitch, or in a container, check what the driver is allowed to"
-                " see",
-            )
+        yield finding(
+            "no_nvlink",
+            WARNING,
+            f"no NVLink between GPUs that can have it ({kinds[able[0]].title})",
+            "no source shows a link between any two of them",
+            "collectives run over PCIe and the host",
+            "fit bridges to cards; on boards with NVSwitch, or in a container, check what the driver is allowed to see",
         )
     for index, gpu in sorted(machine.gpus.items()):
         kind = kinds.get(index)
@@ -371,38 +339,32 @@ def _expected_links(machine: Machine, wirings: list[NvlinkWiring], kinds: dict[i
         if any(index in wiring.gpus and wiring.hub for wiring in wirings):
             count = link_count(machine, index)
             if 0 < count < kind.nvlink_links:
-                found.append(
-                    finding(
-                        "links",
-                        WARNING,
-                        f"GPU {index} uses {count} of the {kind.nvlink_links} NVLinks of a {kind.title}",
-                        "the datasheet's count is higher than what the sources show",
-                        f"its NVLink rate is {count}/{kind.nvlink_links} of the datasheet's",
-                        "check `nvidia-smi nvlink -s` for inactive links",
-                        gpus=(index,),
-                        active=count,
-                        listed=kind.nvlink_links,
-                    )
+                yield finding(
+                    "links",
+                    WARNING,
+                    f"GPU {index} uses {count} of the {kind.nvlink_links} NVLinks of a {kind.title}",
+                    "the datasheet's count is higher than what the sources show",
+                    f"its NVLink rate is {count}/{kind.nvlink_links} of the datasheet's",
+                    "check `nvidia-smi nvlink -s` for inactive links",
+                    gpus=(index,),
+                    active=count,
+                    listed=kind.nvlink_links,
                 )
         rate = gpu.line_bytes_per_s
         if rate is not None and kind.nvlink_bytes_per_s and rate < 0.95 * kind.nvlink_bytes_per_s:
-            found.append(
-                finding(
-                    "slow_links",
-                    WARNING,
-                    f"the NVLinks of GPU {index} run below their speed",
-                    f"{rate / 1e9:.1f} GB/s a link, the datasheet has {kind.nvlink_bytes_per_s / 1e9:.1f} GB/s",
-                    "collectives are slower in proportion",
-                    "check link errors with `nvidia-smi nvlink -e`, then reset the GPU",
-                    gpus=(index,),
-                    bytes_per_s=rate,
-                )
+            yield finding(
+                "slow_links",
+                WARNING,
+                f"the NVLinks of GPU {index} run below their speed",
+                f"{rate / 1e9:.1f} GB/s a link, the datasheet has {kind.nvlink_bytes_per_s / 1e9:.1f} GB/s",
+                "collectives are slower in proportion",
+                "check link errors with `nvidia-smi nvlink -e`, then reset the GPU",
+                gpus=(index,),
+                bytes_per_s=rate,
             )
-    return found
 
 
-def _peer_access(evidence: Evidence, machine: Machine) -> list[Finding]:
-    found = []
+def _peer_access(evidence: Evidence, machine: Machine) -> Iterator[Finding]:
     for table in evidence.p2p:
         denied = table.denied
         if table.capability == "n":  # NVLink access; pairs that only share PCIe rightly lack it
@@ -414,20 +376,16 @@ def _peer_access(evidence: Evidence, machine: Machine) -> list[Finding]:
         broken = [pair for pair in denied if nv_count(machine.pairs.get(_pair(pair)))]
         reasons = "; ".join(f"{code}: {MEANING.get(code, 'unknown')}" for code in codes)
         shown = ", ".join(list(denied)[:16])
-        found.append(
-            finding(
-                "p2p",
-                ERROR if broken and table.capability != "a" else WARNING,
-                f"no P2P ({kind}) between {len(denied)} of the GPU pairs"
-                + (", some of them on NVLink" if broken else ""),
-                f"pairs {shown}: {reasons}",
-                "copies between them go through host memory; a short path (PIX) does not help",
-                "plan for the host path; enable it in BIOS (ACS, IOMMU) or driver only where the vendor supports it",
-                gpus=dict.fromkeys(gpu for pair in denied for gpu in _pair(pair)),
-                pairs=len(denied),
-            )
+        yield finding(
+            "p2p",
+            ERROR if broken and table.capability != "a" else WARNING,
+            f"no P2P ({kind}) between {len(denied)} of the GPU pairs" + (", some of them on NVLink" if broken else ""),
+            f"pairs {shown}: {reasons}",
+            "copies between them go through host memory; a short path (PIX) does not help",
+            "plan for the host path; enable it in BIOS (ACS, IOMMU) or driver only where the vendor supports it",
+            gpus=dict.fromkeys(gpu for pair in denied for gpu in _pair(pair)),
+            pairs=len(denied),
         )
-    return found
 
 
 def _pair(text: str) -> tuple[int, int]:

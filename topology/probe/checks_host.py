@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from topology.cluster import Finding, GpuKind
 from topology.finding import ERROR, INFO, WARNING, describe_processes, finding, gpu_names
@@ -59,9 +59,8 @@ def _off_the_bus(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _memory_errors(machine: Machine) -> list[Finding]:
+def _memory_errors(machine: Machine) -> Iterator[Finding]:
     """GPUs whose memory has had errors that ECC could not correct, or rows that wait for a reset to be replaced."""
-    found = []
     for index, gpu in sorted(machine.gpus.items()):
         nvml = gpu.nvml
         if nvml is None or not (nvml.uncorrected_errors or nvml.remap_pending or nvml.remap_failed):
@@ -73,20 +72,15 @@ def _memory_errors(machine: Machine) -> list[Finding]:
         )
         reasons += ["a row waits to be replaced"] if nvml.remap_pending else []
         reasons += ["a row could not be replaced: no spare ones are left"] if nvml.remap_failed else []
-        found.append(
-            finding(
-                "ecc",
-                ERROR if nvml.remap_failed else WARNING,
-                f"the memory of GPU {index} has errors",
-                "; ".join(reasons),
-                "a program that reads the bad row is ended (Xid 48, 94 or 95); results may be lost at any step",
-                "replace the GPU"
-                if nvml.remap_failed
-                else "reset the GPU when nothing uses it, then run a memory test",
-                gpus=(index,),
-            )
+        yield finding(
+            "ecc",
+            ERROR if nvml.remap_failed else WARNING,
+            f"the memory of GPU {index} has errors",
+            "; ".join(reasons),
+            "a program that reads the bad row is ended (Xid 48, 94 or 95); results may be lost at any step",
+            "replace the GPU" if nvml.remap_failed else "reset the GPU when nothing uses it, then run a memory test",
+            gpus=(index,),
         )
-    return found
 
 
 def _pcie(machine: Machine) -> list[Finding]:
@@ -156,129 +150,108 @@ def _hidden_topology(reasons: list[str]) -> list[Finding]:
     ]
 
 
-def _numa(evidence: Evidence, machine: Machine) -> list[Finding]:
-    found = []
+def _numa(evidence: Evidence, machine: Machine) -> Iterator[Finding]:
     listed = {
         index: gpu.numa_affinity
         for index, gpu in sorted(machine.gpus.items())
         if gpu.numa_affinity and not gpu.numa_affinity.isdigit() and gpu.numa_affinity != "N/A"
     }
     if listed:
-        found.append(
-            finding(
-                "numa",
-                INFO,
-                "some GPUs are near several NUMA nodes; the lowest is taken as their CPU's",
-                ", ".join(f"GPU {index}: {text}" for index, text in listed.items()),
-                "nodes that are GPU memory (GB200, POWER9) are listed there too",
-                "bind processes to the CPU list, not to the node list",
-                gpus=listed,
-            )
+        yield finding(
+            "numa",
+            INFO,
+            "some GPUs are near several NUMA nodes; the lowest is taken as their CPU's",
+            ", ".join(f"GPU {index}: {text}" for index, text in listed.items()),
+            "nodes that are GPU memory (GB200, POWER9) are listed there too",
+            "bind processes to the CPU list, not to the node list",
+            gpus=listed,
         )
     if (evidence.topo is not None and "NUMA Affinity" not in evidence.topo.columns) or not machine.gpus:
-        return found
+        return
     blank = [index for index, gpu in sorted(machine.gpus.items()) if gpu.numa is None]
     if blank:
-        found.append(
-            finding(
-                "numa",
-                INFO,
-                f"no NUMA node is known for {gpu_names(blank)}",
-                "the column is blank or N/A, or no source gives it",
-                "CPU pinning and NIC choice cannot follow the GPU",
-                "read `/sys/bus/pci/devices/*/numa_node` on the host",
-                gpus=blank,
-            )
+        yield finding(
+            "numa",
+            INFO,
+            f"no NUMA node is known for {gpu_names(blank)}",
+            "the column is blank or N/A, or no source gives it",
+            "CPU pinning and NIC choice cannot follow the GPU",
+            "read `/sys/bus/pci/devices/*/numa_node` on the host",
+            gpus=blank,
         )
     nodes = {gpu.numa for gpu in machine.gpus.values()}
     if len(machine.gpus) >= 8 and nodes == {0}:
-        found.append(
-            finding(
-                "numa",
-                INFO,
-                f"all {len(machine.gpus)} GPUs are on NUMA node 0",
-                "true for a machine with one socket; with two it means numa=off, or a virtual machine",
-                "with two sockets, NODE then includes paths that cross them",
-                "compare with `lscpu` on the host",
-            )
+        yield finding(
+            "numa",
+            INFO,
+            f"all {len(machine.gpus)} GPUs are on NUMA node 0",
+            "true for a machine with one socket; with two it means numa=off, or a virtual machine",
+            "with two sockets, NODE then includes paths that cross them",
+            "compare with `lscpu` on the host",
         )
-    return found
 
 
-def _nics(evidence: Evidence, machine: Machine) -> list[Finding]:
-    found = []
+def _nics(evidence: Evidence, machine: Machine) -> Iterator[Finding]:
     down = [nic.name or nic.label for nic in machine.nics if nic.up is False]
     if down:
-        found.append(
-            finding(
-                "nic_down",
-                WARNING,
-                f"NIC {', '.join(down[:16])} is down",
-                "the kernel reports its port as not active",
-                "traffic of its rail takes another NIC, or plans that need it cannot run",
-                "check the cable and `ibstat`",
-            )
+        yield finding(
+            "nic_down",
+            WARNING,
+            f"NIC {', '.join(down[:16])} is down",
+            "the kernel reports its port as not active",
+            "traffic of its rail takes another NIC, or plans that need it cannot run",
+            "check the cable and `ibstat`",
         )
     if evidence.topo is None or not evidence.topo.nics:
-        return found
+        return
     best = closest_nics(evidence.topo)
     classes = {label for label, _ in best.values()}
     far = [gpu for gpu, (label, _) in sorted(best.items()) if label in {"NODE", "SYS"}]
     if classes == {"SYS"} and len(best) > 1:
-        found.append(
-            finding(
-                "nic_pairing",
-                INFO,
-                "no NIC is nearer to one GPU than to another",
-                "every GPU sees every NIC as SYS (always so on Grace, whose NICs hang on the CPU)",
-                "the matrix cannot pair NICs with GPUs",
-                "pair them by NUMA node",
-            )
+        yield finding(
+            "nic_pairing",
+            INFO,
+            "no NIC is nearer to one GPU than to another",
+            "every GPU sees every NIC as SYS (always so on Grace, whose NICs hang on the CPU)",
+            "the matrix cannot pair NICs with GPUs",
+            "pair them by NUMA node",
         )
     elif far and len(far) < len(best):
-        found.append(
-            finding(
-                "nic_pairing",
-                INFO,
-                f"{gpu_names(far)} have no NIC of their own",
-                "their nearest NIC is reached through the CPU (NODE or SYS), others have one behind a switch",
-                "their network traffic goes through the CPU, or over NVLink to a GPU with a NIC (NCCL's PXN)",
-                "keep PXN enabled (NCCL_PXN_DISABLE=0)",
-                gpus=far,
-            )
+        yield finding(
+            "nic_pairing",
+            INFO,
+            f"{gpu_names(far)} have no NIC of their own",
+            "their nearest NIC is reached through the CPU (NODE or SYS), others have one behind a switch",
+            "their network traffic goes through the CPU, or over NVLink to a GPU with a NIC (NCCL's PXN)",
+            "keep PXN enabled (NCCL_PXN_DISABLE=0)",
+            gpus=far,
         )
-    return found
 
 
-def _device_state(machine: Machine) -> list[Finding]:
+def _device_state(machine: Machine) -> Iterator[Finding]:
     """MIG, mixed models, throttling, and processes of others on the GPUs."""
-    found = []
     mig = [index for index, gpu in sorted(machine.gpus.items()) if gpu.mig]
     if mig:
-        found.append(
-            finding(
-                "mig",
-                WARNING,
-                f"MIG is enabled on {gpu_names(mig)}",
-                "the driver reports MIG mode",
-                "instances have no P2P or NVLink between them; plans over several are not valid (NVIDIA/nccl#1716)",
-                "plan for single instances, or ask the administrator to disable MIG",
-                gpus=mig,
-            )
+        yield finding(
+            "mig",
+            WARNING,
+            f"MIG is enabled on {gpu_names(mig)}",
+            "the driver reports MIG mode",
+            "instances have no P2P or NVLink between them; plans over several are not valid (NVIDIA/nccl#1716)",
+            "plan for single instances, or ask the administrator to disable MIG",
+            gpus=mig,
         )
     models = sorted({gpu.name for gpu in machine.gpus.values() if gpu.name})
     if len(models) > 1:
-        found.append(
-            finding(
-                "mixed",
-                WARNING,
-                f"{len(models)} GPU models in one machine",
-                ", ".join(models[:8]),
-                "a synchronous step runs at the rate, and in the memory, of the weakest",
-                "use GPUs of one model, or choose them with CUDA_VISIBLE_DEVICES",
-            )
+        yield finding(
+            "mixed",
+            WARNING,
+            f"{len(models)} GPU models in one machine",
+            ", ".join(models[:8]),
+            "a synchronous step runs at the rate, and in the memory, of the weakest",
+            "use GPUs of one model, or choose them with CUDA_VISIBLE_DEVICES",
         )
-    found += [
+    yield from (
         finding(
             "throttled",
             WARNING,
@@ -290,8 +263,8 @@ def _device_state(machine: Machine) -> list[Finding]:
         )
         for index, gpu in sorted(machine.gpus.items())
         if gpu.nvml and gpu.nvml.throttle
-    ]
-    found += [
+    )
+    yield from (
         finding(
             "busy",
             WARNING,
@@ -304,28 +277,23 @@ def _device_state(machine: Machine) -> list[Finding]:
         )
         for index, gpu in sorted(machine.gpus.items())
         if gpu.nvml and gpu.nvml.processes
-    ]
-    return found
+    )
 
 
-def _power(machine: Machine, known: Mapping[int, GpuKind]) -> list[Finding]:
+def _power(machine: Machine, known: Mapping[int, GpuKind]) -> Iterator[Finding]:
     """GPUs with a power limit below the datasheet's, which lowers their sustained matmul rate."""
-    found = []
     for index, kind in sorted(known.items()):
         nvml = machine.gpus[index].nvml
         limit = nvml.power_limit_w if nvml is not None else None
         if limit is not None and kind.power_w and limit < POWER_TOLERANCE * kind.power_w:
-            found.append(
-                finding(
-                    "power_limit",
-                    WARNING,
-                    f"GPU {index} is limited to {limit:.0f} W of {kind.power_w:.0f} W",
-                    "the driver enforces a power limit below the datasheet's",
-                    "long matmuls run at lower clocks than estimates for this model assume",
-                    "raise it with `nvidia-smi -pl` if the rack allows; else trust a measurement, not a datasheet",
-                    gpus=(index,),
-                    limit_w=limit,
-                    usual_w=kind.power_w,
-                )
+            yield finding(
+                "power_limit",
+                WARNING,
+                f"GPU {index} is limited to {limit:.0f} W of {kind.power_w:.0f} W",
+                "the driver enforces a power limit below the datasheet's",
+                "long matmuls run at lower clocks than estimates for this model assume",
+                "raise it with `nvidia-smi -pl` if the rack allows; else trust a measurement, not a datasheet",
+                gpus=(index,),
+                limit_w=limit,
+                usual_w=kind.power_w,
             )
-    return found

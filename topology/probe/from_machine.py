@@ -20,7 +20,7 @@ from pathlib import Path
 from topology.cluster import Cluster, Finding, Severity
 from topology.errors import ProbeError
 from topology.finding import ERROR, INFO, WARNING, finding, gpu_names
-from topology.probe.from_text import Catalogue, build, select_gpus, shipped_catalogue
+from topology.probe.from_text import build, select_gpus
 from topology.probe.machine import Evidence
 from topology.readers.nvml import NvmlSnapshot, read_nvml
 from topology.readers.smi_nvlink import parse_nvlink
@@ -118,7 +118,6 @@ def probe_machine(
     run: Runner = run_command,
     nvml: Callable[[], NvmlSnapshot] | None = None,
     root: str | Path = "/",
-    catalogue: Catalogue | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Cluster:
     """Return this machine as a Cluster of one node: the GPUs a CUDA program would see, in the order it would see them.
@@ -137,7 +136,7 @@ def probe_machine(
     evidence.unreachable = _unreachable(outputs)
     gpus = bool(evidence.topo or evidence.nvlink or evidence.query or (evidence.nvml and evidence.nvml.gpus))
     _missing_sources(evidence, outputs, snapshot, gpus=gpus)
-    cluster = build(evidence, gpu=gpu, name=name, catalogue=catalogue or shipped_catalogue())
+    cluster = build(evidence, gpu=gpu, name=name)
     return _apply_visible_devices(cluster, evidence, environment)
 
 

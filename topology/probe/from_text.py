@@ -6,13 +6,11 @@ Nothing here reads the machine.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, cast
 
 from topology.catalog.cluster_file import parse_cluster
+from topology.catalog.gpus import gpu_kind, match_driver_name
 from topology.cluster import Cluster, Finding, Gpu, GpuKind, Link, LinkKind, LinkState, Nic, Node, NodeGroup, Source
 from topology.codec import parse_json
 from topology.errors import BadCluster, BadInput
@@ -49,24 +47,7 @@ LINK_HINTS = {
 }
 
 
-class Catalogue(Protocol):
-    """A source of GPU datasheets: `topology.catalog.gpus`, or a test double."""
-
-    def gpu_kind(self, name: str) -> GpuKind: ...
-
-    def match_driver_name(self, text: str) -> GpuKind | None: ...
-
-
-def shipped_catalogue() -> Catalogue | None:
-    """Return `topology.catalog.gpus`, or None in an installation without it."""
-    if importlib.util.find_spec("topology.catalog.gpus") is None:
-        return None
-    return cast("Catalogue", importlib.import_module("topology.catalog.gpus"))
-
-
-def probe_text(
-    texts: Sequence[tuple[str, str]], *, gpu: str | None = None, catalogue: Catalogue | None = None
-) -> Cluster:
+def probe_text(texts: Sequence[tuple[str, str]], *, gpu: str | None = None) -> Cluster:
     """Return the machine that `texts` (pairs of a name to show and the content) describe.
 
     Each text is recognised by its content: `nvidia-smi topo -m`, `topo -p2p`, `nvlink -s|-R|-e`, `-L`, `--query-gpu`
@@ -87,7 +68,7 @@ def probe_text(
         if gpu is not None:
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
-    return build(evidence, gpu=gpu, name="probed", catalogue=catalogue or shipped_catalogue())
+    return build(evidence, gpu=gpu, name="probed")
 
 
 def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:
@@ -153,11 +134,11 @@ def _ignored_text(label: str, what: str) -> Finding:
     )
 
 
-def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogue | None) -> Cluster:
+def build(evidence: Evidence, *, gpu: str | None, name: str) -> Cluster:
     """Turn what was read into a Cluster of one node. Raises BadCluster if `gpu` is not in the catalogue."""
     _require_one_machine(evidence)
     machine = combine_sources(evidence)
-    kinds = _kinds(evidence, machine, gpu, catalogue)
+    kinds = _kinds(evidence, machine, gpu)
     known = {index: kind for index, kind in kinds.items() if kind is not UNKNOWN_KIND}
     limits = {kind.nvlink_links for kind in known.values() if kind.nvlink_links}
     wirings = nvlink_wirings(machine, max(limits) if limits and len(known) == len(kinds) else None)
@@ -230,17 +211,14 @@ def _require_one_machine(evidence: Evidence) -> None:
             raise BadInput(f"a text lists {count} GPUs", why=f"it describes {what}, which has at most {most}")
 
 
-def _kinds(evidence: Evidence, machine: Machine, gpu: str | None, catalogue: Catalogue | None) -> dict[int, GpuKind]:
+def _kinds(evidence: Evidence, machine: Machine, gpu: str | None) -> dict[int, GpuKind]:
     """Return the model of each GPU: the caller's `gpu`, else by the driver's name, else of the cluster file."""
     if gpu is not None:
-        if catalogue is None:
-            raise BadCluster(f"GPU {gpu!r} cannot be looked up", why="the GPU catalogue is not installed")
-        kind = catalogue.gpu_kind(gpu)
-        return dict.fromkeys(machine.gpus, kind)
+        return dict.fromkeys(machine.gpus, gpu_kind(gpu))
     saved = evidence.saved.gpu_kinds if evidence.saved is not None else ()
     found: dict[int, GpuKind] = {}
     for index, facts in machine.gpus.items():
-        match = catalogue.match_driver_name(facts.name) if catalogue is not None and facts.name else None
+        match = match_driver_name(facts.name) if facts.name else None
         found[index] = match or (saved[0] if len(saved) == 1 else UNKNOWN_KIND)
     # `nvlink -s -i 0` names one GPU of a machine; the others are assumed to be alike, and `_inferences` reports it.
     named = {found[index].name: found[index] for index, facts in machine.gpus.items() if facts.name}
@@ -268,9 +246,8 @@ def _closest(evidence: Evidence, machine: Machine) -> dict[str, tuple[str, ...]]
 
 def _inferences(
     evidence: Evidence, machine: Machine, wirings: list[NvlinkWiring], kinds: dict[int, GpuKind], gpu: str | None
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Findings about what was inferred rather than read."""
-    notes = []
     unknown = [index for index, kind in kinds.items() if kind is UNKNOWN_KIND]
     if unknown and gpu is None:
         printed = sorted({name for index in unknown if (name := machine.gpus[index].name)})
@@ -285,55 +262,46 @@ def _inferences(
             else []
         )
         hints += [f"the driver's name {', '.join(printed[:4])} is not in the catalogue"] if printed else []
-        notes.append(
-            finding(
-                "unknown_model",
-                INFO,
-                "the GPU model is not known",
-                "; ".join(hints) or "the texts do not name it",
-                "link rates and memory are left empty instead of guessed",
-                "name it with --gpu",
-            )
+        yield finding(
+            "unknown_model",
+            INFO,
+            "the GPU model is not known",
+            "; ".join(hints) or "the texts do not name it",
+            "link rates and memory are left empty instead of guessed",
+            "name it with --gpu",
         )
     alike = [index for index, facts in sorted(machine.gpus.items()) if not facts.name and index not in unknown]
     named = [facts for _, facts in sorted(machine.gpus.items()) if facts.name and facts.index not in unknown]
     if gpu is None and alike and named:
-        notes.append(
-            finding(
-                "assumed_model",
-                INFO,
-                f"{gpu_names(alike)} taken to be the same model as GPU {named[0].index}",
-                f"only {gpu_names(facts.index for facts in named)} is named in the texts: {named[0].name}",
-                "their rates and memory follow from that",
-                "add `nvidia-smi -L`, which names every GPU",
-                gpus=alike,
-            )
+        yield finding(
+            "assumed_model",
+            INFO,
+            f"{gpu_names(alike)} taken to be the same model as GPU {named[0].index}",
+            f"only {gpu_names(facts.index for facts in named)} is named in the texts: {named[0].name}",
+            "their rates and memory follow from that",
+            "add `nvidia-smi -L`, which names every GPU",
+            gpus=alike,
         )
     unsure = [wiring for wiring in wirings if not wiring.certain]
     if unsure:
-        notes.append(
-            finding(
-                "assumed_cables",
-                INFO,
-                "NVLink is taken as cables between the GPUs",
-                "the printed counts fit cables, and also a part of a machine with NVSwitch",
-                "between these GPUs both give the same rate",
-                "add `nvidia-smi nvlink -R`, which names the far ends",
-            )
+        yield finding(
+            "assumed_cables",
+            INFO,
+            "NVLink is taken as cables between the GPUs",
+            "the printed counts fit cables, and also a part of a machine with NVSwitch",
+            "between these GPUs both give the same rate",
+            "add `nvidia-smi nvlink -R`, which names the far ends",
         )
     if evidence.saved is not None:
         count = evidence.saved.gpus_per_node
-        notes.append(
-            finding(
-                "two_answers",
-                INFO if count == len(machine.gpus) else WARNING,
-                "a cluster file and readings were both given; the readings are used",
-                f"the file {evidence.saved.name!r} has {count} GPUs a node, the readings {len(machine.gpus)}",
-                "a smaller machine than planned for" if len(machine.gpus) < count else "none",
-                "leave the other texts out to use the file",
-            )
+        yield finding(
+            "two_answers",
+            INFO if count == len(machine.gpus) else WARNING,
+            "a cluster file and readings were both given; the readings are used",
+            f"the file {evidence.saved.name!r} has {count} GPUs a node, the readings {len(machine.gpus)}",
+            "a smaller machine than planned for" if len(machine.gpus) < count else "none",
+            "leave the other texts out to use the file",
         )
-    return notes
 
 
 def fill_rates(cluster: Cluster, kinds: Sequence[GpuKind]) -> Cluster:

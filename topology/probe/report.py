@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkState, Node, Source, VertexKind
 from topology.codec import JsonObject, to_builtins
 from topology.probe.machine import components
@@ -96,21 +98,18 @@ def _bisection(cluster: Cluster) -> JsonObject | None:
     return {"bytes_per_s": rate, "source": max(sources, key=_SOURCE_ORDER.index).value}
 
 
-def _bandwidth_lines(cluster: Cluster) -> list[str]:
+def _bandwidth_lines(cluster: Cluster) -> Iterator[str]:
     """Return lines about the bisection bandwidth, and about the slowest pair where pairs differ."""
     bisection = _bisection(cluster)
     if bisection is None:
-        return []
+        return
     rate = f"{bisection['bytes_per_s'] / 1e9:.0f} GB/s each way ({bisection['source']} rates)"
-    lines = [f"between any two halves of the GPUs at least {rate}"]
+    yield f"between any two halves of the GPUs at least {rate}"
     pairs = node_rates(cluster).pairs()
     slowest, fastest_rate = min(pairs, key=pairs.__getitem__), max(pairs.values())
     if pairs[slowest] < fastest_rate:
         a, b = sorted(slowest)
-        lines.append(
-            f"the slowest pair is {a}-{b} with {pairs[a, b] / 1e9:.0f} GB/s, the fastest has {fastest_rate / 1e9:.0f}"
-        )
-    return lines
+        yield f"the slowest pair is {a}-{b} with {pairs[a, b] / 1e9:.0f} GB/s, the fastest has {fastest_rate / 1e9:.0f}"
 
 
 def explain(cluster: Cluster) -> str:
@@ -187,7 +186,7 @@ def _island(node: Node, group: list[int], hub_of: dict[str, str]) -> str:
     return f"{_ids(group)} are {'fully' if full else 'partly'} connected by NVLink: {pairs}"
 
 
-def _between(node: Node, inside: list[set[int]]) -> list[str]:
+def _between(node: Node, inside: list[set[int]]) -> Iterator[str]:
     """Return lines about the pairs outside the NVLink groups, by path class."""
     by_class: dict[str, list[tuple[int, int]]] = {}
     missing: list[str] = []
@@ -200,7 +199,6 @@ def _between(node: Node, inside: list[set[int]]) -> list[str]:
                     missing.append(f"{a}-{b}")
             elif not label.startswith(("NV", "XGMI")):
                 by_class.setdefault(label, []).append((a, b))
-    lines = []
     for label in ("PIX", "PXB", "PHB", "NODE", "SYS"):
         pairs = by_class.pop(label, [])
         groups = components(sorted(indices), pairs)
@@ -208,33 +206,30 @@ def _between(node: Node, inside: list[set[int]]) -> list[str]:
             inner = [pair for pair in pairs if set(pair) <= set(group)]
             how = f"{label} ({PATH_CLASS_TEXT[label]})"
             if len(inner) == len(group) * (len(group) - 1) // 2:
-                lines.append(
+                yield (
                     f"{_ids(group)} reach each other only by {how}"
                     if label != "PIX"
                     else f"{_ids(group)} meet by {how}"
                 )
             else:
                 shown = " ".join(f"{a}-{b}" for a, b in inner[:24]) + (" ..." if len(inner) > 24 else "")
-                lines.append(f"only by {how}: {shown}")
-    lines += [f"class {label}: {len(pairs)} pairs" for label, pairs in by_class.items()]
+                yield f"only by {how}: {shown}"
+    yield from (f"class {label}: {len(pairs)} pairs" for label, pairs in by_class.items())
     if missing:
-        lines.append(f"nothing was read about: {' '.join(missing[:24])}{' ...' if len(missing) > 24 else ''}")
-    return lines
+        yield f"nothing was read about: {' '.join(missing[:24])}{' ...' if len(missing) > 24 else ''}"
 
 
-def _hosts(node: Node) -> list[str]:
+def _hosts(node: Node) -> Iterator[str]:
     """Return one line per CPU and PCIe switch with the devices below it."""
     children: dict[str, list[str]] = {}
     for link in node.links:
         if link.kind is LinkKind.PCIE:
             children.setdefault(link.b, []).append(link.a)
-    lines = []
     for vertex in node.vertices:
         if vertex.kind is VertexKind.NVSWITCH or vertex.id not in children:
             continue
         what = {"cpu_unknown": "an unknown CPU"}.get(vertex.id, vertex.id)
-        lines.append(f"attached to {what}: {', '.join(children[vertex.id])}")
-    return lines
+        yield f"attached to {what}: {', '.join(children[vertex.id])}"
 
 
 def _nics(node: Node) -> list[str]:

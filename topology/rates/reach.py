@@ -6,7 +6,7 @@ asks how far the links of a cluster reach.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from topology.cluster import ASSUMED, Cluster, LinkState, Nic
@@ -107,9 +107,8 @@ def cluster_caveats(cluster: Cluster) -> list[str]:
     return list(dict.fromkeys(caveats))
 
 
-def _unconfirmed(cluster: Cluster) -> list[str]:
+def _unconfirmed(cluster: Cluster) -> Iterator[str]:
     """Return a sentence for each kind of GPU with figures that no published source confirms."""
-    found = []
     for kind in cluster.gpu_kinds:
         fields = [
             name if source.startswith(UNCONFIRMED) else f"some of {name}"
@@ -117,31 +116,26 @@ def _unconfirmed(cluster: Cluster) -> list[str]:
             if UNCONFIRMED in source
         ]
         if fields:
-            found.append(f"figures of {kind.title or kind.name} that no published source confirms: {', '.join(fields)}")
-    return found
+            yield f"figures of {kind.title or kind.name} that no published source confirms: {', '.join(fields)}"
 
 
 def _network(nics: Sequence[Nic]) -> tuple[tuple[float, bool], ...]:
     return tuple(sorted((nic.bytes_per_s or 0.0, nic.up) for nic in nics))
 
 
-def _unlisted(rates: NodeRates) -> list[str]:
+def _unlisted(rates: NodeRates) -> Iterator[str]:
     """Return what is assumed about links that the node does not list or whose state is unknown."""
     node = rates.node
     hosted = {end for link in node.links if link.kind in HOST_KINDS for end in (link.a, link.b)}
     bare = [gpu.index for gpu in node.gpus if gpu.vertex not in hosted]
-    caveats = []
     if bare and len(node.gpus) > 1:
-        caveats.append(
+        yield (
             f"the links of GPU {', '.join(map(str, bare[:8]))} to the host are not listed:"
             " taken as a slot of the card's own rate"
         )
     weak = sorted({end for link in node.links if link.state is LinkState.DEGRADED for end in (link.a, link.b)})
     if weak := [end for end in weak if end.startswith("gpu")]:
-        caveats.append(
-            f"links of {', '.join(weak[:8])} are degraded: groups with them go by the slowest of their links"
-        )
+        yield f"links of {', '.join(weak[:8])} are degraded: groups with them go by the slowest of their links"
     absent = sum(link.state is LinkState.ABSENT for link in node.links)
     if absent:
-        caveats.append(f"{absent} links of a node are absent: planned without them")
-    return caveats
+        yield f"{absent} links of a node are absent: planned without them"

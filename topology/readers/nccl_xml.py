@@ -82,7 +82,6 @@ class GpuElement:
     rank: int | None = None
     sm: int | None = None
     mlopart: int | None = None  # half of a GPU that is split into two (Vera Rubin)
-    gdr: bool | None = None
     links: tuple[NvlinkElement, ...] = ()
     c2c_bytes_per_s: float | None = None  # NCCL: bw [MB/s] x count
 
@@ -95,7 +94,6 @@ class NetElement:
     dev: int | None = None
     port: int | None = None
     bytes_per_s: float | None = None
-    gdr: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,6 @@ class CpuElement:
     numa: int | None  # None where the file says -1
     affinity: str | None = None
     arch: str | None = None
-    vendor: str | None = None
     host: str | None = None
 
 
@@ -125,10 +122,6 @@ class NcclGraph:
     id: int | None
     pattern: int | None
     channel_count: int | None
-    speed_intra_bytes_per_s: float | None
-    speed_inter_bytes_per_s: float | None
-    type_intra: str
-    type_inter: str
     channels: tuple[tuple[tuple[str, int | None], ...], ...]
 
 
@@ -191,7 +184,6 @@ def read_topology(root: Element) -> NcclTopology:
                 numa=numa if numa is not None and numa >= 0 else None,
                 affinity=cpu.get("affinity"),
                 arch=cpu.get("arch"),
-                vendor=cpu.get("vendor"),
                 host=cpu.get("host_hash"),
             )
         )
@@ -228,23 +220,18 @@ def read_topology(root: Element) -> NcclTopology:
 
 
 def read_graphs(root: Element) -> tuple[NcclGraph, ...]:
-    """Return the search results of a `graphs` tree; speeds are GB/s in the file. Raises BadInput for another root."""
+    """Return the search results of a `graphs` tree. Raises BadInput for another root."""
     if root.tag != "graphs":
         raise BadInput(f"<{root.tag[:40]}> is not a NCCL graph file", why="its root element is <graphs>")
     sink: list[str] = []
     graphs = []
     for graph in (child for child in root if child.tag == "graph"):
         attributes = graph.attrib
-        intra, inter = _float(attributes.get("speedintra")), _float(attributes.get("speedinter"))
         graphs.append(
             NcclGraph(
                 id=_int(attributes.get("id"), sink, "graph id"),
                 pattern=_int(attributes.get("pattern"), sink, "graph pattern"),
                 channel_count=_int(attributes.get("nchannels"), sink, "graph nchannels"),
-                speed_intra_bytes_per_s=intra * 1e9 if intra is not None else None,
-                speed_inter_bytes_per_s=inter * 1e9 if inter is not None else None,
-                type_intra=attributes.get("typeintra", ""),
-                type_inter=attributes.get("typeinter", ""),
                 channels=tuple(
                     tuple((step.tag, _int(step.get("dev"), sink, "dev")) for step in channel)
                     for channel in graph
@@ -306,14 +293,12 @@ def _gpu(element: Element, pci: PciDevice, problems: list[str]) -> GpuElement:
         elif child.tag == "c2c":
             rate, count = _float(child.get("bw")), _int(child.get("count"), problems, "c2c count")
             c2c = rate * 1e6 * count if rate is not None and count is not None else None
-    gdr = _int(attributes.get("gdr"), problems, "gpu gdr")
     return GpuElement(
         pci=pci,
         dev=_int(attributes.get("dev"), problems, "gpu dev"),
         rank=_int(attributes.get("rank"), problems, "gpu rank"),
         sm=_int(attributes.get("sm"), problems, "gpu sm"),
         mlopart=_int(attributes.get("mlopart"), problems, "gpu mlopart"),
-        gdr=bool(gdr) if gdr is not None else None,
         links=tuple(links),
         c2c_bytes_per_s=c2c,
     )
@@ -322,7 +307,6 @@ def _gpu(element: Element, pci: PciDevice, problems: list[str]) -> GpuElement:
 def _net(element: Element, pci: PciDevice | None, cpu: int, problems: list[str]) -> NetElement:
     attributes = element.attrib
     speed = _float(attributes.get("speed"))
-    gdr = _int(attributes.get("gdr"), problems, "net gdr")
     return NetElement(
         name=attributes.get("name", ""),
         cpu=cpu,
@@ -330,7 +314,6 @@ def _net(element: Element, pci: PciDevice | None, cpu: int, problems: list[str])
         dev=_int(attributes.get("dev"), problems, "net dev"),
         port=_int(attributes.get("port"), problems, "net port"),
         bytes_per_s=speed * 1e6 / 8 if speed is not None and speed > 0 else None,
-        gdr=bool(gdr) if gdr is not None else None,
     )
 
 

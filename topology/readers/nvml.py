@@ -37,7 +37,6 @@ class NvmlLink:
     index: int
     active: bool
     remote_type: str | None = None  # "gpu", "switch", "npu"
-    remote_pci: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +188,8 @@ def _links(nvml: Any, handle: Any) -> tuple[NvmlLink, ...] | None:
                 return None
             break
         kind = _get(lambda link=number: int(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)))  # type: ignore[misc]  # the default argument binds the loop variable
-        remote = _get(lambda link=number: _text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))  # type: ignore[misc]  # likewise
-        links.append(
-            NvmlLink(
-                index=number,
-                active=active,
-                remote_type=REMOTE_TYPES.get(kind) if kind is not None else None,
-                remote_pci=remote.lower() if remote else None,
-            )
-        )
+        remote_type = REMOTE_TYPES.get(kind) if kind is not None else None
+        links.append(NvmlLink(index=number, active=active, remote_type=remote_type))
     return tuple(links)
 
 

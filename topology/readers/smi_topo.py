@@ -26,7 +26,6 @@ class Affinity:
     cpu: str | None = None
     numa: str | None = None
     gpu_numa_id: str | None = None
-    other: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,10 +181,7 @@ def _affinity(row: RawRow, extras: tuple[tuple[str, int], ...], unknown: list[tu
         else:
             values[column] = token
     return Affinity(
-        cpu=values.pop("CPU Affinity", None),
-        numa=values.pop("NUMA Affinity", None),
-        gpu_numa_id=values.pop("GPU NUMA ID", None),
-        other=values,
+        cpu=values.get("CPU Affinity"), numa=values.get("NUMA Affinity"), gpu_numa_id=values.get("GPU NUMA ID")
     )
 
 

@@ -6,6 +6,7 @@ Everything is read below a given root, so that tests can build a small tree. A m
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +85,7 @@ def _memory_bytes(path: Path) -> int | None:
     return 1024 * int(found.group(1)) if found else None
 
 
-def _nics(sys: Path) -> list[SysfsNic]:
-    found: list[SysfsNic] = []
+def _nics(sys: Path) -> Iterator[SysfsNic]:
     interfaces: dict[str, list[str]] = {}
     for entry in _entries(sys / "class/net"):
         place = _place(entry / "device")
@@ -98,32 +98,27 @@ def _nics(sys: Path) -> list[SysfsNic]:
         claimed.update(names)
         state = _read(entry / "ports/1/state")
         rate = re.match(r"([0-9]{1,5}(?:\.[0-9]+)?)\s*Gb", _read(entry / "ports/1/rate") or "")
-        found.append(
-            SysfsNic(
-                name=entry.name,
-                interfaces=tuple(names),
-                rdma=True,
-                place=place,
-                link=_link(entry / "device"),
-                bytes_per_s=float(rate.group(1)) * 1e9 / 8 if rate else None,
-                up="ACTIVE" in state if state else None,
-            )
+        yield SysfsNic(
+            name=entry.name,
+            interfaces=tuple(names),
+            rdma=True,
+            place=place,
+            link=_link(entry / "device"),
+            bytes_per_s=float(rate.group(1)) * 1e9 / 8 if rate else None,
+            up="ACTIVE" in state if state else None,
         )
     for name in (name for names in interfaces.values() for name in names if name not in claimed):
         entry = sys / "class/net" / name
         speed = _positive(entry / "speed")  # Mb/s; -1 when the link is down
         state = _read(entry / "operstate")
-        found.append(
-            SysfsNic(
-                name=name,
-                interfaces=(name,),
-                place=_place(entry / "device"),
-                link=_link(entry / "device"),
-                bytes_per_s=speed * 1e6 / 8 if speed is not None else None,
-                up=state == "up" if state else None,
-            )
+        yield SysfsNic(
+            name=name,
+            interfaces=(name,),
+            place=_place(entry / "device"),
+            link=_link(entry / "device"),
+            bytes_per_s=speed * 1e6 / 8 if speed is not None else None,
+            up=state == "up" if state else None,
         )
-    return found
 
 
 def _place(device: Path) -> PciPlace | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import platformdirs
 import streamlit as st
@@ -29,19 +29,8 @@ USER = "local"
 PATIENCE_S = 5.0  # seconds to wait for a service that does not answer, while a user waits
 
 
-class Jobs(Protocol):
-    """Jobs by id. Documents are those of `GET /v1/jobs/{job}`. Methods raise PlannerError."""
-
-    def ask(self, command: str, said: JsonObject) -> str: ...
-    def read(self, job: str) -> JobDocument | None: ...
-    def newest(self, limit: int) -> list[JobDocument]: ...
-    def cancel(self, job: str) -> None: ...
-    def so_far(self, job: str) -> bytes: ...
-    def content(self, artifact: Artifact) -> bytes: ...
-
-
 class LocalQueue:
-    """The queue in this process."""
+    """The queue in this process. Documents are those of `GET /v1/jobs/{job}`; methods raise PlannerError."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -67,7 +56,7 @@ class LocalQueue:
 
 
 class RemoteService:
-    """A service elsewhere."""
+    """A service elsewhere, asked by the methods of `LocalQueue`."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -107,7 +96,7 @@ def missing() -> list[str]:
 
 
 @st.cache_resource(show_spinner=False)
-def jobs() -> Jobs:
+def jobs() -> LocalQueue | RemoteService:
     """Return the jobs that all sessions share. Raises PlannerError where the service or the database cannot be used."""
     return RemoteService(client()) if server() else LocalQueue(queue())
 

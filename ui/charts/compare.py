@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from planner.pictures.palette import GOOD, VERMILION
-from ui.charts.look import Figure, finished, paper, table
+from ui.charts.look import Figure, finished, paper, table, tips
 from ui.charts.row_types import TermRow
 
 LABEL_PX = 62  # pixels of the words next to a bar
@@ -29,7 +29,7 @@ def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
             title=unit,
             scale=alt.Scale(domainMin=alt.ExprRef(f"-({reach})"), domainMax=alt.ExprRef(reach), nice=False),
         ),
-        tooltip=[alt.Tooltip("name:N"), alt.Tooltip("text:N", title="difference")],
+        tooltip=tips({"name": "", "text": "difference"}),
     )
     more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))
     bars = base.mark_bar(height=18, cornerRadius=2).encode(color=more)

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BAD, BLUE, GOOD, GREY
-from ui.charts.look import Figure, finished, paper, table
+from ui.charts.look import Figure, finished, paper, table, tips
 from ui.charts.row_types import RunRow, SizeRow
 
 
@@ -19,12 +19,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> Figure
     """
     base = alt.Chart(table(rows)).encode(
         y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
-        tooltip=[
-            alt.Tooltip("label:N", title="plan"),
-            alt.Tooltip("before:N", title="step as it is"),
-            alt.Tooltip("after:N", title="step then"),
-            alt.Tooltip("held:N", title="memory then"),
-        ],
+        tooltip=tips({"label": "plan", "before": "step as it is", "after": "step then", "held": "memory then"}),
     )
     x = alt.X("before_s:Q", title="step time, s", scale=alt.Scale(zero=False))
     line = base.mark_rule(color=GREY, strokeWidth=2).encode(x=x, x2=alt.X2("after_s:Q"))
@@ -55,7 +50,7 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
             axis=alt.Axis(values=numbers, format="d"),
         ),
         y=alt.Y(f"{value}:Q", title=title, scale=alt.Scale(zero=True)),
-        tooltip=[alt.Tooltip("gpus:Q", title="GPUs"), alt.Tooltip("plan:N"), alt.Tooltip("text:N", title=title)],
+        tooltip=tips({"gpus:Q": "GPUs", "plan": "", "text": title}),
     )
     line = base.mark_line(color=GOOD, strokeWidth=2)
     points = base.mark_point(color=GOOD, filled=True, size=80, opacity=1)
@@ -68,13 +63,7 @@ def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark
 def cost_over_days(rows: Sequence[RunRow], unit: str, *, dark: bool) -> Figure:
     """Draw what a whole run costs over the days that it takes, a point for each number of GPUs, with 80 % ranges."""
     p = paper(dark)
-    base = alt.Chart(table(rows)).encode(
-        tooltip=[
-            alt.Tooltip("label:N", title="on"),
-            alt.Tooltip("days_text:N", title="days"),
-            alt.Tooltip("cost_text:N", title=unit),
-        ]
-    )
+    base = alt.Chart(table(rows)).encode(tooltip=tips({"label": "on", "days_text": "days", "cost_text": unit}))
     x = alt.X(
         "days:Q",
         title="days (logarithmic)",
@@ -101,17 +90,11 @@ def size_map(rows: Sequence[SizeRow], *, dark: bool) -> Figure:
     """
     p = paper(dark)
     rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
+    sizes = {"length": "tokens a sequence", "micro_batch": "sequences a micro batch"}
     base = alt.Chart(table(rows)).encode(
-        x=alt.X("micro_batch:N", sort=None, title="sequences a micro batch", axis=alt.Axis(labelAngle=0, orient="top")),
-        y=alt.Y("length:N", sort=None, title="tokens a sequence"),
-        tooltip=[
-            alt.Tooltip("length:N", title="tokens a sequence"),
-            alt.Tooltip("micro_batch:N", title="sequences a micro batch"),
-            alt.Tooltip("upper:N", title="step"),
-            alt.Tooltip("rate:N", title="per GPU"),
-            alt.Tooltip("lower:N", title="memory"),
-            alt.Tooltip("state:N", title="state"),
-        ],
+        x=alt.X("micro_batch:N", sort=None, title=sizes["micro_batch"], axis=alt.Axis(labelAngle=0, orient="top")),
+        y=alt.Y("length:N", sort=None, title=sizes["length"]),
+        tooltip=tips({**sizes, "upper": "step", "rate": "per GPU", "lower": "memory", "state": "state"}),
     )
     fits = alt.datum.tokens_per_s > 0
     filled = base.transform_filter(fits).mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=3, color=BLUE)

@@ -10,7 +10,7 @@ import altair as alt
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, GOOD, GREY, MEMORY
 from topology.units import GIB
-from ui.charts.look import Figure, finished, ink_on, paper, scale, table, words
+from ui.charts.look import Figure, finished, ink_on, paper, scale, table, tips, words
 from ui.charts.row_types import SavingRow
 
 LEAST_SHOWN_BYTES = 0.005 * GIB
@@ -65,7 +65,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
                 ),
             ),
             order=alt.Order("order:Q"),
-            tooltip=[alt.Tooltip("stage:N"), alt.Tooltip("category:N"), alt.Tooltip("text:N", title="size")],
+            tooltip=tips({"stage": "", "category": "", "text": "size"}),
         )
     )
     capacity_rule = alt.Chart(table([{"gib": capacity / GIB, "text": f"{gib_text(capacity)} GiB available"}]))
@@ -94,7 +94,7 @@ def savings(rows: Sequence[SavingRow], capacity_gib: float, *, dark: bool) -> Fi
     axis = alt.Axis(labelExpr="datum.value < 0 ? '' : datum.label")
     base = alt.Chart(table(rows)).encode(
         y=alt.Y("change:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False)),
-        tooltip=[alt.Tooltip("change:N", title="change"), alt.Tooltip("text:N", title="frees")],
+        tooltip=tips({"change": "change", "text": "frees"}),
     )
     bars = base.mark_bar(height=18, cornerRadius=2).encode(
         x=alt.X("to_gib:Q", title="GiB that the allocator reserves", scale=scale, axis=axis),
@@ -133,14 +133,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
     top = max((v["to"] for v in values), default=1.0)
     y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
     x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.04], nice=False))
-    base = alt.Chart(table(values)).encode(
-        y=y,
-        tooltip=[
-            alt.Tooltip("name:N"),
-            alt.Tooltip("text:N", title="takes"),
-            alt.Tooltip("meaning:N", title="what it is"),
-        ],
-    )
+    base = alt.Chart(table(values)).encode(y=y, tooltip=tips({"name": "", "text": "takes", "meaning": "what it is"}))
     bars = base.mark_bar(height=20, cornerRadius=2).encode(
         x=x, x2=alt.X2("to:Q"), color=alt.Color("colour:N", scale=None)
     )

@@ -12,7 +12,7 @@ from planner.explain.traffic import NETWORK, NVLINK, PCIE, Traffic
 from planner.pictures.node_layout import Cable, NodeView
 from planner.pictures.palette import BLUE, GREY, ORANGE, SKY, VERMILION
 from simulator.config.plan import Plan
-from ui.charts.look import Figure, finished, paper, table
+from ui.charts.look import Figure, finished, paper, table, tips
 
 # Mean loads over the step from which each colour is used.
 LEVELS = (
@@ -160,7 +160,7 @@ def fabric(nodes: Sequence[NodeLoad], *, dark: bool) -> Figure:
         title="mean load of the step",
         scale=alt.Scale(domain=[words for words, _ in used], range=[colour for _, colour in used]),
     )
-    tooltip = [alt.Tooltip("node:N"), alt.Tooltip("what:N"), alt.Tooltip("load:N", title="mean load")]
+    tooltip = tips({"node": "", "what": "", "load": "mean load"})
     base = alt.Chart(table(gpus)).encode(x=alt.X("x:Q", axis=None, scale=scale), y=y)
     # As large as the distance between two GPUs allows, and at most the height of the row.
     size = alt.ExprRef(f"pow(min(20, 0.86 * width / {edge + 1.2}), 2)")

@@ -68,6 +68,14 @@ def table(rows: Iterable[Mapping[str, Any]]) -> alt.Data:
     return alt.Data(values=tuple(dict(row) for row in rows))
 
 
+def tips(shown: Mapping[str, str]) -> list[alt.Tooltip]:
+    """Return what is shown where a mark is pointed at: fields with their titles, or with their own name for an empty
+    one. A field is a name, or one with its type: `rank:Q`.
+    """
+    fields = {name if ":" in name else f"{name}:N": title for name, title in shown.items()}
+    return [alt.Tooltip(name, title=title) if title else alt.Tooltip(name) for name, title in fields.items()]
+
+
 def picked() -> alt.Parameter:
     """Return the selection of one plan by a click on its mark."""
     return alt.selection_point(name=PICK, fields=["plan"], on="click", toggle=False)

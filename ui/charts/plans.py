@@ -9,8 +9,10 @@ import altair as alt
 from planner.io.figures import gib_text
 from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from topology.units import GIB
-from ui.charts.look import Figure, finished, paper, picked, table
+from ui.charts.look import Figure, finished, paper, picked, table, tips
 from ui.charts.row_types import PlanRow, RatePoint
+
+PLAN = {"chips": "plan", "policy": "settings"}  # fields that tell a plan, with their titles
 
 
 def front(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -44,17 +46,8 @@ def scatter(rows: Sequence[PlanRow], *, limit_gib: float, chosen: str | None, da
             zero=False,
         ),
     )
-    tooltip = [
-        alt.Tooltip("rank:O", title="#"),
-        alt.Tooltip("chips:N", title="plan"),
-        alt.Tooltip("policy:N", title="settings"),
-        alt.Tooltip("step:N", title="step"),
-        alt.Tooltip("range:N", title="80 % range"),
-        alt.Tooltip("memory:N"),
-        alt.Tooltip("fits:N"),
-        alt.Tooltip("tokens:N", title="tokens/s per GPU"),
-        alt.Tooltip("mfu:N", title="MFU"),
-    ]
+    shown = {"memory": "", "fits": "", "tokens": "tokens/s per GPU", "mfu": "MFU"}
+    tooltip = tips({"rank:O": "#", **PLAN, "step": "step", "range": "80 % range", **shown})
     base = alt.Chart(table(values)).encode(x=x, y=y)
     line = (
         alt.Chart(table(front(rows)))
@@ -88,13 +81,7 @@ def ranges(rows: Sequence[PlanRow], *, chosen: Sequence[str], dark: bool) -> Fig
     margin = 0.04 * (high - low) or 0.04 * high
     base = alt.Chart(table(values)).encode(
         y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
-        tooltip=[
-            alt.Tooltip("chips:N", title="plan"),
-            alt.Tooltip("policy:N", title="settings"),
-            alt.Tooltip("step:N"),
-            alt.Tooltip("range:N", title="80 % range"),
-            alt.Tooltip("fits:N"),
-        ],
+        tooltip=tips({**PLAN, "step": "", "range": "80 % range", "fits": ""}),
     )
     x = alt.X(
         "low_s:Q",
@@ -130,7 +117,7 @@ def counts(rows: Mapping[str, int], *, dark: bool) -> Figure:
     ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(table(values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=None),
-        tooltip=[alt.Tooltip("rule:N", title="reason"), alt.Tooltip("text:N", title="candidates")],
+        tooltip=tips({"rule": "reason", "text": "candidates"}),
     )
     x = alt.X(
         "count:Q",

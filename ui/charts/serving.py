@@ -11,7 +11,7 @@ from planner.pictures.palette import BLUE
 from planner.pictures.pareto import colours
 from planner.serving.reports.plan_text import words
 from topology.units import two_digits
-from ui.charts.look import Figure, finished, paper, picked, table
+from ui.charts.look import Figure, finished, paper, picked, table, tips
 
 LABEL_PX = 90  # pixels of the words next to a bar
 
@@ -61,7 +61,7 @@ def pareto(rows: Sequence[Mapping[str, Any]], y_title: str, chosen: str, *, log:
     points = base.mark_point(filled=True, opacity=0.9, stroke=p.page, strokeWidth=1).encode(
         color=colour,
         size=alt.condition("datum.first", alt.value(90), alt.value(24)),
-        tooltip=[alt.Tooltip("words:N", title="deployment")],
+        tooltip=tips({"words": "deployment"}),
     )
     ring = base.mark_point(size=260, strokeWidth=2, color=p.ink).transform_filter(
         alt.FieldOneOfPredicate(field="plan", oneOf=[chosen])

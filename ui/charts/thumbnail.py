@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 
 from planner.io.figures import seconds_text
-from ui.charts.look import Figure, finished, table
+from ui.charts.look import Figure, finished, table, tips
 from ui.charts.timeline import COLOURS, KINDS, Timeline, bars
 
 MOST_BARS = 600
@@ -45,7 +45,7 @@ def thumbnail(line: Timeline, *, last_s: float, dark: bool) -> Figure:
             x2=alt.X2("to:Q"),
             y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
             color=alt.Color("kind:N", title=None, scale=colours, legend=alt.Legend(columns=2)),
-            tooltip=[alt.Tooltip("lane:N"), alt.Tooltip("kind:N"), alt.Tooltip("words:N", title="what")],
+            tooltip=tips({"lane": "", "kind": "", "words": "what"}),
         )
     )
     return finished(drawn, dark, height=alt.Step(LANE_PX))

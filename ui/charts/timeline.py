@@ -8,6 +8,7 @@ lane stays the same, and the full trace can be downloaded for Perfetto.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,10 +176,10 @@ def _gathered(
     end: NDArray[np.float64],
     begin: float,
     width: float,
-) -> list[Bar]:
+) -> Iterator[Bar]:
     """Return one bar per lane, cell and kind that has short spans; a span belongs to the cell of its middle."""
     if not len(index):
-        return []
+        return
     cell = np.floor(((start + end) / 2 - begin) / width).astype(np.int64)
     group = line.lane[index].astype(np.int64) * (int(cell.max()) + 1) + cell
     order = np.argsort(group, kind="stable")
@@ -192,7 +193,6 @@ def _gathered(
     np.add.at(busy, (of, kind), end - start)
     np.add.at(counts, (of, kind), 1)
     np.minimum.at(began, (of, kind), start)
-    found = []
     for g, at in enumerate(first):
         rank, lane = line.lanes[line.lane[index[at]]]
         per_busy_s = (right[g] - left[g]) / busy[g].sum()
@@ -201,19 +201,16 @@ def _gathered(
             count, start_s = int(counts[g, k]), edge
             edge = min(start_s + float(busy[g, k] * per_busy_s), float(right[g]))
             alone = count == 1 and int(counts[g].sum()) == 1
-            found.append(
-                Bar(
-                    rank=rank,
-                    lane=lane,
-                    kind=KINDS[k],
-                    name=line.names[line.name[index[at]]] if alone else f"{count} short spans",
-                    start_s=start_s,
-                    end_s=edge,
-                    busy_s=float(busy[g, k]),
-                    spans=count,
-                )
+            yield Bar(
+                rank=rank,
+                lane=lane,
+                kind=KINDS[k],
+                name=line.names[line.name[index[at]]] if alone else f"{count} short spans",
+                start_s=start_s,
+                end_s=edge,
+                busy_s=float(busy[g, k]),
+                spans=count,
             )
-    return found
 
 
 def samples(counter: tr.Counter, *, end_s: float, most: int = 600) -> list[tuple[float, float]]:

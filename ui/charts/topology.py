@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, TypedDict
 
@@ -11,7 +12,7 @@ from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
 from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
-from ui.charts.look import Figure, finished, ink_on, paper, table
+from ui.charts.look import Figure, finished, ink_on, paper, table, tips
 from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
@@ -57,18 +58,16 @@ def node(
         for cable in view.cables
         for step, (px, py) in enumerate(cable.points)
     ]
-    tooltip = [
-        alt.Tooltip(f"{f}:N") for f in ("what", "kind", "class", "links", "nominal", "measured", "state", "source")
-    ]
+    shown = dict.fromkeys(("what", "kind", "class", "links", "nominal", "measured", "state", "source"), "")
     if lines:
         colours = alt.Scale(domain=[LINK_WORDS[k] for k in kinds], range=[colour("links", k) for k in kinds])
         if shares is not None:
-            tooltip = [alt.Tooltip("load:N", title="mean load"), *tooltip]
+            shown = {"load": "mean load", **shown}
             levels = [(words, hue) for _, words, hue in LEVELS if any(line["level"] == words for line in lines)]
             levels += [(UNKNOWN, p.rule)] if any(line["level"] == UNKNOWN for line in lines) else []
             colours = alt.Scale(domain=[words for words, _ in levels], range=[hue for _, hue in levels])
         base = alt.Chart(table(lines)).encode(
-            x=x, y=y, detail=alt.Detail("link:N"), order=alt.Order("step:Q"), tooltip=tooltip
+            x=x, y=y, detail=alt.Detail("link:N"), order=alt.Order("step:Q"), tooltip=tips(shown)
         )
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
@@ -113,7 +112,7 @@ _SIDES: dict[str, _Side] = {"above": {"dy": -17}, "below": {"dy": 19}, "right": 
 
 def _parts(
     view: NodeView, x: Any, y: Any, page: str, ink: str, quiet: str, ranks: dict[int, tuple[str, int]] | None
-) -> list[alt.Chart]:
+) -> Iterator[alt.Chart]:
     many = view.width > 17
     crowded = sum(part.kind == "nic" for part in view.parts) > 10
     round_size = 900 if view.width <= 10 else 460
@@ -132,15 +131,12 @@ def _parts(
     ]
     gpus = [row for row in rows if row["kind"] == "gpu"]
     rest = [row for row in rows if row["kind"] != "gpu"]
-    layers = []
-    tooltip = [alt.Tooltip("about:N", title="part")]
+    tooltip = tips({"about": "part"})
     if rest:
         base = alt.Chart(table(rest)).encode(x=x, y=y, tooltip=tooltip)
-        layers.append(
-            base.mark_point(
-                filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
-            ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
-        )
+        yield base.mark_point(
+            filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
+        ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
         for row in rest:
             row["side"] = {"nvswitch": "above", "cpu": "below", "nic": "below"}.get(str(row["kind"]), "right")
         for side, how in _SIDES.items():
@@ -153,22 +149,17 @@ def _parts(
                 words = alt.Chart(table(named)).encode(x=x, y=y, text=alt.Text("label:N"))
                 fitting = alt.ExprRef(f"width < {30 + 52 * view.width:.0f} ? 0 : 1")
                 # An outline in the background colour keeps lines from crossing the letters.
-                layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how))
-                layers.append(words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how))
+                yield words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how)
+                yield words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how)
     if gpus:
         base = alt.Chart(table(gpus)).encode(x=x, y=y, tooltip=tooltip)
-        layers.append(
-            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
-                fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
-            )
+        yield base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
+            fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
         )
         if not many:
-            layers.append(
-                base.mark_text(fontSize=12, fontWeight="bold").encode(
-                    text=alt.Text("label:N"), color=alt.Color("on:N", scale=None)
-                )
+            yield base.mark_text(fontSize=12, fontWeight="bold").encode(
+                text=alt.Text("label:N"), color=alt.Color("on:N", scale=None)
             )
-    return layers
 
 
 FAMILIES = {"PIX": "pcie", "PXB": "pcie", "PHB": "pcie", "NODE": "pcie", "SYS": "smp"}  # other classes are NVLink's
@@ -212,13 +203,7 @@ def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> Figur
     base = alt.Chart(table(values)).encode(
         x=alt.X("to:O", title="to GPU", axis=axis(orient="top")),
         y=alt.Y("from:O", title="from GPU", axis=axis()),
-        tooltip=[
-            alt.Tooltip("from:O"),
-            alt.Tooltip("to:O"),
-            alt.Tooltip("class:N"),
-            alt.Tooltip("kind:N"),
-            alt.Tooltip("text:N", title="one transfer, one direction"),
-        ],
+        tooltip=tips({"from:O": "", "to:O": "", "class": "", "kind": "", "text": "one transfer, one direction"}),
     )
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
         color=alt.Color(
@@ -256,12 +241,9 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
             axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False),
         ),
         y=alt.Y("node:O", title="node", axis=alt.Axis(grid=False, domain=False, ticks=False)),
-        tooltip=[
-            "rank:Q",
-            "node:O",
-            alt.Tooltip("gpu:O", title="GPU"),
-            *(alt.Tooltip(f"{name}:O", title=words) for name, words in AXIS_NAMES.items()),
-        ],
+        tooltip=tips(
+            {"rank:Q": "", "node:O": "", "gpu:O": "GPU", **{f"{n}:O": title for n, title in AXIS_NAMES.items()}}
+        ),
     )
     boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(color=alt.Color("colour:N", scale=None))
     layers = [boxes]

@@ -11,11 +11,10 @@ from planner.io import output
 from planner.question.flags import flags_of_question, gpu_counts
 from planner.requests.flag import values_of
 from planner.requests.training import Explain
-from planner.search.flips import KNOBS
-from planner.serving import Links, explain_serving, load_serving, serving_question, with_serving_flags
+from planner.search.flips import knobs_of
+from planner.serving import explain_serving, load_serving, serving_question, with_serving_flags
 from planner.serving.reports.documents import explanation_document
 from planner.serving.reports.plan_text import print_explained
-from topology.cluster import Cluster
 
 
 def explain(asked: Explain) -> None:
@@ -38,9 +37,10 @@ def explain(asked: Explain) -> None:
         question, chosen = serving_question(flags), None
     else:
         question, chosen, _ = with_serving_flags(load_serving(plan), flags)
+    links = {knob.quantity: (knob.now(question.cluster), knob.scale) for knob in knobs_of(question.cluster)}
     try:
         found = explain_serving(
-            question, chosen, links=_links(question.cluster), top=asked.top, sweep=asked.flips, progress=output.progress
+            question, chosen, links=links, top=asked.top, sweep=asked.flips, progress=output.progress
         )
     finally:
         output.end_progress()
@@ -50,13 +50,3 @@ def explain(asked: Explain) -> None:
         print_explained(found)
     if found.answer.problems:
         raise Exit(3)
-
-
-def _links(cluster: Cluster) -> Links:
-    """Return the link rates that can be varied, by name, with a function that changes each."""
-    known = {knob.quantity: (knob.now(cluster), knob.scale) for knob in KNOBS}
-    return {
-        name: (now, scale)
-        for name, (now, scale) in known.items()
-        if now > 0 and not (name.startswith("network") and cluster.node_count == 1)
-    }

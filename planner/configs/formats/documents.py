@@ -206,21 +206,19 @@ class YamlDocument(Document):
         line_end = self.text.find("\n", end)
         return start, len(self.text) if line_end < 0 else line_end + 1, ""
 
-    def _added(self, new: Settings) -> list[tuple[int, int, str]]:
+    def _added(self, new: Settings) -> Iterator[tuple[int, int, str]]:
         by_section: dict[str, Settings] = {}
         for key, value in new.items():
             section, _, name = key.rpartition(".")
             by_section.setdefault(section, {})[name] = value
-        edits = []
         for section, values in by_section.items():
             outer, _, inner = section.rpartition(".")
             if section in self.maps:
-                edits.append(self._insertion(self.maps[section], values))
+                yield self._insertion(self.maps[section], values)
             elif outer in self.maps:
-                edits.append(self._insertion(self.maps[outer], {inner: values}))
+                yield self._insertion(self.maps[outer], {inner: values})
             else:
                 raise BadInput(f"there is no {section} to add {', '.join(values)} to")
-        return edits
 
     def _insertion(self, within: yaml.MappingNode, values: Settings) -> tuple[int, int, str]:
         """Return the edit that adds keys after the last one of a mapping, in the same layout."""

@@ -4,10 +4,13 @@ config.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.accelerate_fields import TABLE, kind
 from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import nested
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line
 from planner.export.yaml_text import yaml_text
@@ -52,17 +55,13 @@ def write(job: ExportJob) -> Draft:
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    document: JsonObject = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[name] = value
     machines = (
         ("--machine_rank, --main_process_ip and --main_process_port differ by host: pass them to accelerate launch",)
         if hosts.count > 1
         else ()
     )
     return Draft(
-        body=yaml_text(document),
+        body=yaml_text(nested(settings)),
         settings=settings,
         not_expressed=(*sharding_notes, *types_notes, *_not_expressed(job, plan, recompute)),
         needed=(*machines, *_program_needs(job, kind(facts))),
@@ -84,26 +83,23 @@ def _refuse(plan: Plan) -> None:
         raise Infeasible(f"{TITLE} splits heads for context parallelism only with DeepSpeed", remedy="--to deepspeed")
 
 
-def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
+def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> Iterator[str]:
     """Return the settings of `plan` that the file cannot express; its recompute mode is `recompute`."""
-    not_expressed = [f"sequence length {job.question.workload.seq_len}: set it in the program"]
-    not_expressed.append(
+    yield f"sequence length {job.question.workload.seq_len}: set it in the program"
+    yield (
         f"micro batch {plan.micro_batch_size} and {job.micro_batches} accumulated: set them in the program "
         f"(per_device_train_batch_size, gradient_accumulation_steps)"
     )
     if plan.tp > 1 and plan.sequence_parallel:
-        not_expressed.append("sequence parallelism with tensor parallelism: the model's own tp_plan decides")
+        yield "sequence parallelism with tensor parallelism: the model's own tp_plan decides"
     if recompute != plan.recompute:
-        not_expressed.append(
-            f"recompute {plan.recompute!r}: accelerate recomputes whole blocks or nothing; written as full"
-        )
+        yield f"recompute {plan.recompute!r}: accelerate recomputes whole blocks or nothing; written as full"
     if plan.tp_overlap != "none":
-        not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
+        yield f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}"
     if plan.ep_overlap != "none":
-        not_expressed.append("all-to-all of experts alongside compute")
+        yield "all-to-all of experts alongside compute"
     if job.question.runtime.compute_dtype == "float8":
-        not_expressed.append("the recipe of float8: set fp8_config")
-    return not_expressed
+        yield "the recipe of float8: set fp8_config"
 
 
 def _program_needs(job: ExportJob, distributed: str) -> list[str]:

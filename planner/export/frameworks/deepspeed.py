@@ -10,11 +10,11 @@ from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.deepspeed_fields import TABLE
 from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import nested
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.model import Model
 from simulator.config.overlap_sites import tp_overlap_label
-from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -50,18 +50,11 @@ def write(job: ExportJob) -> Draft:
     settings = settings_of(TABLE, facts)
     if plan.ep > 1:
         settings["expert_parallel.preset_model"] = _preset(job.question.model)
-    document: JsonObject = {}
-    for key, value in settings.items():
-        *sections, name = key.split(".")
-        inner = document
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
     hosts = job.hosts()
     devices = common_device_list(hosts, TITLE)
     words = torchrun_words(hosts, node_rank="0", address="FIRST_HOST")
     return Draft(
-        body=document,
+        body=nested(settings),
         settings=settings,
         not_expressed=_not_expressed(job, hybrid=hybrid),
         needed=(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.megatron_fields import FP8_RECIPES, SHARDING, TABLE
@@ -121,26 +123,20 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     )
 
 
-def _model_not_expressed(model: Model) -> list[str]:
+def _model_not_expressed(model: Model) -> Iterator[str]:
     """Return the parts of the model that flags of pretrain_gpt.py cannot express."""
-    not_expressed = []
     if model.windowed_layers:
-        not_expressed.append(
-            f"sliding window of {model.sliding_window} in {model.windowed_layers} layers: add --window-size"
-        )
+        yield f"sliding window of {model.sliding_window} in {model.windowed_layers} layers: add --window-size"
     if model.norms_per_layer != 2 or model.qk_norm_wide:
-        not_expressed.append(
-            f"the norms of {model.family}: Megatron-LM has two a layer, and per-head ones on queries and keys"
-        )
+        yield f"the norms of {model.family}: Megatron-LM has two a layer, and per-head ones on queries and keys"
     if model.parallel_residual:
-        not_expressed.append("attention and feed-forward in parallel: Megatron-LM runs one after the other")
+        yield "attention and feed-forward in parallel: Megatron-LM runs one after the other"
     if model.attention_out_bias != model.mlp_bias or model.head_bias:
-        not_expressed.append("biases on some projections only: Megatron-LM has them on all or none")
+        yield "biases on some projections only: Megatron-LM has them on all or none"
     if model.gated_mlp and model.family.startswith("gemma"):
-        not_expressed.append("the GELU in its gates: written as --swiglu, which costs the same")
+        yield "the GELU in its gates: written as --swiglu, which costs the same"
     if model.multi_token_layers:
-        not_expressed.append(f"layers that predict several tokens: add --mtp-num-layers {model.multi_token_layers}")
-    return not_expressed
+        yield f"layers that predict several tokens: add --mtp-num-layers {model.multi_token_layers}"
 
 
 def needs_one_connection(job: ExportJob) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from planner.export.degrees import masters_alone, to_fsdp_degrees
 from planner.export.job import ExportJob, require_legal
 from simulator.config.overlap_sites import tp_overlap_label
@@ -30,22 +32,18 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     return job, (*sharding_notes, *types_notes, *_not_expressed(job), *overlap_not_expressed(fsdp)), notes
 
 
-def _not_expressed(job: ExportJob) -> list[str]:
+def _not_expressed(job: ExportJob) -> Iterator[str]:
     plan, runtime = job.plan, job.question.runtime
-    not_expressed = []
     if plan.capacity_factor is not None:
-        not_expressed.append(f"expert capacity factor {plan.capacity_factor:g}: {TITLE} drops no tokens")
+        yield f"expert capacity factor {plan.capacity_factor:g}: {TITLE} drops no tokens"
     if plan.recompute_per_stage:
-        not_expressed.append(
-            f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages"
-        )
+        yield f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages"
     if runtime.reduce_dtype != "float32":
-        not_expressed.append(f"gradients reduced in {runtime.reduce_dtype}: {TITLE} reduces in float32")
+        yield f"gradients reduced in {runtime.reduce_dtype}: {TITLE} reduces in float32"
     if runtime.compute_dtype == "float8":
-        not_expressed.append("float8 products: add the converter of your torchao version to model.converters")
+        yield "float8 products: add the converter of your torchao version to model.converters"
     if runtime.optimizer != "adamw":
-        not_expressed.append(f"optimizer {runtime.optimizer}: left at {TITLE}'s AdamW")
-    return not_expressed
+        yield f"optimizer {runtime.optimizer}: left at {TITLE}'s AdamW"
 
 
 def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:

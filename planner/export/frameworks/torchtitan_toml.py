@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import tomli_w
 
 from planner.export.draft import Draft, Target
@@ -9,10 +11,10 @@ from planner.export.frameworks.torchtitan import TITLE, prepared
 from planner.export.frameworks.torchtitan_fields import RECOMPUTE, ROTATE, TOML
 from planner.export.frameworks.torchtitan_models import FLAVOR_MODULE, toml_model
 from planner.export.job import ExportJob
+from planner.export.mapping import nested
 from planner.export.mapping import write as settings_of
 from planner.export.script import common_device_list, host_order_notes, run_line, torchrun_words
 from simulator.config.plan import Plan
-from topology.codec import JsonObject
 
 VERSION = "0.2.2"
 FILE = "torchtitan.toml"
@@ -23,20 +25,22 @@ def write(job: ExportJob) -> Draft:
     title = f"{TITLE} {VERSION}"
     job, not_expressed, notes = prepared(job, title)
     known = toml_model(job.question.model, job.question.workload, VERSION)
-    document: JsonObject = {"job": {"description": job.name}, "model": {"name": known.module, "flavor": known.flavor}}
-    for key, value in settings_of(TOML, job.facts()).items():
-        section, _, name = key.partition(".")
-        document.setdefault(section, {})[name] = value
+    settings = {
+        "job.description": job.name,
+        "model.name": known.module,
+        "model.flavor": known.flavor,
+        **settings_of(TOML, job.facts()),
+    }
     if known.files:
-        document["experimental"] = {"custom_import": FLAVOR_MODULE}
+        settings["experimental.custom_import"] = FLAVOR_MODULE
     hosts = job.hosts()
     devices = common_device_list(hosts, title) if hosts.same_devices else ""
     placed: tuple[str, ...] = ()
     if hosts.devices_matter and not hosts.same_devices:
         placed = ("hosts use different GPUs in a different order: export to slurm or skypilot, which can express that",)
     return Draft(
-        body=tomli_w.dumps(document),
-        settings={f"{section}.{key}": value for section, table in document.items() for key, value in table.items()},
+        body=tomli_w.dumps(nested(settings)),
+        settings=settings,
         not_expressed=(*not_expressed, *_not_expressed(job, title)),
         needed=(
             "model.hf_assets_path: the folder of the tokenizer",
@@ -51,21 +55,19 @@ def write(job: ExportJob) -> Draft:
     )
 
 
-def _not_expressed(job: ExportJob, title: str) -> list[str]:
+def _not_expressed(job: ExportJob, title: str) -> Iterator[str]:
     plan, runtime = job.plan, job.question.runtime
-    not_expressed = []
     if plan.cp > 1 and (plan.cp_method or "all_gather") not in ROTATE:
-        not_expressed.append(f"context parallelism by {plan.cp_method}: {TITLE} has ring and all-gather")
+        yield f"context parallelism by {plan.cp_method}: {TITLE} has ring and all-gather"
     if plan.tp > 1 and not plan.sequence_parallel:
-        not_expressed.append(f"tensor parallelism without sequence parallelism: {title} always uses both")
+        yield f"tensor parallelism without sequence parallelism: {title} always uses both"
     if not _uses_mixed_precision(plan) and runtime.param_dtype != runtime.compute_dtype:
         # distributed/utils.py, maybe_enable_amp: "only supported when FSDP/HSDP/CP is enabled"
         dtype_text = f"in {runtime.param_dtype}, in which parameters are stored; 0.3.0 does as planned"
         note = f"with tensor or pipeline parallelism alone {title} computes {dtype_text}"
-        not_expressed.append(f"computing in {runtime.compute_dtype}: {note}")
+        yield f"computing in {runtime.compute_dtype}: {note}"
     if plan.recompute not in RECOMPUTE:
-        not_expressed.append(f"recompute {plan.recompute!r} is not a mode of {title}; written as none")
-    return not_expressed
+        yield f"recompute {plan.recompute!r} is not a mode of {title}; written as none"
 
 
 def _uses_mixed_precision(plan: Plan) -> bool:

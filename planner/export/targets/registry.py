@@ -6,14 +6,13 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 
-from planner.export.adapters import adapter_needs, optimizer_needs
+from planner.export.adapters import adapter_needs, optimizer_needs, saver_needs
 from planner.export.draft import Draft, Exported, Target
 from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.frameworks.tuning import TUNING
 from planner.export.job import ExportJob
 from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.planned import LABEL, SECTION, planned_document, planned_line, types_note
-from planner.export.savers import saver_needs
 from planner.export.script import comment
 from planner.io.plan_words import degrees_text, policy_text
 from planner.io.version import version
@@ -25,7 +24,7 @@ from simulator.runtimes.called import called
 from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import ToolsSpec
 from topology.codec import JsonObject
-from topology.errors import UserError
+from topology.errors import Infeasible, UserError
 
 # Newest version of a target first.
 TARGETS: tuple[Target, ...] = (
@@ -173,3 +172,47 @@ def header_lines(facts: JsonObject) -> list[str]:
     for label, key in (("not expressed", "not_expressed"), ("needed", "needed"), ("note", "notes")):
         lines += [f"{label}: {line}" for line in facts[key]]
     return [*lines, planned_line(facts[LABEL]), ""]
+
+
+# --- a folder with a file for every tool ------------------------------------------------------------------------------
+
+
+README = "README.md"
+
+
+def export_all(job: ExportJob) -> dict[str, str]:
+    """Return the files of the folder by name. Raises Infeasible when no tool can run the plan."""
+    done: list[Exported] = []
+    refused: list[tuple[str, str]] = []
+    for target in ALL_TARGETS:
+        try:
+            done.append(export(job, target))
+        except Infeasible as error:
+            refused.append((f"{target.title} {target.version}", f"{error.what}; {error.why}".rstrip("; ")))
+    if not done:
+        raise Infeasible("no tool can run this plan", why="; ".join(f"{title}: {why}" for title, why in refused))
+    files = {name: text for one in done for name, text in {**one.files, one.file_name: one.text}.items()}
+    return {**files, README: _readme(job, done, refused)}
+
+
+def _readme(job: ExportJob, done: list[Exported], refused: list[tuple[str, str]]) -> str:
+    lines = [
+        f"# Plan {job.plan_hash}",
+        "",
+        "One command a tool, from this folder. Each file says in its header what of the plan the tool cannot express.",
+        "",
+    ]
+    for one in done:
+        lines += [f"## {one.target} {one.version}: {one.file_name}", "", "```", one.run, "```", ""]
+        lines += [f"- {_plain(line)}" for line in one.needed]
+        lines += [f"- not expressed: {_plain(line)}" for line in one.not_expressed]
+        lines += [""]
+    if refused:
+        lines += ["## Tools that cannot run it", ""]
+        lines += [f"- {title}: {_plain(why)}" for title, why in refused]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(text: str) -> str:
+    """Return text on one line, with control characters escaped."""
+    return comment([text]).removeprefix("# ").rstrip("\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,8 @@ def judge_nodes(answers: Sequence[Mapping[str, Any]], nodes: int, gpus: int) -> 
     return found
 
 
-def _names_and_ports(answers: Sequence[Mapping[str, Any]]) -> list[Checked]:
+def _names_and_ports(answers: Sequence[Mapping[str, Any]]) -> Iterator[Checked]:
     """Return what prevents nodes from connecting to the rendezvous on the first node."""
-    found: list[Checked] = []
     first = next((name for name in answers[0]["resolved"]), None)
     hosts = {str(one["node"]): str(one["host"]) for one in answers}
     for one in answers:
@@ -92,30 +91,29 @@ def _names_and_ports(answers: Sequence[Mapping[str, Any]]) -> list[Checked]:
         if unknown:
             why = f"on {one['node']} they lead to no address"
             remedy = "add the nodes to DNS or /etc/hosts on all nodes"
-            found.append(error("names", f"the names {', '.join(unknown)} are not known", why, remedy))
+            yield error("names", f"the names {', '.join(unknown)} are not known", why, remedy)
         where = one["resolved"].get(first, [])
         if where and all(_is_loopback(address) for address in where) and hosts.get(str(first)) != one["host"]:
             why = f"on {one['node']} it leads to {', '.join(where)}, which is {one['node']} itself"
-            found.append(error("names", f"{first} is not reached by its name", why, "correct /etc/hosts there"))
+            yield error("names", f"{first} is not reached by its name", why, "correct /etc/hosts there")
         asked = str(one["nccl_interface"])  # prefixes of names; ^: others than these
         wanted = tuple(filter(None, asked.lstrip("=").split(",")))
         if wanted and not asked.startswith("^") and not any(name.startswith(wanted) for name in one["interfaces"]):
             why = f"{one['node']} has {', '.join(one['interfaces'])}"
             remedy = "unset it, or name an interface of all nodes"
-            found.append(error("interfaces", f"NCCL_SOCKET_IFNAME is {asked}", why, remedy))
+            yield error("interfaces", f"NCCL_SOCKET_IFNAME is {asked}", why, remedy)
         if one["unreached"] and first not in unknown:
             why = f"a job meets at {first}: {one['unreached']}"
             remedy = f"open ports {PORT} to {PORT + PORTS - 1} between the nodes"
-            found.append(error("port", f"{one['node']} does not reach {first}", why, remedy))
+            yield error("port", f"{one['node']} does not reach {first}", why, remedy)
     host = next((one for one in answers if one["node"] == first), None)
     if host is not None and not host["port_free"]:
         what = f"a port of {PORT} to {PORT + PORTS - 1} is in use on {first}"
-        found.append(error("port", what, "the nodes meet there", "ask again; the port differs from job to job"))
+        yield error("port", what, "the nodes meet there", "ask again; the port differs from job to job")
     taken = {str(one["node"]): one["interfaces"][0] for one in answers if one["interfaces"]}
     if taken and not any(one["nccl_interface"] for one in answers):
         what = "NCCL will use " + ", ".join(f"{name} on {node}" for node, name in taken.items())
-        found.append(Checked(code="interfaces", severity=INFO, what=what))
-    return found
+        yield Checked(code="interfaces", severity=INFO, what=what)
 
 
 def _is_loopback(address: str) -> bool:

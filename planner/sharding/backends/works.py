@@ -152,9 +152,7 @@ def bound(arguments: Any, buffers: Mapping[str, str]) -> Any:
     return [bound(one, buffers) for one in arguments] if isinstance(arguments, list) else arguments
 
 
-def describe(
-    tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh, *, gradient: bool = False
-) -> Buffer:
+def describe(tensor: str, shape: Sequence[int], dtype: str, layout: Layout, mesh: Mesh) -> Buffer:
     """Return the buffer of a tensor in a layout. Raises Infeasible if pieces inside blocks of a dim differ in size."""
     for size, spec in zip(shape, layout.dims, strict=True):
         if any(isinstance(item, int) for item in spec) and not divides_evenly(size, spec, mesh):
@@ -170,7 +168,6 @@ def describe(
         dims=layout.dims,
         local=local_shape(shape, layout, mesh),
         pending=dict(layout.pending),
-        gradient=gradient,
     )
 
 

@@ -86,11 +86,13 @@ class AtenCall:
         return value % max(rank, 1)
 
     def statement(self, formula: str, annotation: str = "", **more: Any) -> Statement:
-        """Return the statement of this node; by default its kernel is the operator itself."""
+        """Return the statement of this node; by default its kernel is the operator itself. A kernel with an `op` and
+        `args` of its own has no `kwargs`, unless they are given.
+        """
         given = {
             "op": self.node.op,
             "args": self.node.args,
-            "kwargs": self.node.kwargs,
+            "kwargs": {} if "op" in more and "args" in more else self.node.kwargs,
             "result": self.node.name,
             "shape": self.node.shape,
             "dtype": self.node.dtype,

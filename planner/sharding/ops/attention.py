@@ -159,7 +159,7 @@ def _capture(call: AtenCall) -> list[Statement]:
     causal = bool(call.argument(5, default=False) or call.node.kwargs.get("is_causal"))
     args = ([{"tensor": name} for name in names], causal, call.node.kwargs.get("scale"))
     listed = ", ".join([*names, "True"] if causal and not mask else names)
-    return [call.statement(f"attn({listed})", op="attention", args=args, kwargs={})]
+    return [call.statement(f"attn({listed})", op="attention", args=args)]
 
 
 def _phases(statement: Statement, layout: Layout, result: Layout) -> list[Phase]:

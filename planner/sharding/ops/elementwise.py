@@ -78,7 +78,7 @@ def _capture_pairs(call: AtenCall) -> list[Statement]:
     if call.name == "view_as_real":
         return annotated(call, [(call.tensor(0), axes)], [*axes, made("r", 2)])
     operands = [(call.tensor(0), [*axes[:-1], f"{axes[-1]}^"])]
-    return annotated(call, operands, axes[:-1], op="view_as_complex", args=(call.argument(0),), kwargs={})
+    return annotated(call, operands, axes[:-1], op="view_as_complex", args=(call.argument(0),))
 
 
 def _cast(call: AtenCall) -> list[Statement]:
@@ -86,7 +86,7 @@ def _cast(call: AtenCall) -> list[Statement]:
     if not operands or len(operands) > 3:
         raise NotKnownError
     kind = "to" if dtype in FLOATS else "bool" if dtype == "bool" else "long"
-    return [call.statement(f"{kind}({operands[0]})", op="cast", args=(call.argument(0),), kwargs={})]
+    return [call.statement(f"{kind}({operands[0]})", op="cast", args=(call.argument(0),))]
 
 
 def _copied(call: AtenCall) -> list[Statement]:
@@ -95,17 +95,17 @@ def _copied(call: AtenCall) -> list[Statement]:
     if call.shape(1) != shape:
         wide = f"{call.node.name}_wide"[-64:]
         args = ({"tensor": name},)
-        found.append(call.statement(f"expand({name}, {list(shape)})", result=wide, op="expand", args=args, kwargs={}))
+        found.append(call.statement(f"expand({name}, {list(shape)})", result=wide, op="expand", args=args))
         name = wide
-    return [*found, call.statement(f"to({name})", op="cast", args=({"tensor": name},), kwargs={})]
+    return [*found, call.statement(f"to({name})", op="cast", args=({"tensor": name},))]
 
 
 def same_elements(call: AtenCall) -> list[Statement]:
-    return [call.statement(f"contiguous({call.tensor(0)})", op="same", args=(call.argument(0),), kwargs={})]
+    return [call.statement(f"contiguous({call.tensor(0)})", op="same", args=(call.argument(0),))]
 
 
 def _detach(call: AtenCall) -> list[Statement]:
-    return [call.statement(f"detach({call.tensor(0)})", op="detach", args=(call.argument(0),), kwargs={})]
+    return [call.statement(f"detach({call.tensor(0)})", op="detach", args=(call.argument(0),))]
 
 
 # --- derivatives

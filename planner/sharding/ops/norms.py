@@ -142,14 +142,19 @@ def _layer_norm_gradient(step: Step) -> dict[str, str]:
 def _capture_softmax(call: AtenCall) -> list[Statement]:
     dim = call.dim(1, len(call.shape(0)))
     word = "log_softmax" if "log" in call.name else "softmax"
-    return [call.statement(f"{word}({call.tensor(0)}, {dim})", op=word, args=(call.argument(0), dim), kwargs={})]
+    return [call.statement(f"{word}({call.tensor(0)}, {dim})", op=word, args=(call.argument(0), dim))]
+
+
+def _weight_and_bias(call: AtenCall, at: int) -> list[str]:
+    """Return those tensors of weight and bias, in arguments `at` and after, that are given."""
+    return [name for n, word in enumerate(("weight", "bias")) if (name := call.optional_tensor(at + n, word))]
 
 
 def _capture_norm(call: AtenCall) -> list[Statement]:
     """Layer norm and RMS norm over the last dims; if there are several, they are needed whole."""
     shape, over = call.shape(0), len(call.argument(1))
     word = "layernorm" if call.name == "layer_norm" else "rmsnorm"
-    affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
+    affine = _weight_and_bias(call, 2)
     eps = call.argument(4, 1e-5) if word == "layernorm" else call.argument(3)
     tensors = [{"tensor": name} for name in (call.tensor(0), *affine)]
     args = (tensors, over, call.node.kwargs.get("eps", eps))
@@ -160,7 +165,7 @@ def _capture_norm(call: AtenCall) -> list[Statement]:
         last = range(len(shape) - over, len(shape))
         parts = [written(dims, dict.fromkeys(last, "^")), *(" ".join(dims[d] for d in last) for _ in affine)]
         annotation = f"{', '.join(parts)} -> {' '.join(dims)}"
-    return [call.statement(formula, annotation, op=word, args=args, kwargs={})]
+    return [call.statement(formula, annotation, op=word, args=args)]
 
 
 def _capture_group_norm(call: AtenCall) -> list[Statement]:
@@ -169,20 +174,13 @@ def _capture_group_norm(call: AtenCall) -> list[Statement]:
     n = "a" if shape[0] > 1 else "1"
     space = [f"p{d}" if k > 1 else "1" for d, k in enumerate(shape[2:])]
     channels, plain = f"(g{groups} k{width}^)", f"(g{groups} k{width})"
-    affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
+    affine = _weight_and_bias(call, 2)
     left = [" ".join([n, channels, *(s + ("^" if s != "1" else "") for s in space)]), *(channels for _ in affine)]
     annotation = f"{', '.join(left)} -> {' '.join([n, plain, *space])}"
     tensors = [{"tensor": name} for name in (call.tensor(0), *affine)]
-    return [
-        call.statement(
-            f"groupnorm({', '.join([call.tensor(0), *affine])})",
-            annotation,
-            sizes={f"g{groups}": groups, f"k{width}": width},
-            op="groupnorm",
-            args=(tensors, width, call.argument(4, 1e-5)),
-            kwargs={},
-        )
-    ]
+    formula = f"groupnorm({', '.join([call.tensor(0), *affine])})"
+    args, sizes = (tensors, width, call.argument(4, 1e-5)), {f"g{groups}": groups, f"k{width}": width}
+    return [call.statement(formula, annotation, sizes=sizes, op="groupnorm", args=args)]
 
 
 def _capture_batch_norm(call: AtenCall) -> list[Statement]:
@@ -191,7 +189,7 @@ def _capture_batch_norm(call: AtenCall) -> list[Statement]:
     if training or call.node.index not in {0, None}:
         raise NotKnownError
     axes = axes_but(len(call.shape(0)), [])
-    vectors = [one for n, word in enumerate(("weight", "bias")) if (one := call.optional_tensor(n + 1, word))]
+    vectors = _weight_and_bias(call, 1)
     vectors += [call.tensor(3), call.tensor(4)]
     return annotated(call, [(call.tensor(0), axes), *((one, axes[1:2]) for one in vectors)], axes)
 
@@ -202,7 +200,7 @@ def _capture_instance_norm(call: AtenCall) -> list[Statement]:
         raise NotKnownError
     rank = len(call.shape(0))
     axes = axes_but(rank, range(2, rank))
-    vectors = [one for n, word in enumerate(("weight", "bias")) if (one := call.optional_tensor(n + 1, word))]
+    vectors = _weight_and_bias(call, 1)
     return annotated(call, [(call.tensor(0), axes), *((one, axes[1:2]) for one in vectors)], axes)
 
 
@@ -212,7 +210,7 @@ def _capture_weight_norm(call: AtenCall) -> list[Statement]:
     rank = len(call.shape(0))
     axes = axes_but(rank, [d for d in range(rank) if d != dim % rank])
     args = (call.argument(0), call.argument(1), dim)
-    return annotated(call, [(v, axes), (g, axes)], axes, op="weight_norm", args=args, kwargs={})
+    return annotated(call, [(v, axes), (g, axes)], axes, op="weight_norm", args=args)
 
 
 def _capture_losses(call: AtenCall) -> list[Statement]:
@@ -258,7 +256,7 @@ def _made(
 ) -> Statement:
     """Return a statement of a captured operator that takes several; the last one, without a suffix, has its name."""
     result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
-    return call.statement(formula, annotation, result=result, op=op, args=args, kwargs={}, shape=shape)
+    return call.statement(formula, annotation, result=result, op=op, args=args, shape=shape)
 
 
 def _reduced_loss(

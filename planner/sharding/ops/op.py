@@ -153,6 +153,19 @@ class Op:
     phases: Phases | None = None
 
 
+def view(
+    names: str, axes: Rule, capture: Capture | None = None, *, aten: str | None = None, kernels: str = "", **more: Any
+) -> Op:
+    """Return a rearrangement of one tensor's elements, captured under its names in formulas unless `aten` has others;
+    its kernel makes no memory.
+    """
+    captured = (names if aten is None else aten) if capture else ""
+    saves = Saves.VIEW if kernels else Saves.OPERANDS
+    return Op(
+        names=names, axes=axes, rearranges=True, aten=captured, capture=capture, kernels=kernels, saves=saves, **more
+    )
+
+
 def no_gradient(step: Step) -> dict[str, str]:
     """Functions of numbers and orders, without gradients."""
     del step

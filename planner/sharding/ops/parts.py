@@ -19,7 +19,7 @@ from planner.sharding.ops.aten import (
 )
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.elementwise import same_elements
-from planner.sharding.ops.op import Op, Saves, Step, View, no_gradient, padded
+from planner.sharding.ops.op import Op, Saves, Step, View, no_gradient, padded, view
 from planner.sharding.ops.syntax import number_of
 from planner.sharding.ops.walker import Call, Made, part_of, position
 from simulator.sharded.graph import GraphNode
@@ -223,7 +223,7 @@ def _part(call: AtenCall, dim: int, start: int, step: int = 1) -> list[Statement
         return same_elements(call)
     args = (call.argument(0), dim, start, after[dim], step)
     formula = f"narrow({call.tensor(0)}, {dim}, {start}, {after[dim]})"
-    return [call.statement(formula, op="range", args=args, kwargs={})]
+    return [call.statement(formula, op="range", args=args)]
 
 
 def _capture_sliced(call: AtenCall) -> list[Statement]:
@@ -239,7 +239,7 @@ def _capture_select(call: AtenCall) -> list[Statement]:
     dim, index = call.dim(1, len(shape)), int(call.argument(2))
     args = (call.argument(0), dim, index % shape[dim])
     formula = f"select({call.tensor(0)}, {dim}, {index % shape[dim]})"
-    return [call.statement(formula, op="select", args=args, kwargs={})]
+    return [call.statement(formula, op="select", args=args)]
 
 
 def _capture_pieces(call: AtenCall) -> list[Statement]:
@@ -272,16 +272,9 @@ def _capture_pieces(call: AtenCall) -> list[Statement]:
     left = [f"(z{pieces}^ {inner_axis})" if d == dim else n for d, n in enumerate(dims)]
     right = [inner_axis if d == dim else n for d, n in enumerate(dims)]
     args = (call.argument(0), dim, start // width, pieces)
-    return [
-        call.statement(
-            f"chunk({call.tensor(0)}, {pieces}, {dim})[{start // width}]",
-            f"{' '.join(left)} -> {' '.join(right)}",
-            sizes={inner_axis: width, f"z{pieces}": pieces},
-            op="piece",
-            args=args,
-            kwargs={},
-        )
-    ]
+    formula = f"chunk({call.tensor(0)}, {pieces}, {dim})[{start // width}]"
+    sizes = {inner_axis: width, f"z{pieces}": pieces}
+    return [call.statement(formula, f"{' '.join(left)} -> {' '.join(right)}", sizes=sizes, op="piece", args=args)]
 
 
 def _capture_cat(call: AtenCall) -> list[Statement]:
@@ -291,7 +284,7 @@ def _capture_cat(call: AtenCall) -> list[Statement]:
         raise NotKnownError
     word, dim = "stack" if call.name == "stack" else "cat", call.dim(1, len(call.node.shape), 0)
     formula = f"{word}([{', '.join(names)}], {dim})"
-    return [call.statement(formula, op=f"aten.{word}.default", args=(listed, dim), kwargs={})]
+    return [call.statement(formula, op=f"aten.{word}.default", args=(listed, dim))]
 
 
 def _capture_scatter(call: AtenCall) -> list[Statement]:
@@ -353,9 +346,7 @@ def _capture_put_back(call: AtenCall) -> list[Statement]:
         where = [call.argument(3), call.argument(4), call.argument(5, 1)]
     result = [made("r", shape[dim]) if d == dim else axis for d, axis in enumerate(axes)]
     args = (call.argument(0), call.argument(1), dim, *where)
-    return annotated(
-        call, [(call.tensor(0), axes), (call.tensor(1), part)], result, op="put_back", args=args, kwargs={}
-    )
+    return annotated(call, [(call.tensor(0), axes), (call.tensor(1), part)], result, op="put_back", args=args)
 
 
 def _capture_triangle(call: AtenCall) -> list[Statement]:
@@ -385,39 +376,14 @@ def _flip_back(text: str, view: View) -> str:
     return f"{text}.flip({', '.join(str(n) for n in view.numbers)})"
 
 
+_PIECES = "split split_with_sizes chunk unbind"
 OPS = (
-    Op(
-        names="chunk split",
-        axes=_chunked,
-        several=True,
-        rearranges=True,
-        gradient=_chunk_gradient,
-        aten="split split_with_sizes chunk unbind",
-        capture=_capture_pieces,
-        kernels="piece",
-        saves=Saves.VIEW,
+    view(
+        "chunk split", _chunked, _capture_pieces, aten=_PIECES, kernels="piece", several=True, gradient=_chunk_gradient
     ),
-    Op(
-        names="narrow",
-        axes=_narrowed,
-        rearranges=True,
-        back=_narrow_back,
-        aten="slice",
-        capture=_capture_sliced,
-        kernels="range",
-        saves=Saves.VIEW,
-    ),
-    Op(
-        names="select",
-        axes=_selected,
-        rearranges=True,
-        back=_select_back,
-        aten="select",
-        capture=_capture_select,
-        kernels="select",
-        saves=Saves.VIEW,
-    ),
-    Op(names="index_select", axes=_selected, rearranges=True),
+    view("narrow", _narrowed, _capture_sliced, aten="slice", kernels="range", back=_narrow_back),
+    view("select", _selected, _capture_select, kernels="select", back=_select_back),
+    view("index_select", _selected),
     Op(names="gather take_along_dim", axes=_selected),
     Op(
         names="cat concat stack",
@@ -429,9 +395,9 @@ OPS = (
         kernels="cat stack",
         saves=Saves.NOTHING,
     ),
-    Op(names="pad", axes=_padded, rearranges=True),
-    Op(names="flip", axes=_ordered, rearranges=True, back=_flip_back, aten="flip", capture=_capture_turned),
-    Op(names="roll", axes=_ordered, rearranges=True, back=_roll_back, aten="roll", capture=_capture_turned),
+    view("pad", _padded),
+    view("flip", _ordered, _capture_turned, back=_flip_back),
+    view("roll", _ordered, _capture_turned, back=_roll_back),
     Op(aten="select_scatter slice_scatter", capture=_capture_put_back),
     Op(names="cumsum", axes=_ordered, gradient=_cumsum_gradient, aten="cumsum", capture=_capture_along_one_dim),
     Op(names="cumprod", axes=_ordered, aten="cumprod", capture=_capture_along_one_dim),

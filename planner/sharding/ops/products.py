@@ -163,7 +163,7 @@ def with_bias(call: AtenCall, formula: str, bias: str, dim: int, **kernel: Any) 
     args = ({"tensor": product_name}, {"tensor": bias}, dim)
     after = len(call.node.shape) - 1 - dim
     added = f"reshape({bias}, {[-1, *[1] * after]})" if after else bias
-    second = call.statement(f"{product_name} + {added}", op="bias", args=args, kwargs={})
+    second = call.statement(f"{product_name} + {added}", op="bias", args=args)
     return [first, second]
 
 
@@ -174,7 +174,7 @@ def _capture_linear(call: AtenCall) -> list[Statement]:
     formula = f"linear({call.tensor(0)}, {call.tensor(1)})"
     args = (call.argument(0), call.argument(1))
     bias = call.optional_tensor(2, "bias")
-    return with_bias(call, formula, bias, len(x) - 1, op="aten.linear.default", args=args, kwargs={})
+    return with_bias(call, formula, bias, len(x) - 1, op="aten.linear.default", args=args)
 
 
 def _capture_addmm(call: AtenCall) -> list[Statement]:
@@ -198,7 +198,7 @@ def _capture_batched_sum(call: AtenCall) -> list[Statement]:
 
     def then(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Sequence[int]) -> str:
         result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
-        out.append(call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=tuple(shape)))
+        out.append(call.statement(formula, result=result, op=op, args=args, shape=tuple(shape)))
         return result
 
     made_shape = call.node.shape
@@ -245,7 +245,7 @@ def _capture_grouped_product(call: AtenCall) -> list[Statement]:
         raise NotKnownError
     names = (call.tensor(0), call.tensor(1), ends)
     args = tuple({"tensor": name} for name in names)
-    return [call.statement(f"grouped_mm({', '.join(names)})", op="grouped_mm", args=args, kwargs={})]
+    return [call.statement(f"grouped_mm({', '.join(names)})", op="grouped_mm", args=args)]
 
 
 OPS = (

@@ -145,7 +145,7 @@ def _capture_topk(call: AtenCall) -> list[Statement]:
     right = [made[0] if d == dim else n for d, n in enumerate(dims)]
     args = (call.argument(0), call.argument(1), dim, call.node.index)
     annotation = f"{written(dims, {dim: '^'})} -> {' '.join(right)}"
-    return [call.statement(f"topk_part({call.tensor(0)})", annotation, sizes=sizes, op="topk", args=args, kwargs={})]
+    return [call.statement(f"topk_part({call.tensor(0)})", annotation, sizes=sizes, op="topk", args=args)]
 
 
 def _capture_of_all(call: AtenCall) -> list[Statement]:
@@ -185,7 +185,7 @@ def _capture_variance(call: AtenCall) -> list[Statement]:
 
     def then(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> str:
         result = f"{call.node.name}_{suffix}"[-64:]
-        out.append(call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=shape, index=None))
+        out.append(call.statement(formula, result=result, op=op, args=args, shape=shape, index=None))
         return result
 
     def mean(suffix: str, of: str, by: float) -> str:
@@ -200,7 +200,7 @@ def _capture_variance(call: AtenCall) -> list[Statement]:
         if call.name in {"std", "std_mean"}:
             found = then("deviation", f"sqrt({found})", "aten.sqrt.default", (tensor(found),), kept)
     last = kept if keep else left
-    out.append(call.statement(f"reshape({found}, {list(last)})", op="reshape", args=(tensor(found),), kwargs={}))
+    out.append(call.statement(f"reshape({found}, {list(last)})", op="reshape", args=(tensor(found),)))
     return out
 
 

@@ -68,7 +68,7 @@ def _capture_embedding(call: AtenCall) -> list[Statement]:
     if by_frequency or sparse:
         raise NotKnownError
     args = (call.argument(0), call.argument(1), *([] if padding == -1 else [padding]))
-    return [call.statement(f"embedding({call.tensor(1)}, {call.tensor(0)})", op="embedding", args=args, kwargs={})]
+    return [call.statement(f"embedding({call.tensor(1)}, {call.tensor(0)})", op="embedding", args=args)]
 
 
 def _capture_indexed(call: AtenCall) -> list[Statement]:
@@ -77,7 +77,7 @@ def _capture_indexed(call: AtenCall) -> list[Statement]:
     if len(shape) == 2 and len(listed) == 1 and call.node.dtype in FLOATS:
         matrix, lines = call.tensor(0), str(listed[0]["tensor"])
         args = ({"tensor": matrix}, {"tensor": lines})
-        return [call.statement(f"embedding({lines}, {matrix})", op="rows", args=args, kwargs={})]
+        return [call.statement(f"embedding({lines}, {matrix})", op="rows", args=args)]
     indexed, numbers, axes = _numbered(call, listed)
     picked = axes_but(len(shape), indexed)
     together = indexed == list(range(indexed[0], indexed[-1] + 1))

@@ -8,7 +8,7 @@ from math import prod
 from planner.sharding.ops.annotation import Dim
 from planner.sharding.ops.aten import AtenCall, Statement
 from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.ops.op import Op, Saves, View
+from planner.sharding.ops.op import View, view
 from planner.sharding.ops.walker import Call, position
 
 
@@ -193,14 +193,12 @@ def _repeated(call: Call) -> Value:
 
 def _capture_reshape(call: AtenCall) -> list[Statement]:
     name = call.tensor(0)
-    return [
-        call.statement(f"reshape({name}, {list(call.node.shape)})", op="reshape", args=({"tensor": name},), kwargs={})
-    ]
+    return [call.statement(f"reshape({name}, {list(call.node.shape)})", op="reshape", args=({"tensor": name},))]
 
 
 def _permuted(call: AtenCall, order: Sequence[int]) -> list[Statement]:
     formula = f"permute({call.tensor(0)}, {list(order)})"
-    return [call.statement(formula, op="permute", args=(call.argument(0), list(order)), kwargs={})]
+    return [call.statement(formula, op="permute", args=(call.argument(0), list(order)))]
 
 
 def _capture_transpose(call: AtenCall) -> list[Statement]:
@@ -221,19 +219,19 @@ def _capture_permute(call: AtenCall) -> list[Statement]:
 
 def _capture_expand(call: AtenCall) -> list[Statement]:
     formula = f"expand({call.tensor(0)}, {list(call.node.shape)})"
-    return [call.statement(formula, op="expand", args=(call.argument(0),), kwargs={})]
+    return [call.statement(formula, op="expand", args=(call.argument(0),))]
 
 
 def _capture_repeat_interleave(call: AtenCall) -> list[Statement]:
     times, dim = int(call.argument(1)), call.dim(2, len(call.shape(0)))
     formula = f"repeat_interleave({call.tensor(0)}, {times}, {dim})"
-    return [call.statement(formula, op="repeat_interleave", args=(call.argument(0), times, dim), kwargs={})]
+    return [call.statement(formula, op="repeat_interleave", args=(call.argument(0), times, dim))]
 
 
 def _capture_repeat(call: AtenCall) -> list[Statement]:
     counts = [int(n) for n in call.argument(1)]
     formula = f"repeat({call.tensor(0)}, {', '.join(map(str, counts))})"
-    return [call.statement(formula, op="repeat", args=(call.argument(0),), kwargs={})]
+    return [call.statement(formula, op="repeat", args=(call.argument(0),))]
 
 
 # --- taken back: what a gradient goes through on its way to the tensor that was viewed
@@ -265,71 +263,19 @@ def _transpose_back(text: str, view: View) -> str:
     return f"{text}.transpose({view.numbers[0]}, {view.numbers[1]})"
 
 
+_RESHAPES = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_copy"
 OPS = (
-    Op(
-        names="transpose swapaxes",
-        axes=_transposed,
-        rearranges=True,
-        back=_transpose_back,
-        aten="transpose swapaxes mT",
-        capture=_capture_transpose,
-    ),
-    Op(
-        names="t",
-        axes=_transposed,
-        rearranges=True,
-        back=lambda text, _: f"{text}.T",
-        aten="t",
-        capture=_capture_transpose,
-    ),
-    Op(
-        names="permute",
-        axes=_permutation,
-        rearranges=True,
-        back=_permute_back,
-        aten="permute",
-        capture=_capture_permute,
-        kernels="permute",
-        saves=Saves.VIEW,
-    ),
-    Op(
-        names="movedim",
-        axes=_movedim,
-        rearranges=True,
-        back=lambda text, view: f"{text}.movedim({view.numbers[1]}, {view.numbers[0]})",
-    ),
-    Op(
-        names="reshape view",
-        axes=_reshaped,
-        rearranges=True,
-        back=_reshape_back,
-        aten="view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_copy",
-        capture=_capture_reshape,
-        kernels="reshape",
-        saves=Saves.VIEW,
-    ),
-    Op(names="flatten", axes=_flattened, rearranges=True, back=_reshape_back),
-    Op(names="unflatten", axes=_unflattened, rearranges=True, back=_reshape_back),
-    Op(names="unsqueeze", axes=_unsqueezed, rearranges=True, back=_reshape_back),
-    Op(names="squeeze", axes=_squeezed, rearranges=True, back=_reshape_back),
-    Op(
-        names="expand expand_as broadcast_to",
-        axes=_expanded,
-        rearranges=True,
-        back=_expand_back,
-        aten="expand expand_as broadcast_to",
-        capture=_capture_expand,
-        kernels="expand",
-        saves=Saves.VIEW,
-    ),
-    Op(
-        names="repeat_interleave",
-        axes=_repeated,
-        rearranges=True,
-        back=_repeat_interleave_back,
-        aten="repeat_interleave",
-        capture=_capture_repeat_interleave,
-    ),
-    Op(names="repeat", axes=_repeated, rearranges=True, aten="repeat", capture=_capture_repeat),
-    Op(names="rearrange", axes=_rearranged, rearranges=True),
+    view("transpose swapaxes", _transposed, _capture_transpose, aten="transpose swapaxes mT", back=_transpose_back),
+    view("t", _transposed, _capture_transpose, back=lambda text, _: f"{text}.T"),
+    view("permute", _permutation, _capture_permute, kernels="permute", back=_permute_back),
+    view("movedim", _movedim, back=lambda text, view: f"{text}.movedim({view.numbers[1]}, {view.numbers[0]})"),
+    view("reshape view", _reshaped, _capture_reshape, aten=_RESHAPES, kernels="reshape", back=_reshape_back),
+    view("flatten", _flattened, back=_reshape_back),
+    view("unflatten", _unflattened, back=_reshape_back),
+    view("unsqueeze", _unsqueezed, back=_reshape_back),
+    view("squeeze", _squeezed, back=_reshape_back),
+    view("expand expand_as broadcast_to", _expanded, _capture_expand, kernels="expand", back=_expand_back),
+    view("repeat_interleave", _repeated, _capture_repeat_interleave, back=_repeat_interleave_back),
+    view("repeat", _repeated, _capture_repeat),
+    view("rearrange", _rearranged),
 )

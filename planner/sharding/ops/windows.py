@@ -154,13 +154,13 @@ def _in_groups(call: AtenCall, how: tuple[Any, ...], groups: int) -> list[Statem
     name = f"{call.node.name}_product"[-64:] if (bias := call.optional_tensor(2, "bias")) else call.node.name
     args = (call.argument(0), call.argument(1), width, *how)
     operands = [(call.tensor(0), left), (call.tensor(1), [*weight, *windows])]
-    (product,) = annotated(call, operands, ["a", joined(many, out), *made_of], op="convolution", args=args, kwargs={})
+    (product,) = annotated(call, operands, ["a", joined(many, out), *made_of], op="convolution", args=args)
     product = replace(product, result=name)
     if not bias:
         return [product]
     after = len(call.node.shape) - 2
     added = f"{name} + reshape({bias}, {[-1, *[1] * after]})"
-    return [product, call.statement(added, op="bias", args=({"tensor": name}, {"tensor": bias}, 1), kwargs={})]
+    return [product, call.statement(added, op="bias", args=({"tensor": name}, {"tensor": bias}, 1))]
 
 
 def _each(value: Any, space: int) -> Any:

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 
 from planner.sharding.frontends.decoder import decoder_case
-from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.operators.graph import GraphBuilder, RepeatedLines
 from planner.sharding.operators.operator import Operator, parse_operators
-from planner.sharding.operators.repeated import RepeatedLines
 from planner.sharding.plans.report import Limits, planned_case
 from planner.sharding.problem.deadline import Deadline
 from planner.sharding.problem.problem import parse_problem
