@@ -312,9 +312,10 @@ class PipelinePlans:
                 parts[:, PARTS.index(part)] += seconds
         ends = finish(self._endings, end)
         parts += ends.parts
-        done_s = ends.done.max(axis=0)
         busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
-        parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
+        # Rounds that are not walked are taken to be like those that are, which hosts may hold up more than the others.
+        done_s = np.maximum(ends.done.max(axis=0), busy_s.max(axis=0))
+        parts[:, HOST] = np.clip(parts[:, HOST], 0.0, done_s - busy_s)
         parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
         # What is shown are the parts of the rank that computes longest.
         computing = parts[:, PARTS.index("compute")] + parts[:, PARTS.index("recompute")]

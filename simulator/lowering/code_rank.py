@@ -169,7 +169,7 @@ class CodeRank:
         self._mark()
 
     def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
-        moved, roofline = _number(moved_bytes), self.units.context.roofline
+        moved, roofline = _number(moved_bytes), self.units.network.sustained.roofline
         rate = roofline.memory_bytes_per_s
         if module_bytes is not None:
             rate = _number(roofline.packing_bytes_per_s(module_bytes))

@@ -22,8 +22,10 @@ class Network:
     def __init__(
         self, model: Model, operators: ModelOperators, context: CostContext, sustained: CostContext | None = None
     ) -> None:
-        """Blocks run at the clocks of `context`, updates at those of `sustained`, which long products sustain."""
-        self.context = context
+        """Blocks run at the clocks of `context`, copies and updates at those of `sustained`, which long products
+        sustain.
+        """
+        self.context, self.sustained = context, sustained or context
         self.operators: Mapping[str, Sequence[OperatorSpec]] = {
             "dense": operators.dense_layer,
             "embedding": operators.embedding,
@@ -31,8 +33,7 @@ class Network:
         } | ({"moe": operators.moe_layer} if model.moe is not None else {})
         self._blocks: dict[tuple[str, str], BlockCode] = {}
         plan = context.table.plans[0]
-        units = sustained or context
-        self.stages = UnitMaker(model, units, local_parameters(model, units)).stages(plan)
+        self.stages = UnitMaker(model, self.sustained, local_parameters(model, self.sustained)).stages(plan)
 
     def code_of(self, unit: Unit) -> BlockCode:
         """Return the code of a unit's passes."""

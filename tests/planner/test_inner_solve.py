@@ -173,6 +173,24 @@ def test_the_stages_found_are_the_best_there_are(seeds):
     assert answered >= 2
 
 
+def test_no_step_is_shorter_than_a_rank_is_busy() -> None:
+    """Quicker kernels, some of them run again: hosts hold up the rounds that are walked more than the others."""
+    screening, plan = draw(48)
+    roomy = replace(screening.scenario.cluster.gpu_kinds[0], memory_bytes=1 << 40)
+    cluster = replace(screening.scenario.cluster, gpu_kinds=(roomy,))
+    screening = Screening(replace(screening.scenario, cluster=cluster))
+    costs = cost_blocks(screening, [plan], plan_columns([plan]), ("none", "full"))
+    freedom = stage_freedom(ANY, plan, screening.scenario.model, ("none", "full"))
+    pipeline = build_pipeline(screening, costs, 0, freedom, float("inf"))
+    every, _ = AssignmentBounds(pipeline).below(float("inf"), 48)
+    plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in every]
+    parts = account_assignments(replace(pipeline.inputs, clocks=np.array([0.87])), plans).parts_s
+
+    assert {stages for one in plans for stages in one.recompute_per_stage} == {"none", "full"}
+    assert (parts["host"] >= 0.0).all()
+    assert (parts["bubble"] >= -1e-12).all()
+
+
 @pytest.mark.parametrize("seed", range(40, 56))
 def test_no_assignment_is_quicker_than_its_bound_and_many_are_accounted_for_as_one_is(seed):
     """Up to 48 assignments of each pipeline, whether they fit or not."""

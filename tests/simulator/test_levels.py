@@ -117,3 +117,22 @@ def test_passes_of_more_kernels_than_a_queue_holds_wait_for_their_host() -> None
 
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
     assert account_s == pytest.approx(simulate(lowered.program, lowered.costs, spans=False).step_s, rel=0.01)
+
+
+def test_copies_take_as_long_at_any_clocks() -> None:
+    """Packing for FSDP is limited by memory; clocks are those of products."""
+    plan = Plan(dp_shard=8)
+    scenario = Scenario(
+        model=load_model("llama3-8b"),
+        cluster=cluster("dgx-h200"),
+        workload=Workload(seq_len=2048, global_batch_size=8),
+        runtime=TITAN,
+    )
+    copies_s = []
+    for clocks in (1.0, 0.8):
+        lowered = lower_training(scenario, plan, detail=Detail.LAYER, clocks=clocks)
+        copied = [cost.seconds for key, (cost, _) in lowered.costs.kernels.items() if key[0].startswith("copy_")]
+        copies_s.append(copied)
+
+    assert len(copies_s[0]) > 4
+    assert copies_s[1] == copies_s[0]
