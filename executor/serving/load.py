@@ -18,8 +18,8 @@ from torch import Tensor
 from executor.gpu.device import synchronize
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
-from executor.serving.cache import PAGE
-from executor.serving.engine import CacheSlot, Engine
+from executor.serving.cache import PAGE, CacheSlot
+from executor.serving.engine import Engine
 from executor.serving.shared_broadcast import SharedBroadcast
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
