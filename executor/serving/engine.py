@@ -19,7 +19,9 @@ from executor.serving.cache import PAGE, CacheSlot, PagedCache, pages_of
 from executor.serving.decoder import ServedDecoder, cache_slots
 from executor.serving.mixed_step import Part, StepInputs, StepSize, captured_sizes, holds, size_of, written_inputs
 from executor.serving.operators import Chunks
+from simulator.serving.engine import engine_of
 
+ENGINE = "meshwright"  # its name in engines.toml
 EVERY = 8
 
 
@@ -155,7 +157,8 @@ class Engine:
         self._graphs, self._read_graphs, self._going, self._size = {}, {}, (), 0
         if self.model.device.type != "cuda":
             return
-        read = captured_sizes(self.max_sequences * self.max_tokens, self.max_sequences)[::-1]
+        most = self.max_sequences * self.max_tokens
+        read = captured_sizes(engine_of(ENGINE), most, self.max_sequences)[::-1]
         sizes = graph_sizes(self.max_sequences)[::-1]
         steps: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = [
             *((self._nothing(size), partial(self._mixed, size=size, longest=(size.rows, size.rows))) for size in read),

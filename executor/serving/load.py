@@ -19,13 +19,11 @@ from executor.gpu.device import synchronize
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
 from executor.serving.cache import PAGE, CacheSlot
-from executor.serving.engine import Engine
+from executor.serving.engine import ENGINE, Engine
 from executor.serving.shared_broadcast import SharedBroadcast
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Request, Traffic
-
-ENGINE = "meshwright"
 
 
 @dataclass(slots=True, eq=False)

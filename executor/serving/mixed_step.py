@@ -16,13 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from executor.serving.cache import PAGE, CacheSlot
+from simulator.serving.engine import READ_GRAPH_PROMPTS, Engine
 
 Row = TypeVar("Row")
 Part = tuple[CacheSlot, Tensor, int]  # of a prompt: its tokens (tokens,) and the number of earlier ones
-GRAPH_PROMPTS = 8  # prompts of one captured step
-# Steps of captured graphs, by the rows up to which they are taken: products work on tiles of 128 rows, so padding up to
-# there costs nothing. From 4,096 rows on the device takes longer than the host.
-GRAPH_ROWS = ((2048, 128), (4096, 256))
 EVEN = 2  # a field begins at a multiple of 16 bytes, since Triton compiles a kernel anew for other addresses
 
 
@@ -77,15 +74,13 @@ def size_of(parts: Sequence[Part], going: int) -> StepSize:
     return StepSize(going + read, len(parts), going, keys)
 
 
-def captured_sizes(most_rows: int, answers: int) -> list[StepSize]:
-    """Return the sizes to capture for steps of up to `most_rows`, in ascending order."""
-    rows: list[int] = []
-    begin = 0
-    for end, step in GRAPH_ROWS:
-        rows += range(begin + step, end + 1, step)
-        begin = end
-    kept = [size for size in rows if size <= most_rows]
-    return [StepSize(size, GRAPH_PROMPTS, answers) for size in kept or [most_rows]]
+def captured_sizes(engine: Engine, most_rows: int, answers: int) -> list[StepSize]:
+    """Return the sizes to capture for steps of up to `most_rows` of which up to `answers` are answers, in ascending
+    order.
+    """
+    every = range(1, max((most for most, _ in engine.read_graphs), default=0) + 1)
+    rows = sorted({engine.captured_tokens(tokens, 1) for tokens in every if tokens <= most_rows})
+    return [StepSize(size, READ_GRAPH_PROMPTS, answers) for size in rows]
 
 
 def holds(captured: StepSize, step: StepSize) -> bool:

@@ -158,6 +158,8 @@ class ForwardPass:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
             return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens + sequences)), here)
         ranks = self.pool.dp_attention
+        captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
+        prompt_tokens = max(prompt_tokens, captured - sequences)
         if prompt_tokens and ranks > 1:
             time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
         else:  # the grids begin with consecutive counts, so most steps need no interpolation
@@ -170,7 +172,7 @@ class ForwardPass:
         if sequences:
             time += self._answers_s(sequences, keys)
         here = sequences / ranks  # with data-parallel attention each rank has a scheduler
-        if prompt_tokens or here > self.engine.graph_batch:
+        if (prompt_tokens and not captured) or here > self.engine.graph_batch:
             time = max(time, self._issued_s(prompt_tokens + sequences))
         return self.engine.step_s(time, here)
 
@@ -204,12 +206,14 @@ class ForwardPass:
             device = sum(found.values())
             found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
             return {name: value / self._gained for name, value in found.items() if value}
-        found = self._of_tokens(prompt_tokens, sequences, readers)
-        found["attention"] = self._read_s(prompt_tokens, pairs, readers)
+        captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
+        read = max(prompt_tokens, captured - sequences)
+        found = self._of_tokens(read, sequences, readers)
+        found["attention"] = self._read_s(read, pairs, readers)
         if sequences:
             found["attention"] += self._answers_s(sequences, keys)
         here = sequences / self.pool.dp_attention
-        if prompt_tokens or here > self.engine.graph_batch:
+        if (prompt_tokens and not captured) or here > self.engine.graph_batch:
             found["launches"] = max(0.0, self._issued_s(prompt_tokens + sequences) - sum(found.values()))
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, here) - device

@@ -10,13 +10,14 @@ from executor.launch.records import Deadline  # noqa: E402 - after the check for
 from executor.serving.cache import PAGE, PagedCache, pages_of  # noqa: E402 - as above
 from executor.serving.check import check  # noqa: E402 - as above
 from executor.serving.decoder import ServedDecoder, Spread  # noqa: E402 - as above
-from executor.serving.engine import Engine, graph_sizes  # noqa: E402 - as above
+from executor.serving.engine import ENGINE, Engine, graph_sizes  # noqa: E402 - as above
 from executor.serving.load import Server  # noqa: E402 - as above
 from executor.serving.mixed_step import StepSize, captured_sizes, holds, size_of, written_inputs  # noqa: E402 - as above
 from executor.serving.operators import splits_for  # noqa: E402 - as above
 from executor.serving.request import Load, ServeRequest, StepShape, require_served  # noqa: E402 - as above
 from executor.serving.steps import StepTime, time_step  # noqa: E402 - as above
 from simulator.config.hf_config import load_model  # noqa: E402 - as above
+from simulator.serving.engine import engine_of  # noqa: E402 - as above
 from simulator.serving.traffic import Lengths, Request, Traffic  # noqa: E402 - as above
 from topology.errors import BadModel, BadPlan, Infeasible  # noqa: E402 - as above
 
@@ -82,7 +83,7 @@ def test_a_step_that_reads_is_the_same_with_the_padding_of_a_captured_one() -> N
 
 def test_a_step_that_reads_is_replayed_from_the_smallest_graph_that_holds_it() -> None:
     """Prompts with earlier tokens attend to pages, which no graph does."""
-    sizes = captured_sizes(10**6, 64)
+    sizes = captured_sizes(engine_of(ENGINE), 10**6, 64)
     engine = small_engine()
     held = engine.hold(300)
 
@@ -96,7 +97,7 @@ def test_a_step_that_reads_is_replayed_from_the_smallest_graph_that_holds_it() -
     assert chosen(*[(10, 0)] * 8) == 128
     assert chosen(*[(10, 0)] * 9) == 0
     assert chosen((10, 0), (10, 50)) == 0
-    assert captured_sizes(60, 3)[0].rows == 60
+    assert [size.rows for size in captured_sizes(engine_of(ENGINE), 130, 3)] == [128, 256]
 
 
 def test_pages_are_given_back_and_never_promised_twice() -> None:
