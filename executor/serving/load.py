@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -178,7 +179,7 @@ class Server:
                 self.between.since = None
                 time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
             now = time.perf_counter() - begin
-            arrived = sum(1 for request in todo if request.arrival_s <= now)
+            arrived = sum(1 for _ in takewhile(lambda request: request.arrival_s <= now, todo))
         for _ in range(self._agreed(arrived)):
             request = todo.popleft()
             self._add(request, request.arrival_s, going)

@@ -424,3 +424,20 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
     assert long / short == pytest.approx(1 / (0.5 + 0.5 * 128 / 9216), rel=0.001)
     dense = [cache_capacity(LLAMA8, h100, Deployment(), Pool(), length=n).tokens for n in (0, 9216)]
     assert dense[0] == dense[1]
+
+
+def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_nothing() -> None:
+    """1,000 tokens beside 20 answers are replayed from the graph of 1,024; nine prompts and 5,000 tokens have none."""
+    passes = costs("llama3.2-1b", cluster("dgx-h200", 1), engine="meshwright")
+
+    def step(prompt_tokens: int, readers: int = 1) -> dict[str, float]:
+        work = {"pairs": 5e5, "sequences": 20, "keys": 2e4, "readers": readers}
+        found = passes.parts(prompt_tokens=prompt_tokens, **work)
+        assert sum(found.values()) == pytest.approx(passes.seconds(prompt_tokens=prompt_tokens, **work))
+        return found
+
+    assert step(1000) == step(1004)
+    assert sum(step(1005).values()) > sum(step(1004).values())
+    assert "launches" not in step(50)
+    assert step(50, readers=9)["launches"] > 0
+    assert step(5000)["feed_forward"] < step(5001)["feed_forward"]
