@@ -285,7 +285,8 @@ def test_a_part_of_many_equal_engines_tells_of_all() -> None:
 
 def test_what_a_client_asks_when_its_answer_ends_is_read_in_the_next_step() -> None:
     """As the executor's own loop does, which has no frontend: not a step of the other answer later."""
-    traffic = Traffic(prompt=Lengths(256), output=Lengths(20, low=0.5, high=1.5), concurrency=2, requests=8)
+    answers = Lengths(mean=20, low=0.5, high=1.5)
+    traffic = Traffic(prompt=Lengths(mean=256), output=answers, concurrency=2, requests=8)
     deployment = Deployment(engine="meshwright")
     costs = ForwardPass(LLAMA, H100, deployment, deployment.pool)
     read_s = costs.seconds(prompt_tokens=256, pairs=256 * 257 / 2, sequences=1, keys=266.0)
