@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
-from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
+from simulator.kernels.roofline import TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
@@ -118,11 +118,14 @@ class Kernels:
 
     @property
     def attention_flops_per_s(self) -> float:
-        """Arithmetic rate of the fused 16-bit attention kernel on long sequences."""
-        known = efficiency(self.gpu.architecture).attention
-        curve = known.get(self.attention) or known["flash2"]
+        """Arithmetic rate of the fused 16-bit attention kernel on long sequences, with heads of 128."""
         roofline = Roofline(gpu=self.gpu)
-        return roofline.peak_flops * roofline.power_limited * curve.forward
+        return roofline.peak_flops * roofline.power_limited * self._attention_curve.forward
+
+    @property
+    def _attention_curve(self) -> AttentionEfficiency:
+        known = efficiency(self.gpu.architecture).attention
+        return known.get(self.attention) or known["flash2"]
 
     @property
     def bytes_per_s(self) -> float:
@@ -236,7 +239,8 @@ class Kernels:
 
     def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
         """Return the seconds of the fused 16-bit attention kernel over `pairs` of a query and a key."""
-        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / self.attention_flops_per_s)
+        rate = self.attention_flops_per_s * self._attention_curve.of_width(qk_dim)
+        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / rate)
 
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
