@@ -66,7 +66,7 @@ class Engine:
         """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible if there is no room."""
         pages = self.cache.take(tokens)
         held = CacheSlot(self._free.pop(), pages)
-        self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.model.device)
+        self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return held
 
     def release(self, held: CacheSlot) -> None:
@@ -128,7 +128,7 @@ class Engine:
         size = self._graph_size(len(going))
         captured = self._graphs.get(size)
         if captured is None:
-            return self._step(self._padded(going, size))
+            return self._step(self._padded(going, size).to(self.model.device))
         if going != self._going or size != self._size:
             captured.inputs.copy_(self._padded(going, size))
             self._going, self._size = going, size
@@ -162,7 +162,7 @@ class Engine:
         sizes = graph_sizes(self.max_sequences)[::-1]
         steps: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = [
             *((self._nothing(size), partial(self._mixed, size=size, longest=(size.rows, size.rows))) for size in read),
-            *((self._padded((), size), self._step) for size in sizes),
+            *((self._padded((), size).to(self.model.device), self._step) for size in sizes),
         ]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -191,8 +191,9 @@ class Engine:
         return min(fitting, default=sequences)
 
     def _padded(self, going: tuple[int, ...], size: int) -> Tensor:
+        """Return slots (size,), on the host."""
         nobody = [self.max_sequences] * (size - len(going))
-        return torch.tensor([*going, *nobody], dtype=torch.int64).to(self.model.device)
+        return torch.tensor([*going, *nobody], dtype=torch.int64)
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def written_inputs(size: StepSize, parts: Sequence[Part], going: Sequence[int], 
     for index, (held, tokens, begin) in enumerate(parts):
         end, after = begin + tokens.numel(), row + tokens.numel()
         at = np.arange(end)
-        places = np.asarray(held.pages)[at // PAGE] * PAGE + at % PAGE
+        places = (np.asarray(held.pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[:end]
         to.tokens[row:after], to.positions[row:after], to.slots[row:after] = tokens.cpu(), at[begin:], places[begin:]
         to.query_ends[index + 1], to.last[index] = after, after - 1
         to.written[index], to.added[index] = held.slot, end
