@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
-from simulator.kernels.roofline import TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
+from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
@@ -72,6 +72,23 @@ SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
 # SGLang 0.5.14 on B200 and on B300, 21 with TensorRT-LLM 1.2.0rc5's Cutlass, 42 with its own; DeepGEMM in 8 bits 20,
 # SGLang's in 8 bits 40 (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet).
 OTHERS_PASSED = {"blackwell": 21.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAttention:
+    """Seconds of attention over prompts: of a pair of a query and a key, of a query, of each key that the longest tile
+    meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
+    """
+
+    pair_s: float
+    query_s: float
+    key_s: float
+    grid: float
+
+    def seconds(self, tokens: float, pairs: float, longest: float) -> float:
+        """Return the seconds of `tokens` with `pairs`, the last of them with `longest` keys."""
+        met = self.pair_s * pairs
+        return self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +166,12 @@ class Kernels:
         format_ = stored or self.weights
         kernels = self if format_ == self.weights else replace(self, weights=format_)
         known = efficiency(self.gpu.architecture)
-        used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
-        arithmetic = 2 * rows * columns * depth / (kernels.product_flops_per_s * np.maximum(used, 1e-9))
+        used = matmul_utilization(
+            (*TILES, *known.tiles), rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k
+        )
+        # The power limit holds back what fills all SMs, not what leaves some of them idle.
+        reached = kernels.product_flops_per_s * np.clip(used, 1e-9, known.sustained * depth / (depth + known.ramp_k))
+        arithmetic = 2 * rows * columns * depth / reached
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         listed = self.listed_products(format_)
         if listed is None:
@@ -237,10 +258,21 @@ class Kernels:
         """Return the seconds of `launches` kernels that read and write `nbytes` in total."""
         return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
 
-    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
-        """Return the seconds of the fused 16-bit attention kernel over `pairs` of a query and a key."""
-        rate = self.attention_flops_per_s * self._attention_curve.of_width(qk_dim)
-        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / rate)
+    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int) -> PromptAttention:
+        """Return the times of the fused 16-bit attention kernel over prompts with this many heads on a GPU.
+
+        As in training (roofline.py): tiles of queries fill their pipelines, and a prompt's longest tile, which meets
+        all its keys, runs when other SMs have nothing left to do.
+        """
+        curve = self._attention_curve
+        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
+        alone = curve.rows * self.gpu.sm_count
+        return PromptAttention(
+            pair_s=pair_s,
+            query_s=pair_s * curve.ramp_s / 2,
+            key_s=pair_s * alone / heads,
+            grid=1 + 2 * alone / FULL_GRID,
+        )
 
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
