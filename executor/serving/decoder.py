@@ -90,7 +90,7 @@ class ServedDecoder:
             attended = operators.attend_prompts(qkv, chunks, pages, self.heads)
             if first:
                 own = operators.attend_pages(qkv[:first], pages, tables, lengths, self.heads)
-                attended[:first] = torch.where(is_answer[:, None], own, attended[:first])
+                torch.where(is_answer[:, None], own, attended[:first], out=attended[:first])
             return attended
 
         return functional.linear(self._through(tokens, attend)[last], self.head)

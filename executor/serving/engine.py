@@ -108,7 +108,7 @@ class Engine:
         is_going, at, tables = inputs.is_going.bool(), self.positions[inputs.going], self.tables[inputs.going]
         of_answers = (self.tokens[inputs.going], at, cache_slots(at, tables, PAGE))
         for rows, own in zip((inputs.tokens, inputs.positions, inputs.slots), of_answers, strict=True):
-            rows[: size.answers] = torch.where(is_going, own, rows[: size.answers])
+            torch.where(is_going, own, rows[: size.answers], out=rows[: size.answers])
         query_ends = inputs.query_ends.int()
         chunks = Chunks(
             longest=longest,
