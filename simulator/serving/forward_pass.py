@@ -50,8 +50,8 @@ class ForwardPass:
     _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
     _gained: float = field(init=False)
     _key_s: float = field(init=False)
-    _prompts: PromptAttention = field(init=False)  # of one layer
-    _prompt_layers: float = field(init=False)  # layers in which prompts meet all keys, times as long as modelled
+    _prompts: PromptAttention = field(init=False)
+    _prompt_layers: float = field(init=False)  # that see all keys, times how much longer than modelled they take
     _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
@@ -96,14 +96,14 @@ class ForwardPass:
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
         self._key_s = self._one_key_s()
         model, windowed = self.model, self.model.windowed_layers
+        whole = model.layers - windowed - model.linear_layers
         self._prompts = self.kernels.prompt_attention(model.heads / self.pool.tp, model.qk_dim, model.v_dim)
-        self._prompt_layers = float(model.layers - windowed - model.linear_layers)
+        self._prompt_layers = float(whole)
         self._sparse = self._chosen_keys()
         if steps is not None:
             self._key_s, self._prompt_layers = self._key_s * steps.cached_ratio, self._prompt_layers * steps.pair_ratio
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
-        whole = model.layers - windowed - model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
@@ -159,7 +159,7 @@ class ForwardPass:
             here = sequences / self.pool.dp_attention
             if not prompt_tokens:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
-            return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens + sequences)), here)
+            return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens, sequences, 0)), here)
         ranks = self.pool.dp_attention
         captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
         prompt_tokens = max(prompt_tokens, captured - sequences)
@@ -174,16 +174,14 @@ class ForwardPass:
             time += self._read_s(prompt_tokens, pairs, readers)
         if sequences:
             time += self._answers_s(sequences, keys)
-        here = sequences / ranks  # with data-parallel attention each rank has a scheduler
-        if (prompt_tokens and not captured) or here > self.engine.graph_batch:
-            time = max(time, self._issued_s(prompt_tokens + sequences))
-        return self.engine.step_s(time, here)
+        time = max(time, self._issued_s(prompt_tokens, sequences, captured))
+        return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
-    def _issued_s(self, tokens: float) -> float:
-        """Return the host's seconds to issue a step of this many tokens that reads prompts, or continues more answers
-        than the largest captured graph.
-        """
-        pieces = self.engine.compiled and tokens <= self.engine.graph_batch
+    def _issued_s(self, prompt_tokens: float, sequences: float, captured: int) -> float:
+        """Return the host's seconds to issue a step launch by launch; 0 if it is replayed from a graph."""
+        if captured or not (prompt_tokens or sequences / self.pool.dp_attention > self.engine.graph_batch):
+            return 0.0
+        pieces = self.engine.compiled and prompt_tokens + sequences <= self.engine.graph_batch
         return self._issue_attention_s if pieces else self._issue_s
 
     def _speculative(
@@ -215,11 +213,9 @@ class ForwardPass:
         found["attention"] = self._read_s(read, pairs, readers)
         if sequences:
             found["attention"] += self._answers_s(sequences, keys)
-        here = sequences / self.pool.dp_attention
-        if (prompt_tokens and not captured) or here > self.engine.graph_batch:
-            found["launches"] = max(0.0, self._issued_s(prompt_tokens + sequences) - sum(found.values()))
+        found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
         device = sum(found.values())
-        found["host"] = self.engine.step_s(device, here) - device
+        found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
         return {name: value for name, value in found.items() if value}
 
     def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
@@ -259,8 +255,7 @@ class ForwardPass:
         if not pairs:
             return 0.0
         sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
-        longest = pairs / tokens + (tokens / readers - 1) / 2
-        whole = self._prompt_layers * self._prompts.seconds(tokens, pairs, longest)
+        whole = self._prompt_layers * self._prompts.seconds(tokens, pairs, pairs / tokens + (tokens / readers - 1) / 2)
         met = whole if sparse is None else self.model.layers * sparse
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 

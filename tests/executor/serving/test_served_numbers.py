@@ -63,7 +63,7 @@ def test_a_sequence_answers_the_same_alone_and_beside_others_that_come_and_go() 
 
 
 def test_a_step_that_reads_is_the_same_with_the_padding_of_a_captured_one() -> None:
-    """A prompt beside an answer, in rows for four prompts and three answers: scores, tokens and positions stay."""
+    """A prompt next to an answer, in rows for four prompts and three answers: scores, tokens and positions stay."""
     found = []
     for size in (StepSize(rows=1 + PAGE + 9, prompts=2, answers=1), StepSize(rows=160, prompts=4, answers=3)):
         engine = small_engine()

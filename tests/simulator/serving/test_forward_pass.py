@@ -427,7 +427,7 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
 
 
 def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_nothing() -> None:
-    """1,000 tokens beside 20 answers are replayed from the graph of 1,024; nine prompts and 5,000 tokens have none."""
+    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts and 5,000 tokens have none."""
     passes = costs("llama3.2-1b", cluster("dgx-h200", 1), engine="meshwright")
 
     def step(prompt_tokens: int, readers: int = 1) -> dict[str, float]:
