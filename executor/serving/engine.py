@@ -1,9 +1,9 @@
-"""Sequences that are continued together: their state on the device, and decode steps replayed from captured CUDA
-graphs.
+"""Sequences that are continued together: their state on the device, and steps replayed from captured CUDA graphs.
 
 Every sequence has a slot with its last token, its position and the numbers of its pages. A step gathers the slots of
 the sequences it continues, so sequences need not be moved when others start or end; the host uploads the list of slots
 only when it changes. Rows that pad a batch to the size of a captured graph use a slot of no sequence.
+`mixed_step` has the inputs of steps that read prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operators of a serving decoder, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
 
-A step that reads prompts launches them one by one, six per layer, and the host is then no faster than the device.
-So they use `PreparedKernel`: Triton's own launch takes the host longer than many of these kernels run.
+A step that is not captured launches them one by one, and the host is then no faster than the device. So they use
+`PreparedKernel`: Triton's own launch takes the host longer than many of these kernels run.
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
