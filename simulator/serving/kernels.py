@@ -76,10 +76,11 @@ OTHERS_PASSED = {"blackwell": 21.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAttention:
-    """Seconds of attention over prompts: of a pair of a query and a key, of a query, of each key that the longest tile
-    meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
+    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that the
+    longest tile meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
     """
 
+    start_s: float
     pair_s: float
     query_s: float
     key_s: float
@@ -88,7 +89,7 @@ class PromptAttention:
     def seconds(self, tokens: float, pairs: float, longest: float) -> float:
         """Return the seconds of `tokens` with `pairs`, the last of them with `longest` keys."""
         met = self.pair_s * pairs
-        return self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
+        return self.start_s + self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +269,7 @@ class Kernels:
         pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
         alone = curve.rows * self.gpu.sm_count
         return PromptAttention(
+            start_s=self.start_s,
             pair_s=pair_s,
             query_s=pair_s * curve.ramp_s / 2,
             key_s=pair_s * alone / heads,
