@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from executor.serving.operators import Heads, Pages
 from topology.errors import Infeasible
 
 PAGE = 64  # tokens per page: one page is one block of keys of the attention kernel
+
+
+@dataclass(slots=True)
+class CacheSlot:
+    """Where the state of a sequence is on the device."""
+
+    slot: int
+    pages: list[int]
 
 
 class PagedCache:

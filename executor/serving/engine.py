@@ -1,40 +1,37 @@
-"""Sequences that are continued together: their state on the device, and decode steps replayed from captured CUDA
-graphs.
+"""Sequences that are continued together: their state on the device, and steps replayed from captured CUDA graphs.
 
 Every sequence has a slot with its last token, its position and the numbers of its pages. A step gathers the slots of
 the sequences it continues, so sequences need not be moved when others start or end; the host uploads the list of slots
 only when it changes. Rows that pad a batch to the size of a captured graph use a slot of no sequence.
+`mixed_step` has the inputs of steps that read prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from executor.serving.cache import PAGE, PagedCache, pages_of
-from executor.serving.decoder import ServedDecoder
+from executor.serving.cache import PAGE, CacheSlot, PagedCache, pages_of
+from executor.serving.decoder import ServedDecoder, cache_slots
+from executor.serving.mixed_step import Part, StepInputs, StepSize, captured_sizes, holds, size_of, written_inputs
 from executor.serving.operators import Chunks
+from simulator.serving.engine import engine_of
 
+ENGINE = "meshwright"  # its name in engines.toml
 EVERY = 8
 
 
 @dataclass(slots=True)
-class CacheSlot:
-    """The state of a sequence on the device."""
-
-    slot: int
-    pages: list[int]
-
-
-@dataclass(slots=True)
 class Captured:
-    """A decode step for one batch size: a replay reads `rows` and writes `scores`."""
+    """A step of one size: a replay reads `inputs`, of a step without prompts the slots of its sequences, and writes
+    `scores`.
+    """
 
-    rows: Tensor
+    inputs: Tensor
     scores: Tensor
     graph: torch.cuda.CUDAGraph
 
@@ -51,6 +48,7 @@ class Engine:
     positions: Tensor = field(init=False)  # (slots,) position of that token
     tables: Tensor = field(init=False)  # (slots, pages)
     _graphs: dict[int, Captured] = field(default_factory=dict)
+    _read_graphs: dict[StepSize, Captured] = field(default_factory=dict)  # smallest first
     _free: list[int] = field(init=False)
     _going: tuple[int, ...] = ()
     _size: int = 0
@@ -68,7 +66,7 @@ class Engine:
         """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible if there is no room."""
         pages = self.cache.take(tokens)
         held = CacheSlot(self._free.pop(), pages)
-        self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.model.device)
+        self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return held
 
     def release(self, held: CacheSlot) -> None:
@@ -83,50 +81,46 @@ class Engine:
         """Read whole prompts (tokens,) into the cache and write the first token of each answer; return their scores."""
         return self.mix([(held, tokens, 0) for held, tokens in prompts], ())
 
-    def mix(self, parts: Sequence[tuple[CacheSlot, Tensor, int]], going: Sequence[CacheSlot]) -> Tensor:
+    def mix(self, parts: Sequence[Part], going: Sequence[CacheSlot]) -> Tensor:
         """Read a part of each prompt, its tokens (tokens,) and the number of earlier ones, and continue `going` by a
         token.
 
         Returns scores (parts + going, V here). Scores after a part that does not end its prompt are not used.
         """
-        read = [tokens.numel() for _, tokens, _ in parts]
-        ends = [begin + length for length, (_, _, begin) in zip(read, parts, strict=True)]
-        places = [self._places(held, end) for (held, _, _), end in zip(parts, ends, strict=True)]
-        before = tuple(begin for _, _, begin in parts)
-        # A single copy, before the first kernel: each copy waits for all earlier launches.
-        positions, slots, cached, tokens, read_rows, going_rows, read_to, query_ends, key_ends = self._upload(
-            torch.cat([torch.arange(begin, end) for begin, end in zip(before, ends, strict=True)]),
-            torch.cat([place[begin:] for place, begin in zip(places, before, strict=True)]),
-            torch.cat(places) if any(before) else [],
-            torch.cat([tokens for _, tokens, _ in parts]),
-            [held.slot for held, _, _ in parts],
-            [one.slot for one in going],
-            ends,
-            [0, *accumulate(read)],
-            [0, *accumulate(ends)],
-        )
-        chunks = Chunks(
-            lengths=tuple(read),
-            before=before,
-            positions=positions,
-            slots=slots,
-            cached=cached if any(before) else None,
-            query_ends=query_ends.int(),
-            key_ends=key_ends.int(),
-        )
-        at = self.positions[going_rows]
-        tokens = torch.cat((tokens, self.tokens[going_rows]))
-        scores = self.model.mix(tokens, chunks, (at, self.tables[going_rows]), self.cache)
-        rows = torch.cat((read_rows, going_rows))
-        self.tokens[rows] = self.model.likeliest(scores)
-        self.positions[rows] = torch.cat((read_to, at + 1))
-        return scores
+        step = size_of(parts, len(going))
+        size = next((size for size in self._read_graphs if holds(size, step)), step)
+        host = written_inputs(size, parts, [one.slot for one in going], self.max_sequences)
+        captured = self._read_graphs.get(size)
+        if captured is None:
+            # A single copy, before the first kernel: each copy waits for all earlier launches.
+            scores = self._mixed(torch.from_numpy(host).to(self.model.device), size, _lengths(parts))
+        else:
+            captured.inputs.copy_(torch.from_numpy(host))
+            captured.graph.replay()
+            scores = captured.scores
+        return scores[: len(parts) + len(going)]
 
-    def _upload(self, *rows: Tensor | list[int]) -> Sequence[Tensor]:
-        """Copy several rows of integers to the device at once; one int64 tensor (n,) each."""
-        host = [torch.as_tensor(row, dtype=torch.int64, device="cpu") for row in rows]
-        sent: Sequence[Tensor] = torch.cat(host).to(self.model.device).split([row.numel() for row in host])
-        return sent
+    def _mixed(self, sent: Tensor, size: StepSize, longest: tuple[int, int]) -> Tensor:
+        """Read prompts and continue answers as the inputs `sent` (n,) say; `longest` are the tokens of the longest part
+        of a prompt and of all that it attends to.
+        """
+        inputs: StepInputs[Tensor] = StepInputs.of(sent, size)
+        is_going, at, tables = inputs.is_going.bool(), self.positions[inputs.going], self.tables[inputs.going]
+        of_answers = (self.tokens[inputs.going], at, cache_slots(at, tables, PAGE))
+        for rows, own in zip((inputs.tokens, inputs.positions, inputs.slots), of_answers, strict=True):
+            torch.where(is_going, own, rows[: size.answers], out=rows[: size.answers])
+        query_ends = inputs.query_ends.int()
+        chunks = Chunks(
+            longest=longest,
+            cached=inputs.cached if size.keys else None,
+            query_ends=query_ends,
+            key_ends=inputs.key_ends.int() if size.keys else query_ends,
+        )
+        places = (inputs.positions, inputs.slots)
+        scores = self.model.mix(inputs.tokens, places, chunks, (is_going, at, tables), inputs.last, self.cache)
+        self.tokens[inputs.written] = self.model.likeliest(scores)
+        self.positions[inputs.written] = self.positions[inputs.written] * inputs.kept + inputs.added
+        return scores
 
     def go_on(self, held: Sequence[CacheSlot]) -> Tensor:
         """Write one more token of every sequence; return the scores (sequences, V here) from which it was chosen."""
@@ -134,9 +128,9 @@ class Engine:
         size = self._graph_size(len(going))
         captured = self._graphs.get(size)
         if captured is None:
-            return self._step(self._padded(going, size))
+            return self._step(self._padded(going, size).to(self.model.device))
         if going != self._going or size != self._size:
-            captured.rows.copy_(self._padded(going, size))
+            captured.inputs.copy_(self._padded(going, size))
             self._going, self._size = going, size
         captured.graph.replay()
         return captured.scores[: len(going)]
@@ -150,51 +144,66 @@ class Engine:
         self.positions[-1:] = 0  # the slot of no sequence stays in its only page
         return scores
 
-    def _places(self, held: CacheSlot, tokens: int) -> Tensor:
-        """Return the cache's slots (tokens,) for the first tokens of a sequence, on the host."""
-        at = torch.arange(tokens)
-        return torch.tensor(held.pages)[at // PAGE] * PAGE + at % PAGE
-
     def _rows(self, held: Sequence[CacheSlot]) -> Tensor:
         return torch.tensor([one.slot for one in held], dtype=torch.int64).to(self.model.device)
 
     # --- captured steps -----------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture a step for each batch size up to `max_sequences`; on a CPU nothing is captured.
+        """Capture steps of each batch size up to `max_sequences`, and those that read; on a CPU nothing is captured.
 
         Largest first: memory that kernels of this repository share between ranks cannot grow while a graph is captured.
         """
-        self._graphs, self._going, self._size = {}, (), 0
+        self._graphs, self._read_graphs, self._going, self._size = {}, {}, (), 0
         if self.model.device.type != "cuda":
             return
-        sizes = graph_sizes(self.max_sequences)
+        most = self.max_sequences * self.max_tokens
+        read = captured_sizes(engine_of(ENGINE), most, self.max_sequences)[::-1]
+        sizes = graph_sizes(self.max_sequences)[::-1]
+        steps: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = [
+            *((self._nothing(size), partial(self._mixed, size=size, longest=(size.rows, size.rows))) for size in read),
+            *((self._padded((), size).to(self.model.device), self._step) for size in sizes),
+        ]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for size in reversed(sizes):
-                self._step(self._padded((), size))  # compiles kernels and opens communicators
+            for inputs, step in steps:
+                step(inputs)  # compiles kernels and opens communicators
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        pool = None
-        for size in reversed(sizes):
-            rows, graph = self._padded((), size), torch.cuda.CUDAGraph()
+        pool, captured = None, []
+        for inputs, step in steps:
+            graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog queries events from its own thread, which a global capture mode would forbid.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                scores = self._step(rows)
+                scores = step(inputs)
             pool = pool or graph.pool()
-            self._graphs[size] = Captured(rows, scores, graph)
+            captured.append(Captured(inputs, scores, graph))
+        self._read_graphs = dict(zip(read[::-1], captured[len(read) - 1 :: -1], strict=True))
+        self._graphs = dict(zip(sizes, captured[len(read) :], strict=True))
+
+    def _nothing(self, size: StepSize) -> Tensor:
+        """Return the inputs of a step that only has padding."""
+        return torch.from_numpy(written_inputs(size, (), (), self.max_sequences)).to(self.model.device)
 
     def _graph_size(self, sequences: int) -> int:
         fitting = [size for size in self._graphs if size >= sequences]
         return min(fitting, default=sequences)
 
     def _padded(self, going: tuple[int, ...], size: int) -> Tensor:
+        """Return slots (size,), on the host."""
         nobody = [self.max_sequences] * (size - len(going))
-        return torch.tensor([*going, *nobody], dtype=torch.int64).to(self.model.device)
+        return torch.tensor([*going, *nobody], dtype=torch.int64)
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
     """Return the batch sizes to capture: 1, 2, 4, then every eighth up to `most`, and `most` itself."""
     small = [size for size in (1, 2, 4) if size <= most]
     return tuple(sorted({*small, *range(EVERY, most + 1, EVERY), most}))
+
+
+def _lengths(parts: Sequence[Part]) -> tuple[int, int]:
+    """Return the tokens of the longest part of a prompt, and of the longest with its earlier tokens."""
+    read = [(tokens.numel(), begin + tokens.numel()) for _, tokens, begin in parts]
+    # At least two: for queries of one token each, FlashAttention takes rows for sequences.
+    return max(2, *(length for length, _ in read)), max(end for _, end in read)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -18,23 +19,23 @@ from torch import Tensor
 from executor.gpu.device import synchronize
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
-from executor.serving.cache import PAGE
-from executor.serving.engine import CacheSlot, Engine
+from executor.serving.cache import PAGE, CacheSlot
+from executor.serving.engine import ENGINE, Engine
 from executor.serving.shared_broadcast import SharedBroadcast
 from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.engine import engine_of
 from simulator.serving.traffic import Request, Traffic
 
-ENGINE = "meshwright"
-
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """A request in the server: its answer, its slot and pages on the device, and the time of each token."""
+    """A request in the server: its answer, its slot and pages on the device, the step that wrote its first token (-1:
+    none yet), and when it was done the time of each token.
+    """
 
     answer: Answer
     held: CacheSlot | None = None
-    text: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    began: int = -1
     at_s: list[float] = field(default_factory=list)
 
 
@@ -110,7 +111,9 @@ class Server:
     broadcast: SharedBroadcast | None
     deadline: Deadline
     batch: Batch = field(init=False)
-    steps: int = 0
+    ended_s: list[float] = field(default_factory=list)  # of each step, in which every answer that goes on gets a token
+    held: list[CacheSlot] = field(default_factory=list)  # of answers that go on
+    texts: dict[int, Tensor] = field(default_factory=dict)  # by number of tokens
     between: HostGaps = field(default_factory=HostGaps)
     reading: PrefillSteps = field(default_factory=PrefillSteps)
 
@@ -127,6 +130,7 @@ class Server:
     def run(self) -> LoadResult:
         """Answer all requests, or as many as there is time for; return what clients saw."""
         requests = self.traffic.draw()
+        self.texts = {prompt: self._text(prompt) for prompt in {request.prompt for request in requests}}
         closed = self.traffic.concurrency and not self.traffic.trace
         todo = deque(requests[self.traffic.concurrency :] if closed else requests)
         going: dict[int, ServedRequest] = {}
@@ -143,7 +147,7 @@ class Server:
             while todo or not self.batch.idle:
                 if not closed:
                     self._arrivals(todo, begin, going)
-                if self.steps % 16 == 0 and not self._time_left():
+                if len(self.ended_s) % 16 == 0 and not self._time_left():
                     complete = False
                     break
                 if self.batch.idle:  # the next request arrives later
@@ -160,7 +164,7 @@ class Server:
             complete=complete,
             asked=len(requests),
             seconds=seconds,
-            steps=self.steps,
+            steps=len(self.ended_s),
             answers=tuple(map(_times, done)),
             itl_s=tuple(sorted(gaps)[:: max(1, len(gaps) // 1000)]),
             host={"steps": between.steps, "answers": between.answers, "seconds": between.seconds},
@@ -180,7 +184,7 @@ class Server:
                 self.between.since = None
                 time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
             now = time.perf_counter() - begin
-            arrived = sum(1 for request in todo if request.arrival_s <= now)
+            arrived = sum(1 for _ in takewhile(lambda request: request.arrival_s <= now, todo))
         for _ in range(self._agreed(arrived)):
             request = todo.popleft()
             self._add(request, request.arrival_s, going)
@@ -195,17 +199,14 @@ class Server:
     def _step(self, going: dict[int, ServedRequest], begin: float) -> list[ServedRequest]:
         """Take the scheduler's next step; return the requests that it finished."""
         step, began = self.batch.next_step(), time.perf_counter()
-        self.steps += 1
-        there = [one for one in going.values() if one.at_s] if step.sequences else []
-        held = [one.held for one in there if one.held is not None]
+        ended: list[ServedRequest] = []
         if step.readers:
             parts, ended = self._parts(step, going)
-            self.engine.mix(parts, held)
+            self.engine.mix(parts, self.held)
             self.reading.issued_s += time.perf_counter() - began
-            there += ended
         else:
-            self.engine.go_on(held)
-            self.between.issued(len(held))
+            self.engine.go_on(self.held)
+            self.between.issued(len(self.held))
         synchronize(self.engine.model.device)
         self.between.since = time.perf_counter()
         if step.readers:
@@ -215,13 +216,16 @@ class Server:
             reading.answers += step.sequences
             reading.seconds += self.between.since - began
         now = time.perf_counter() - begin
-        for one in there:
-            one.at_s.append(now)
-        left = self.batch.finish_step(step, now)
-        found = [going.pop(id(answer)) for answer in left]
+        for one in ended:
+            one.began = len(self.ended_s)
+        self.ended_s.append(now)
+        found = [going.pop(id(answer)) for answer in self.batch.finish_step(step, now)]
         for one in found:
+            one.at_s = self.ended_s[one.began :]
             if one.held is not None:
                 self.engine.release(one.held)
+        if ended or found:
+            self.held = [one.held for one in going.values() if one.began >= 0 and one.held is not None]
         return found
 
     def _parts(
@@ -234,16 +238,15 @@ class Server:
         for answer in step.readers:
             one = going[id(answer)]
             if one.held is None:
-                one.held, one.text = self.engine.hold(answer.whole), self._text(answer)
+                one.held = self.engine.hold(answer.whole)
             took = min(answer.prompt - answer.read, budget)
             budget -= took
-            parts.append((one.held, one.text[answer.read : answer.read + took], answer.read))
+            parts.append((one.held, self.texts[answer.prompt][answer.read : answer.read + took], answer.read))
             ended += [one] if answer.read + took == answer.prompt else []
         return parts, ended
 
-    def _text(self, answer: Answer) -> Tensor:
-        generator = torch.Generator().manual_seed(answer.prompt)
-        return torch.randint(self.engine.model.model.vocab, (answer.prompt,), generator=generator)
+    def _text(self, tokens: int) -> Tensor:
+        return torch.randint(self.engine.model.model.vocab, (tokens,), generator=torch.Generator().manual_seed(tokens))
 
 
 def _times(one: ServedRequest) -> AnswerTimes:

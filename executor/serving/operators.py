@@ -1,7 +1,7 @@
 """The operators of a serving decoder, other than matmuls: Triton kernels on a GPU, torch's own elsewhere.
 
-A step that reads prompts launches them one by one, six per layer, and the host is then no faster than the device.
-So they use `PreparedKernel`: Triton's own launch takes the host longer than many of these kernels run.
+A step that is not captured launches them one by one, and the host is then no faster than the device. So they use
+`PreparedKernel`: Triton's own launch takes the host longer than many of these kernels run.
 
 Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
 """
@@ -9,6 +9,7 @@ Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -138,29 +139,24 @@ def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor,
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Parts of prompts that one step reads, concatenated: `lengths` tokens of each after `before` cached ones.
+    """Parts of prompts that one step reads, each a range of rows.
 
-    `positions` and `slots` (T,) are those of the tokens; `cached` (K,) the slots of all keys that they attend to, their
-    own last, or None if no prompt has earlier tokens; `query_ends` and `key_ends` (prompts + 1,) int32 are the
-    cumulative numbers of queries and keys, starting with 0.
+    `query_ends` and `key_ends` (parts + 1,) int32 are the rows between the parts, of queries and of keys; queries are
+    the last of their keys. `cached` (K,) are the slots of all keys, or None if no prompt has earlier tokens: then keys
+    are in the same rows as queries. `longest` are the tokens of the longest part, and of the longest with its earlier
+    ones, or more.
     """
 
-    lengths: tuple[int, ...]
-    before: tuple[int, ...]
-    positions: Tensor
-    slots: Tensor
+    longest: tuple[int, int]
     cached: Tensor | None
     query_ends: Tensor
     key_ends: Tensor
 
-    @property
-    def keys(self) -> tuple[int, ...]:
-        """Number of keys that the last token of each part attends to."""
-        return tuple(before + length for before, length in zip(self.before, self.lengths, strict=True))
-
 
 def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> Tensor:
-    """Return causal attention (T, a d) within each prompt of qkv (T, (a + 2 k) d), including its cached tokens."""
+    """Return causal attention (T, a d) within each prompt of qkv (T, (a + 2 k) d), including its cached tokens. Rows
+    of no prompt are undefined.
+    """
     q, k, v = qkv.view(qkv.shape[0], -1, heads.width).split((heads.queries, heads.kv, heads.kv), dim=1)
     if chunks.cached is not None:
         page, place = chunks.cached // pages.tokens, chunks.cached % pages.tokens
@@ -170,14 +166,14 @@ def attend_prompts(qkv: Tensor, chunks: Chunks, pages: Pages, heads: Heads) -> T
         # graph. Here all prompts are one launch of one kernel; queries are the last of their keys, as FlashAttention
         # counts.
         out: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - an operator of torch, whose name begins so
-            q, k, v, chunks.query_ends, chunks.key_ends, max(chunks.lengths), max(chunks.keys), 0.0, True, False
+            q, k, v, chunks.query_ends, chunks.key_ends, *chunks.longest, 0.0, True, False
         )[0]  # fmt: skip
         return out.reshape(qkv.shape[0], -1)
-    parts = [
-        _attend_prompt(*part)
-        for part in zip(q.split(chunks.lengths), k.split(chunks.keys), v.split(chunks.keys), strict=True)
-    ]
-    return torch.cat(parts).flatten(1)
+    out = torch.zeros_like(q)
+    ranges = zip(pairwise(chunks.query_ends.tolist()), pairwise(chunks.key_ends.tolist()), strict=True)
+    for (begin, end), (first, last) in ranges:
+        out[begin:end] = _attend_prompt(q[begin:end], k[first:last], v[first:last])
+    return out.flatten(1)
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-POLL_S = 2e-5
+SPIN_S, POLL_S = 5e-4, 2e-5  # a sleep takes a tenth of a millisecond at least, so short waits do not
 SLOTS = 64  # messages that a reader may be behind
 
 
@@ -45,6 +45,8 @@ class SharedBroadcast:
             slot[0] = value
             slot[1] = self._told
             return value
+        until = time.perf_counter() + SPIN_S
         while int(slot[1]) != self._told:
-            time.sleep(POLL_S)
+            if time.perf_counter() > until:
+                time.sleep(POLL_S)
         return int(slot[0])

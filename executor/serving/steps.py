@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from executor.gpu.device import synchronize
-from executor.serving.cache import PAGE, pages_of
-from executor.serving.engine import CacheSlot, Engine
+from executor.serving.cache import PAGE, CacheSlot, pages_of
+from executor.serving.engine import Engine
 from executor.serving.request import StepShape
 
 WARM_UP, REPEATS, PROMPT_REPEATS = 2, 8, 2

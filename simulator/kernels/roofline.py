@@ -35,6 +35,10 @@ class AttentionEfficiency:
     rows: float
     ramp_backward_s: float = 0.0  # 0: as forward
 
+    def of_width(self, width: Floats | float) -> Floats:
+        """Return the share of the rate that heads of a width reach."""
+        return np.where(np.asarray(width) < 128, self.head_dim_64, 1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
@@ -394,9 +398,8 @@ class Roofline:
         curves = efficiency(self.gpu.architecture).attention
         curve = curves.get(kernel) or curves["flash2"]
         fraction = curve.backward if work.backward else curve.forward
-        head_factor = np.where(np.asarray(work.k) < 128, curve.head_dim_64, 1.0)
         ramp_s = (curve.ramp_backward_s or curve.ramp_s) if work.backward else curve.ramp_s
-        return np.asarray(fraction * head_factor * work.n / (work.n + ramp_s))
+        return np.asarray(fraction * curve.of_width(work.k) * work.n / (work.n + ramp_s))
 
     def _attention(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)

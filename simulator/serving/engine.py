@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,6 +29,7 @@ class Engine:
     fraction_of_free: bool
     block_tokens: int
     graph_batch: int
+    read_graphs: tuple[tuple[int, int], ...]
     all_reduce: tuple[str, ...]
     experts: str
     shared_beside: int
@@ -66,6 +68,13 @@ class Engine:
         """Return the limit of tokens in one step on a GPU with this memory."""
         return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
 
+    def captured_tokens(self, tokens: float, prompts: int) -> int:
+        """Return the tokens of the smallest captured step that holds one with so many tokens and prompts; 0 if none
+        does, or without prompts.
+        """
+        fitting = (step * math.ceil(tokens / step) for most, step in self.read_graphs if tokens <= most)
+        return next(fitting, 0) if 0 < prompts <= READ_GRAPH_PROMPTS else 0
+
     def outside_s(self, prompt: float) -> float:
         """Return the seconds for which a request with so many tokens is on the host before a scheduler sees it."""
         return self.host_request_s + self.host_token_s * prompt
@@ -85,6 +94,7 @@ class Engine:
 
 
 LARGE_BYTES = 160 * GIB
+READ_GRAPH_PROMPTS = 8  # prompts of a captured step that reads
 COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names none
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often

@@ -156,11 +156,14 @@ def _host(steps: MeasuredSteps, samples: list[ServingSample], costs: dict[str, F
         slope = max(0.0, float(np.polyfit(batches, seconds, 1)[0])) if several else 0.0
         step_s = max(0.0, float(median(seconds - slope * batches)))
         steps = replace(steps, host_sequence_s=slope, host_step_s=step_s)
-    # The launches of a long step wait for room in the device's queue, so the fastest issue shows the host's time.
+    # The launches of a long step wait for room in the device's queue, so the fastest issue shows the host's time. What
+    # is replayed from a graph shows nothing of launches.
     launches = [
-        sample.issued_s / costs[str(sample.model.get("name"))].launches.count
+        sample.issued_s / cost.launches.count
         for sample in samples
         if sample.phase == "prefill" and sample.issued_s
+        for cost in (costs[str(sample.model.get("name"))],)
+        if not cost.engine.captured_tokens(sample.batch * sample.context, round(sample.batch))
     ]
     return replace(steps, host_launch_s=min(launches, default=0.0))
 

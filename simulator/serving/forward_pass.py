@@ -18,7 +18,7 @@ from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, 
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
-from simulator.serving.kernels import SINGLE, Kernels, token_grid
+from simulator.serving.kernels import SINGLE, Kernels, PromptAttention, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
@@ -50,7 +50,8 @@ class ForwardPass:
     _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
     _gained: float = field(init=False)
     _key_s: float = field(init=False)
-    _pair_s: float = field(init=False)
+    _prompts: PromptAttention = field(init=False)
+    _prompt_layers: float = field(init=False)  # that see all keys, times how much longer than modelled they take
     _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
@@ -93,14 +94,16 @@ class ForwardPass:
             self._bend(steps)
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
-        self._key_s, self._pair_s = self._one_key_s(), self._one_pair_s()
+        self._key_s = self._one_key_s()
+        model, windowed = self.model, self.model.windowed_layers
+        whole = model.layers - windowed - model.linear_layers
+        self._prompts = self.kernels.prompt_attention(model.heads / self.pool.tp, model.qk_dim, model.v_dim)
+        self._prompt_layers = float(whole)
         self._sparse = self._chosen_keys()
         if steps is not None:
-            self._key_s, self._pair_s = self._key_s * steps.cached_ratio, self._pair_s * steps.pair_ratio
-        windowed = self.model.windowed_layers
+            self._key_s, self._prompt_layers = self._key_s * steps.cached_ratio, self._prompt_layers * steps.pair_ratio
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
-        whole = self.model.layers - windowed - self.model.linear_layers
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
@@ -156,8 +159,10 @@ class ForwardPass:
             here = sequences / self.pool.dp_attention
             if not prompt_tokens:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
-            return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens + sequences)), here)
+            return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens, sequences, 0)), here)
         ranks = self.pool.dp_attention
+        captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
+        prompt_tokens = max(prompt_tokens, captured - sequences)
         if prompt_tokens and ranks > 1:
             time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())
         else:  # the grids begin with consecutive counts, so most steps need no interpolation
@@ -169,16 +174,14 @@ class ForwardPass:
             time += self._read_s(prompt_tokens, pairs, readers)
         if sequences:
             time += self._answers_s(sequences, keys)
-        here = sequences / ranks  # with data-parallel attention each rank has a scheduler
-        if prompt_tokens or here > self.engine.graph_batch:
-            time = max(time, self._issued_s(prompt_tokens + sequences))
-        return self.engine.step_s(time, here)
+        time = max(time, self._issued_s(prompt_tokens, sequences, captured))
+        return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
-    def _issued_s(self, tokens: float) -> float:
-        """Return the host's seconds to issue a step of this many tokens that reads prompts, or continues more answers
-        than the largest captured graph.
-        """
-        pieces = self.engine.compiled and tokens <= self.engine.graph_batch
+    def _issued_s(self, prompt_tokens: float, sequences: float, captured: int) -> float:
+        """Return the host's seconds to issue a step launch by launch; 0 if it is replayed from a graph."""
+        if captured or not (prompt_tokens or sequences / self.pool.dp_attention > self.engine.graph_batch):
+            return 0.0
+        pieces = self.engine.compiled and prompt_tokens + sequences <= self.engine.graph_batch
         return self._issue_attention_s if pieces else self._issue_s
 
     def _speculative(
@@ -204,15 +207,15 @@ class ForwardPass:
             device = sum(found.values())
             found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
             return {name: value / self._gained for name, value in found.items() if value}
-        found = self._of_tokens(prompt_tokens, sequences, readers)
-        found["attention"] = self._read_s(prompt_tokens, pairs, readers)
+        captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
+        read = max(prompt_tokens, captured - sequences)
+        found = self._of_tokens(read, sequences, readers)
+        found["attention"] = self._read_s(read, pairs, readers)
         if sequences:
             found["attention"] += self._answers_s(sequences, keys)
-        here = sequences / self.pool.dp_attention
-        if prompt_tokens or here > self.engine.graph_batch:
-            found["launches"] = max(0.0, self._issued_s(prompt_tokens + sequences) - sum(found.values()))
+        found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
         device = sum(found.values())
-        found["host"] = self.engine.step_s(device, here) - device
+        found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
         return {name: value for name, value in found.items() if value}
 
     def _of_tokens(self, prompt_tokens: float, sequences: float, readers: int) -> dict[str, float]:
@@ -234,12 +237,6 @@ class ForwardPass:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
 
-    def _one_pair_s(self) -> float:
-        """Return the seconds of all layers' attention for one pair of a query of a prompt and a key."""
-        model = self.model
-        heads, met = model.heads / self.pool.tp, model.layers - model.windowed_layers - model.linear_layers
-        return met * float(self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(1.0)))
-
     def _chosen_keys(self) -> SparseAttention | None:
         """Return the cost of attention over chosen keys; None if queries meet all keys."""
         latent = self.model.latent
@@ -258,7 +255,8 @@ class ForwardPass:
         if not pairs:
             return 0.0
         sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
-        met = self._pair_s * pairs if sparse is None else self.model.layers * sparse
+        whole = self._prompt_layers * self._prompts.seconds(tokens, pairs, pairs / tokens + (tokens / readers - 1) / 2)
+        met = whole if sparse is None else self.model.layers * sparse
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 
     def _answers_s(self, sequences: float, keys: float) -> float:
@@ -323,7 +321,7 @@ class ForwardPass:
         return total
 
     def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> dict[str, Floats]:
-        # Norms with residuals, rotations, the activation, casts; and two kernels for parts of attention and their sum.
+        # Norms with residuals, rotations, casts; and two kernels for parts of attention and their sum.
         small = 2.0 * local * self.model.hidden * 10
         apart = self.launches.small_kernels(kind) - (TO_EXPERTS if kind.sparse and self.kernels.experts_route else 0.0)
         if self.kernels.listed_products(dense_format(self.deployment.weights)):
@@ -373,9 +371,10 @@ class ForwardPass:
         return (full * (model.layers - linear.layers) + mixed * linear.layers) / model.layers
 
     def _mlp(self, rows: Floats, width: float) -> Floats:
-        h, f = self.model.hidden, width / self.pool.tp
+        """Return the seconds of the products of a feed-forward, and of what its activation reads and writes."""
+        h, f, ups = self.model.hidden, width / self.pool.tp, 2 if self.model.gated_mlp else 1
         product = partial(self.kernels.product, stored=dense_format(self.deployment.weights))
-        return product(rows, (2 if self.model.gated_mlp else 1) * f, h) + product(rows, h, f)
+        return product(rows, ups * f, h) + self.kernels.moved(2.0 * rows * (ups + 1) * f, 0.0) + product(rows, h, f)
 
     def _experts(self, tokens: Floats, local: Floats) -> Floats:
         model, pool = self.model, self.pool

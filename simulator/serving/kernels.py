@@ -11,7 +11,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
-from simulator.kernels.roofline import TILES, Roofline, efficiency, matmul_utilization
+from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
@@ -75,6 +75,24 @@ OTHERS_PASSED = {"blackwell": 21.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAttention:
+    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that the
+    longest tile meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
+    """
+
+    start_s: float
+    pair_s: float
+    query_s: float
+    key_s: float
+    grid: float
+
+    def seconds(self, tokens: float, pairs: float, longest: float) -> float:
+        """Return the seconds of `tokens` with `pairs`, the last of them with `longest` keys."""
+        met = self.pair_s * pairs
+        return self.start_s + self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Kernel times on one GPU for weights of one format; activations are 16 bits wide between products."""
 
@@ -118,11 +136,14 @@ class Kernels:
 
     @property
     def attention_flops_per_s(self) -> float:
-        """Arithmetic rate of the fused 16-bit attention kernel on long sequences."""
-        known = efficiency(self.gpu.architecture).attention
-        curve = known.get(self.attention) or known["flash2"]
+        """Arithmetic rate of the fused 16-bit attention kernel on long sequences, with heads of 128."""
         roofline = Roofline(gpu=self.gpu)
-        return roofline.peak_flops * roofline.power_limited * curve.forward
+        return roofline.peak_flops * roofline.power_limited * self._attention_curve.forward
+
+    @property
+    def _attention_curve(self) -> AttentionEfficiency:
+        known = efficiency(self.gpu.architecture).attention
+        return known.get(self.attention) or known["flash2"]
 
     @property
     def bytes_per_s(self) -> float:
@@ -146,8 +167,12 @@ class Kernels:
         format_ = stored or self.weights
         kernels = self if format_ == self.weights else replace(self, weights=format_)
         known = efficiency(self.gpu.architecture)
-        used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
-        arithmetic = 2 * rows * columns * depth / (kernels.product_flops_per_s * np.maximum(used, 1e-9))
+        used = matmul_utilization(
+            (*TILES, *known.tiles), rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k
+        )
+        # The power limit holds back what fills all SMs, not what leaves some of them idle.
+        reached = kernels.product_flops_per_s * np.clip(used, 1e-9, known.sustained * depth / (depth + known.ramp_k))
+        arithmetic = 2 * rows * columns * depth / reached
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         listed = self.listed_products(format_)
         if listed is None:
@@ -234,9 +259,22 @@ class Kernels:
         """Return the seconds of `launches` kernels that read and write `nbytes` in total."""
         return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
 
-    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
-        """Return the seconds of the fused 16-bit attention kernel over `pairs` of a query and a key."""
-        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / self.attention_flops_per_s)
+    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int) -> PromptAttention:
+        """Return the times of the fused 16-bit attention kernel over prompts with this many heads on a GPU.
+
+        As in training (roofline.py): tiles of queries fill their pipelines, and a prompt's longest tile, which meets
+        all its keys, runs when other SMs have nothing left to do.
+        """
+        curve = self._attention_curve
+        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
+        alone = curve.rows * self.gpu.sm_count
+        return PromptAttention(
+            start_s=self.start_s,
+            pair_s=pair_s,
+            query_s=pair_s * curve.ramp_s / 2,
+            key_s=pair_s * alone / heads,
+            grid=1 + 2 * alone / FULL_GRID,
+        )
 
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""

@@ -10,12 +10,14 @@ from executor.launch.records import Deadline  # noqa: E402 - after the check for
 from executor.serving.cache import PAGE, PagedCache, pages_of  # noqa: E402 - as above
 from executor.serving.check import check  # noqa: E402 - as above
 from executor.serving.decoder import ServedDecoder, Spread  # noqa: E402 - as above
-from executor.serving.engine import Engine, graph_sizes  # noqa: E402 - as above
+from executor.serving.engine import ENGINE, Engine, graph_sizes  # noqa: E402 - as above
 from executor.serving.load import Server  # noqa: E402 - as above
+from executor.serving.mixed_step import StepSize, captured_sizes, holds, size_of, written_inputs  # noqa: E402 - as above
 from executor.serving.operators import splits_for  # noqa: E402 - as above
 from executor.serving.request import Load, ServeRequest, StepShape, require_served  # noqa: E402 - as above
 from executor.serving.steps import StepTime, time_step  # noqa: E402 - as above
 from simulator.config.hf_config import load_model  # noqa: E402 - as above
+from simulator.serving.engine import engine_of  # noqa: E402 - as above
 from simulator.serving.traffic import Lengths, Request, Traffic  # noqa: E402 - as above
 from topology.errors import BadModel, BadPlan, Infeasible  # noqa: E402 - as above
 
@@ -58,6 +60,44 @@ def test_a_sequence_answers_the_same_alone_and_beside_others_that_come_and_go() 
 
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_that_reads_is_the_same_with_the_padding_of_a_captured_one() -> None:
+    """A prompt next to an answer, in rows for four prompts and three answers: scores, tokens and positions stay."""
+    found = []
+    for size in (StepSize(rows=1 + PAGE + 9, prompts=2, answers=1), StepSize(rows=160, prompts=4, answers=3)):
+        engine = small_engine()
+        going, first, second = (engine.hold(PAGE + 40) for _ in range(3))
+        engine.read([(going, torch.arange(9))])
+        parts = [(first, torch.arange(PAGE) % 50, 0), (second, torch.arange(9), 0)]
+        inputs = torch.from_numpy(written_inputs(size, parts, [going.slot], engine.max_sequences))
+        scores = engine._mixed(inputs, size, (size.rows, size.rows))[:3]
+        found.append((scores, engine.tokens[:3].tolist(), engine.positions.tolist()))
+        following = engine.go_on([going, first, second])
+        found[-1] += (following, engine.positions.tolist())
+
+    for exact, padded in zip(*found, strict=True):
+        torch.testing.assert_close(padded, exact, rtol=1e-4, atol=1e-4)
+    assert found[0][2] == [10, PAGE, 9, 0]
+
+
+def test_a_step_that_reads_is_replayed_from_the_smallest_graph_that_holds_it() -> None:
+    """Prompts with earlier tokens attend to pages, which no graph does."""
+    sizes = captured_sizes(engine_of(ENGINE), 10**6, 64)
+    engine = small_engine()
+    held = engine.hold(300)
+
+    def chosen(*parts: tuple[int, int], going: int = 5) -> int:
+        step = size_of([(held, torch.zeros(length), before) for length, before in parts], going)
+        return next((size.rows for size in sizes if holds(size, step)), 0)
+
+    assert [chosen((length, 0)) for length in (1, 123, 124, 2043, 2044, 4091, 4092)] == [
+        128, 128, 256, 2048, 2304, 4096, 0
+    ]  # fmt: skip
+    assert chosen(*[(10, 0)] * 8) == 128
+    assert chosen(*[(10, 0)] * 9) == 0
+    assert chosen((10, 0), (10, 50)) == 0
+    assert [size.rows for size in captured_sizes(engine_of(ENGINE), 130, 3)] == [128, 256]
 
 
 def test_pages_are_given_back_and_never_promised_twice() -> None:

@@ -424,3 +424,40 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
     assert long / short == pytest.approx(1 / (0.5 + 0.5 * 128 / 9216), rel=0.001)
     dense = [cache_capacity(LLAMA8, h100, Deployment(), Pool(), length=n).tokens for n in (0, 9216)]
     assert dense[0] == dense[1]
+
+
+def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_nothing() -> None:
+    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts and 5,000 tokens have none."""
+    passes = costs("llama3.2-1b", cluster("dgx-h200", 1), engine="meshwright")
+
+    def step(prompt_tokens: int, readers: int = 1) -> dict[str, float]:
+        work = {"pairs": 5e5, "sequences": 20, "keys": 2e4, "readers": readers}
+        found = passes.parts(prompt_tokens=prompt_tokens, **work)
+        assert sum(found.values()) == pytest.approx(passes.seconds(prompt_tokens=prompt_tokens, **work))
+        return found
+
+    assert step(1000) == step(1004)
+    assert sum(step(1005).values()) > sum(step(1004).values())
+    assert "launches" not in step(50)
+    assert step(50, readers=9)["launches"] > 0
+    assert step(5000)["feed_forward"] < step(5001)["feed_forward"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "microseconds"),
+    [
+        (32, 64, {1024: 39, 2048: 103, 4096: 304, 8192: 1011, 16384: 3675}),
+        (16, 64, {1024: 27, 4096: 188, 8192: 574, 16384: 1953}),
+        (32, 128, {1024: 58, 2048: 171, 4096: 510, 8192: 1727, 16384: 6282}),
+        (16, 128, {1024: 39, 2048: 103, 4096: 312, 8192: 965, 16384: 3357}),
+    ],
+)
+def test_attention_of_a_prompt_against_the_kernel_by_itself(heads: int, width: int, microseconds: dict[int, float]):
+    """FlashAttention-2 of torch 2.11 on one H200, causal, a key head for four heads, measured in
+    2026-11. Pairs alone would be 13 us of the first.
+    """
+    kernels = Kernels(gpu=gpu_kind("h200-sxm"), weights="bfloat16", attention="flash2")
+    prompt = kernels.prompt_attention(heads, width, width)
+    for tokens, measured in microseconds.items():
+        seconds = prompt.seconds(tokens, tokens * (tokens + 1) / 2, tokens)
+        assert 1e6 * seconds == pytest.approx(measured, rel=0.25), tokens

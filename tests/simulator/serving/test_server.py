@@ -281,3 +281,17 @@ def test_a_part_of_many_equal_engines_tells_of_all() -> None:
     assert part.ttft_s.value == pytest.approx(whole.ttft_s.value, rel=0.03)
     assert part.output_tokens_per_s_per_gpu.value == pytest.approx(whole.output_tokens_per_s_per_gpu.value, rel=0.03)
     assert part.latency.requests_per_s == pytest.approx(100_000 / (MANY - 1) * whole.latency.requests_per_s, rel=0.03)
+
+
+def test_what_a_client_asks_when_its_answer_ends_is_read_in_the_next_step() -> None:
+    """As the executor's own loop does, which has no frontend: not a step of the other answer later."""
+    answers = Lengths(mean=20, low=0.5, high=1.5)
+    traffic = Traffic(prompt=Lengths(mean=256), output=answers, concurrency=2, requests=8)
+    deployment = Deployment(engine="meshwright")
+    costs = ForwardPass(LLAMA, H100, deployment, deployment.pool)
+    read_s = costs.seconds(prompt_tokens=256, pairs=256 * 257 / 2, sequences=1, keys=266.0)
+
+    served = serve(LLAMA, H100, deployment, traffic)
+
+    later = [answer.first_s - answer.arrival_s for answer in served.answers if answer.arrival_s]
+    assert later == pytest.approx([read_s] * 6, rel=0.01)
