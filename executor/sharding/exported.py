@@ -6,6 +6,10 @@
 | `no_grad`, `enable_grad` | kept: results of a region without autograd are detached where they leave it |
 | autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
 | in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
+| `detach_` | kept: `detach` |
+| writes through `detach()` into a tensor that is read again | refused: its gradient would pass what it no longer is |
+| `vmap`, `torch.func.jvp`, `torch.autograd.grad` with `create_graph` | kept: their operators |
+| `torch.func.grad` and `vjp`, `torch.cond` and other functions of functions | refused |
 | tied parameters | kept: one tensor |
 | tensors without elements | kept by their shapes; as an argument of a call they are refused |
 | forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
@@ -38,6 +42,7 @@ import torch
 from torch import nn
 from torch._decomp import get_decompositions
 
+from executor.sharding.in_place import detach_in_place, line_of, separate_detached_writes, writes_in_place
 from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks with some of the rows can add up theirs.
@@ -60,8 +65,13 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     _refuse_backward_hooks(module)
     try:
         exported = _traced(module, args, kwargs)
+        _refuse_unknown_constants(exported.constants)
+        for one in exported.graph_module.modules():
+            detach_in_place(_nodes(one))
+            separate_detached_writes(_nodes(one))
         _detach_regions(exported.graph_module, graded=True)
-        if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
+        every = [node for one in exported.graph_module.modules() for node in _nodes(one)]
+        if any(writes_in_place(node.target) or _is_function(node) for node in every):
             exported = exported.run_decompositions(_DECOMPOSED)
     except UserError:
         raise
@@ -73,6 +83,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             remedy=_EXPERTS,
         ) from error
     _refuse_sizes_of_values(exported.graph_module)
+    _refuse_functions(exported.graph_module)
     return exported
 
 
@@ -94,13 +105,45 @@ def _refuse_sizes_of_values(module: torch.fx.GraphModule) -> None:
             value = node.meta.get("val")
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             if not all(isinstance(size, int) for size in sizes):
-                trace = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
                 raise UserError(
-                    f"the size of {node.name} depends on values of tensors ({node.target})"
-                    + (f", at {trace[-1][:120]}" if trace else ""),
+                    f"the size of {node.name} depends on values of tensors ({node.target}){line_of(node)}",
                     why="a program has the same sizes in every call",
                     remedy=_EXPERTS,
                 )
+
+
+def _is_function(node: torch.fx.Node) -> bool:
+    """Return whether a node calls something else than an operator, as vmap does."""
+    name = getattr(node.target, "__name__", "")
+    operators = torch._ops.OpOverload  # noqa: SLF001 - torch has no public name
+    known = isinstance(node.target, operators) or name == "getitem" or str(node.target) in _REGIONS
+    return node.op == "call_function" and not known
+
+
+def _refuse_functions(module: torch.fx.GraphModule) -> None:
+    """Raise UserError for calls of functions: programs on ranks run operators."""
+    for one in module.modules():
+        for node in _nodes(one):
+            if _is_function(node):
+                raise UserError(
+                    f"{getattr(node.target, '__name__', node.name)} is no operator of tensors{line_of(node)}",
+                    why="programs on ranks run operators, and torch.export has kept a function",
+                    remedy="operators in its place, as torch.where for torch.cond",
+                )
+
+
+def _refuse_unknown_constants(constants: Mapping[str, Any]) -> None:
+    """Raise UserError for a constant without values: what torch.func differentiates leaves the graph."""
+    for name, one in constants.items():
+        if isinstance(one, torch.Tensor):
+            try:
+                one.data_ptr()
+            except RuntimeError as error:
+                raise UserError(
+                    f"{name} has no values where torch.func differentiates a function",
+                    why="torch.export does not record how it follows from the arguments",
+                    remedy="torch.autograd.grad(..., create_graph=True), or torch.func.jvp",
+                ) from error
 
 
 def skeleton(module: nn.Module) -> nn.Module | UserError:
@@ -239,7 +282,7 @@ def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
 
 def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Detach the result of a node where it leaves its region or enters an inner one."""
-    if _writes_in_place(node.target):
+    if writes_in_place(node.target):
         raise UserError(
             f"{node.name} writes into a tensor without autograd ({node.target})",
             why="gradients would pass what is overwritten",
@@ -259,10 +302,6 @@ def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     detached.meta = dict(node.meta)
     for user in leaves:
         user.replace_input_with(node, detached)
-
-
-def _writes_in_place(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
 
 
 def attribute_of(module: torch.fx.GraphModule, path: str) -> Any:
