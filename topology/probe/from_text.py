@@ -87,7 +87,14 @@ def probe_text(
         if gpu is not None:
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
-    return build(evidence, gpu=gpu, name="probed", catalogue=catalogue or shipped_catalogue())
+    found = build(evidence, gpu=gpu, name="probed", catalogue=catalogue or shipped_catalogue())
+    if not found.gpu_count and evidence.nccl is None:  # topologies of cloud machines leave GPUs to the machine
+        raise BadInput(
+            "no text lists the GPUs of a machine",
+            why=f"{', '.join(label for label, _ in texts)} was read and names none",
+            remedy="pass the output of `nvidia-smi topo -m`, or a NCCL topology file, too",
+        )
+    return found
 
 
 def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:
