@@ -164,9 +164,7 @@ def test_cards_that_could_be_bridged_and_are_not():
 
 def test_a_list_of_gpus_says_nothing_of_their_links():
     """`nvidia-smi -L` and `--query-gpu` show no pairs: that NVLink is missing is not known from them."""
-    listed = "\n".join(
-        f"GPU {n}: NVIDIA A100-SXM4-40GB (UUID: GPU-{n}1111111-1111-1111-1111-111111111111)" for n in (0, 1)
-    )
+    listed = "\n".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}1111111-1111-1111-1111-111111111111)" for n in (0, 1))
     (said,) = (one for one in probe(listed).findings if one.code == "no_nvlink")
 
     assert said.what.startswith("whether NVLink joins the GPUs was not read")
