@@ -88,11 +88,11 @@ def probe_text(
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
     found = build(evidence, gpu=gpu, name="probed", catalogue=catalogue or shipped_catalogue())
-    if not found.gpu_count and evidence.nccl is None:  # topologies of cloud machines leave GPUs to the machine
+    if not found.gpu_count and evidence.nccl is None and not any(table.status for table in evidence.p2p):
         raise BadInput(
             "no text lists the GPUs of a machine",
             why=f"{', '.join(label for label, _ in texts)} was read and names none",
-            remedy="pass the output of `nvidia-smi topo -m`, or a NCCL topology file, too",
+            remedy="pass the output of `nvidia-smi topo -m`, or a NCCL topology file",
         )
     return found
 
