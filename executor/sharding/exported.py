@@ -19,7 +19,7 @@
 | control flow that depends on values of tensors, as a loop over the experts that have tokens | refused, with its line |
 | sizes that do, as of the rows of one expert (`torch.where(mask)`, `nonzero`, `x[mask]`) | refused, with its line |
 | a number made of a tensor's values (`item`) | refused |
-| writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
+| writes into buffers, also in `no_grad`, as of batch norms in training | kept: the same on all ranks |
 | gradients that are zero since all that they pass is overwritten | None |
 | writes into arguments and parameters | refused |
 | random numbers, as of dropout in training | refused |
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import copy
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -41,8 +41,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._decomp import get_decompositions
+from torch.export.graph_signature import InputKind
 
-from executor.sharding.in_place import detach_in_place, line_of, separate_detached_writes, writes_in_place
+from executor.sharding.in_place import (
+    detach_in_place,
+    detach_operands,
+    line_of,
+    root_of,
+    separate_detached_writes,
+    writes_in_place,
+)
 from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks with some of the rows can add up theirs.
@@ -69,7 +77,9 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         for one in exported.graph_module.modules():
             detach_in_place(_nodes(one))
             separate_detached_writes(_nodes(one))
-        _detach_regions(exported.graph_module, graded=True)
+        specs = exported.graph_signature.input_specs
+        buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
+        _detach_regions(exported.graph_module, buffers, graded=True)
         every = [node for one in exported.graph_module.modules() for node in _nodes(one)]
         if any(writes_in_place(node.target) or _is_function(node) for node in every):
             exported = exported.run_decompositions(_DECOMPOSED)
@@ -265,19 +275,29 @@ def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
     return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
 
 
-def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
-    """Detach the results of regions without autograd, in place. Raises UserError if such a region writes into a
-    tensor.
+def _detach_regions(module: torch.fx.GraphModule, buffers: Collection[str], *, graded: bool) -> None:
+    """Detach the results of regions without autograd, in place, and what they write into `buffers`, the placeholders of
+    buffers by name. Raises UserError if such a region writes into another tensor.
     """
     for node in _nodes(module):
         op = str(node.target)
         if op in _REGIONS:
             switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
-            region = cast("torch.fx.Node", node.args[at])
-            _detach_regions(attribute_of(module, str(region.target)), graded=bool(switch))
+            region = attribute_of(module, str(cast("torch.fx.Node", node.args[at]).target))
+            places = (one.name for one in region.graph.nodes if one.op == "placeholder")
+            given = zip(places, node.args[at + 1 :], strict=True)
+            _detach_regions(region, {place for place, one in given if _is_of(one, buffers)}, graded=bool(switch))
+        elif not graded and writes_in_place(node.target) and _is_of(node.args[0], buffers):
+            detach_operands(node)
         elif not graded and node.op == "call_function":
             _detach_uses(module.graph, node)
     module.recompile()
+
+
+def _is_of(node: Any, buffers: Collection[str]) -> bool:
+    """Return whether a node is a buffer or a view of one."""
+    root = root_of(node)
+    return isinstance(root, torch.fx.Node) and root.op == "placeholder" and root.name in buffers
 
 
 def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

@@ -40,13 +40,13 @@ def separate_detached_writes(nodes: Sequence[torch.fx.Node]) -> None:
     Raises UserError where something does: autograd differentiates it as if nothing was written.
     """
     for number, node in enumerate(nodes):
-        detached = _root(node.args[0], _DETACHES) if writes_in_place(node.target) else None
+        detached = root_of(node.args[0], _DETACHES) if writes_in_place(node.target) else None
         if not isinstance(detached, torch.fx.Node) or detached.target is not _DETACHES:
             continue
-        of, later = _root(detached), set(nodes[number + 1 :])
+        of, later = root_of(detached), set(nodes[number + 1 :])
         if of.op == "placeholder":  # a buffer, or refused as an argument
             continue
-        if any(_root(one, _DETACHES) is of and later & set(one.users) for one in nodes[:number]):
+        if any(root_of(one, _DETACHES) is of and later & set(one.users) for one in nodes[:number]):
             raise UserError(
                 f"{node.name} writes through detach() into {of.name}, which is read again{line_of(node)}",
                 why="gradients would end at what is written",
@@ -62,13 +62,24 @@ def _copied(detached: torch.fx.Node) -> None:
     detached.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
+def detach_operands(node: torch.fx.Node) -> None:
+    """Detach what a node writes into the tensor of its first operand."""
+    for one in node.all_input_nodes:
+        value = one.meta.get("val")
+        if one is not node.args[0] and isinstance(value, torch.Tensor) and value.is_floating_point():
+            with node.graph.inserting_before(node):
+                detached = node.graph.call_function(_DETACHES, (one,))
+            detached.meta = dict(one.meta)
+            node.replace_input_with(one, detached)
+
+
 def _operand(node: torch.fx.Node) -> torch.fx.Node:
     first = node.args[0]
     assert isinstance(first, torch.fx.Node)  # noqa: S101 - of an operator on one tensor
     return first
 
 
-def _root(node: Any, until: Any = None) -> Any:
+def root_of(node: Any, until: Any = None) -> Any:
     """Return the node whose memory a view shows, or on the way to it the first call of `until`."""
     while isinstance(node, torch.fx.Node) and _is_view(node) and node.target is not until:
         node = node.args[0]
