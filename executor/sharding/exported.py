@@ -7,7 +7,7 @@
 | autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
 | in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
 | `detach_` | kept: `detach` |
-| writes through `detach()` into a tensor that is read again | refused: its gradient would pass what it no longer is |
+| writes through `detach()` into a tensor that is read again | refused: its gradient would pass other values |
 | `vmap`, `torch.func.jvp`, `torch.autograd.grad` with `create_graph` | kept: their operators |
 | `torch.func.grad` and `vjp`, `torch.cond` and other functions of functions | refused |
 | tied parameters | kept: one tensor |

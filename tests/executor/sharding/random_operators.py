@@ -27,7 +27,7 @@ def windows(d: Drawing) -> Made:
     groups = d.draw.choice([n for n in range(1, channels + 1) if channels % n == 0])
     k, stride, pad = d.draw.choice([1, 2, 3]), d.draw.choice([1, 1, 2]), d.draw.choice([0, 1])
     w, back = d.parameter(2 * groups, channels // groups, k, 2), d.parameter(channels, 2, k, 2)
-    turned = torch.tensor([[[0.9, 0.1, 0.0], [-0.1, 0.8, 0.1]]], dtype=torch.float64).expand(rows, 2, 3)
+    rotated = torch.tensor([[[0.9, 0.1, 0.0], [-0.1, 0.8, 0.1]]], dtype=torch.float64).expand(rows, 2, 3)
     functions = {
         "convolution": lambda m, x: F.conv2d(x, getattr(m, w), None, stride, pad, 1, groups),
         "dilated": lambda m, x: F.conv2d(x, getattr(m, w), None, 1, pad, 2, groups),
@@ -41,7 +41,7 @@ def windows(d: Drawing) -> Made:
         "reflected": lambda _, x: F.pad(x, (1, 0, 1, 1), mode="reflect"),
         "around": lambda _, x: F.pad(x, (1, 0, 1, 1), mode="circular"),
         "instances": lambda _, x: F.instance_norm(x, eps=1e-2),
-        "sampled": lambda _, x: F.grid_sample(x, F.affine_grid(turned, list(x.shape)), align_corners=False),
+        "sampled": lambda _, x: F.grid_sample(x, F.affine_grid(rotated, list(x.shape)), align_corners=False),
     }
     return chosen(d, functions, at)
 

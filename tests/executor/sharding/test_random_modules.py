@@ -48,6 +48,16 @@ class Codebook(nn.Module):
         return (y - self.table[near]).square() * y, y + (self.table[near] - y).detach()
 
 
+def _check_norms_of_half_precision() -> None:
+    """Results have the dtype of the operand where weights have more bits and the rows are cut."""
+    x = torch.randn(3, 8).bfloat16()
+    for norm in (nn.RMSNorm(8), nn.LayerNorm(8)):
+        asked = {"placements": {"weight": ["S(0)"]}, "policy": "follow_weights"}
+        found = api.shard(norm, (x,), mesh={"d": 2}, **asked)(x)
+        assert found.dtype == torch.bfloat16, norm
+        torch.testing.assert_close(found.full_tensor(), norm(x), rtol=2e-2, atol=2e-2)
+
+
 def _worker() -> None:
     api.plan = ranks.planned_here
     torch.manual_seed(0)
@@ -56,6 +66,7 @@ def _worker() -> None:
         check(Returned(), (x, y), {"d": 2}, {"placements": placed})
     for placed in ({"x": ["S(0)"]}, {"table": ["S(1)"], "encoder_weight": ["S(0)"]}):
         check(Codebook(), (x,), {"d": 2}, {"placements": placed})
+    _check_norms_of_half_precision()
     equal = 0
     for stratum in STRATA:
         for number in range(OF_EACH):
