@@ -63,7 +63,8 @@ def _constraints(draw: random.Random, captured: Captured, mesh: dict[str, int]) 
 
 def _reason(error: PlannerError) -> str:
     """Return why something is refused, without names and numbers."""
-    return re.sub(r"\d+", "N", f"refused: {error.what}" + (f" ({error.why})" if error.why else ""))[:160]
+    why = f" ({' '.join(error.why.split())})" if error.why else ""
+    return re.sub(r"\d+", "N", f"refused: {error.what}{why}")[:160]
 
 
 def verdicts(wanted: Sequence[tuple[str, int]]) -> Iterator[Verdict]:
