@@ -182,7 +182,7 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         why = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another --out") from error
+        raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another path") from error
     finally:
         _remove(temporary)
 
@@ -203,7 +203,7 @@ def make_folder(path: Path) -> None:
         _make_folders(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"cannot make the folder {str(path)[:200]}", why=why, remedy="choose another --out") from error
+        raise BadInput(f"cannot make the folder {str(path)[:200]}", why=why, remedy="choose another path") from error
 
 
 def _make_folders(path: Path) -> None:

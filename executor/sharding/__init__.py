@@ -1,6 +1,7 @@
 """A module for one GPU on many: its graph captured, placements asked of the planner, the program run and checked.
 
 exported.py     a module as torch.export returns it: what that changes is kept or refused
+in_place.py     writes in place that autograd treats in a way of its own
 capture.py      the same as a graph of named operators
 call.py         checks that a call is the captured one; pieces of its arguments
 api.py          `shard(module, ...)`: captures, plans, runs

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from executor.sharding.call import Signature, autocast_of, signature_of
 from executor.sharding.exported import attribute_of, export
+from executor.sharding.in_place import line_of
 from executor.sharding.operations import RECURRENT
 from executor.sharding.places import DTYPES
 from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER, CapturedGraph, GraphInput, GraphNode
@@ -192,6 +193,18 @@ class _Reader:
                 why="ranks would have to draw the same for what they hold copies of",
                 remedy="call module.eval(), or set its dropout to 0",
             )
+        if op == "aten.instance_norm.default" and args[3] is not None and args[5]:
+            raise UserError(
+                f"{node.name} writes running statistics of an instance norm{line_of(node)}",
+                why="torch.export drops the write",
+                remedy="call module.eval(), or make it with track_running_stats=False",
+            )
+        if op.startswith("aten.as_strided") and isinstance(args[0], _Tensor) and not args[0].fake.is_contiguous():
+            raise UserError(
+                f"{node.name} depends on how {args[0].name} lies in memory ({op}){line_of(node)}",
+                why="its pieces on ranks lie otherwise",
+                remedy="as_strided of x.contiguous(), or unfold",
+            )
         if not any(isinstance(leaf, _Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return _constant(node.target, args, kwargs)
         value = node.meta.get("val")
@@ -295,9 +308,13 @@ class _Reader:
                 return [self._plain(one) for one in value]
             case float() if not math.isfinite(value):
                 return {"float": repr(value)}
+            case complex():
+                return {"complex": repr(value)}
             case torch.device() | torch.layout() | torch.memory_format():
                 return None
-        return value
+            case None | bool() | int() | float() | str():
+                return value
+        raise UserError(f"an argument of the kind {type(value).__name__}", remedy="operators on tensors and numbers")
 
     def _constant(self, value: torch.Tensor) -> str:
         if id(value) not in self._constant_names:

@@ -6,6 +6,10 @@
 | `no_grad`, `enable_grad` | kept: results of a region without autograd are detached where they leave it |
 | autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
 | in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
+| `detach_` | kept: `detach` |
+| writes through `detach()` into a tensor that is read again | refused: its gradient would pass other values |
+| `vmap`, `torch.func.jvp`, `torch.autograd.grad` with `create_graph` | kept: their operators |
+| `torch.func.grad` and `vjp`, `torch.cond` and other functions of functions | refused |
 | tied parameters | kept: one tensor |
 | tensors without elements | kept by their shapes; as an argument of a call they are refused |
 | forward hooks | kept: they run while the module is captured, and what they compute is part of the graph |
@@ -15,7 +19,7 @@
 | control flow that depends on values of tensors, as a loop over the experts that have tokens | refused, with its line |
 | sizes that do, as of the rows of one expert (`torch.where(mask)`, `nonzero`, `x[mask]`) | refused, with its line |
 | a number made of a tensor's values (`item`) | refused |
-| writes into buffers, as of batch norms in training | kept: after every call, the same on all ranks |
+| writes into buffers, also in `no_grad`, as of batch norms in training | kept: the same on all ranks |
 | gradients that are zero since all that they pass is overwritten | None |
 | writes into arguments and parameters | refused |
 | random numbers, as of dropout in training | refused |
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 import copy
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -37,7 +41,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._decomp import get_decompositions
+from torch.export.graph_signature import InputKind
 
+from executor.sharding.in_place import (
+    detach_in_place,
+    detach_operands,
+    line_of,
+    root_of,
+    separate_detached_writes,
+    writes_in_place,
+)
 from topology.errors import UserError
 
 # Batch norms in training become sums, so that ranks with some of the rows can add up theirs.
@@ -60,8 +73,15 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     _refuse_backward_hooks(module)
     try:
         exported = _traced(module, args, kwargs)
-        _detach_regions(exported.graph_module, graded=True)
-        if any(_writes_in_place(node.target) for one in exported.graph_module.modules() for node in _nodes(one)):
+        _refuse_unknown_constants(exported.constants)
+        for one in exported.graph_module.modules():
+            detach_in_place(_nodes(one))
+            separate_detached_writes(_nodes(one))
+        specs = exported.graph_signature.input_specs
+        buffers = {spec.arg.name for spec in specs if spec.kind is InputKind.BUFFER}
+        _detach_regions(exported.graph_module, buffers, graded=True)
+        every = [node for one in exported.graph_module.modules() for node in _nodes(one)]
+        if any(writes_in_place(node.target) or _is_function(node) for node in every):
             exported = exported.run_decompositions(_DECOMPOSED)
     except UserError:
         raise
@@ -73,6 +93,7 @@ def export(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             remedy=_EXPERTS,
         ) from error
     _refuse_sizes_of_values(exported.graph_module)
+    _refuse_functions(exported.graph_module)
     return exported
 
 
@@ -94,13 +115,45 @@ def _refuse_sizes_of_values(module: torch.fx.GraphModule) -> None:
             value = node.meta.get("val")
             sizes = value.shape if isinstance(value, torch.Tensor) else ()
             if not all(isinstance(size, int) for size in sizes):
-                trace = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
                 raise UserError(
-                    f"the size of {node.name} depends on values of tensors ({node.target})"
-                    + (f", at {trace[-1][:120]}" if trace else ""),
+                    f"the size of {node.name} depends on values of tensors ({node.target}){line_of(node)}",
                     why="a program has the same sizes in every call",
                     remedy=_EXPERTS,
                 )
+
+
+def _is_function(node: torch.fx.Node) -> bool:
+    """Return whether a node calls something else than an operator, as vmap does."""
+    name = getattr(node.target, "__name__", "")
+    operators = torch._ops.OpOverload  # noqa: SLF001 - torch has no public name
+    known = isinstance(node.target, operators) or name == "getitem" or str(node.target) in _REGIONS
+    return node.op == "call_function" and not known
+
+
+def _refuse_functions(module: torch.fx.GraphModule) -> None:
+    """Raise UserError for calls of functions: programs on ranks run operators."""
+    for one in module.modules():
+        for node in _nodes(one):
+            if _is_function(node):
+                raise UserError(
+                    f"{getattr(node.target, '__name__', node.name)} is no operator of tensors{line_of(node)}",
+                    why="programs on ranks run operators, and torch.export has kept a function",
+                    remedy="operators in its place, as torch.where for torch.cond",
+                )
+
+
+def _refuse_unknown_constants(constants: Mapping[str, Any]) -> None:
+    """Raise UserError for a constant without values: what torch.func differentiates leaves the graph."""
+    for name, one in constants.items():
+        if isinstance(one, torch.Tensor):
+            try:
+                one.data_ptr()
+            except RuntimeError as error:
+                raise UserError(
+                    f"{name} has no values where torch.func differentiates a function",
+                    why="torch.export does not record how it follows from the arguments",
+                    remedy="torch.autograd.grad(..., create_graph=True), or torch.func.jvp",
+                ) from error
 
 
 def skeleton(module: nn.Module) -> nn.Module | UserError:
@@ -222,24 +275,34 @@ def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
     return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
 
 
-def _detach_regions(module: torch.fx.GraphModule, *, graded: bool) -> None:
-    """Detach the results of regions without autograd, in place. Raises UserError if such a region writes into a
-    tensor.
+def _detach_regions(module: torch.fx.GraphModule, buffers: Collection[str], *, graded: bool) -> None:
+    """Detach the results of regions without autograd, in place, and what they write into `buffers`, the placeholders of
+    buffers by name. Raises UserError if such a region writes into another tensor.
     """
     for node in _nodes(module):
         op = str(node.target)
         if op in _REGIONS:
             switch, at = (node.args[0], 1) if op == "wrap_with_set_grad_enabled" else (graded, 4)
-            region = cast("torch.fx.Node", node.args[at])
-            _detach_regions(attribute_of(module, str(region.target)), graded=bool(switch))
+            region = attribute_of(module, str(cast("torch.fx.Node", node.args[at]).target))
+            places = (one.name for one in region.graph.nodes if one.op == "placeholder")
+            given = zip(places, node.args[at + 1 :], strict=True)
+            _detach_regions(region, {place for place, one in given if _is_of(one, buffers)}, graded=bool(switch))
+        elif not graded and writes_in_place(node.target) and _is_of(node.args[0], buffers):
+            detach_operands(node)
         elif not graded and node.op == "call_function":
             _detach_uses(module.graph, node)
     module.recompile()
 
 
+def _is_of(node: Any, buffers: Collection[str]) -> bool:
+    """Return whether a node is a buffer or a view of one."""
+    root = root_of(node)
+    return isinstance(root, torch.fx.Node) and root.op == "placeholder" and root.name in buffers
+
+
 def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Detach the result of a node where it leaves its region or enters an inner one."""
-    if _writes_in_place(node.target):
+    if writes_in_place(node.target):
         raise UserError(
             f"{node.name} writes into a tensor without autograd ({node.target})",
             why="gradients would pass what is overwritten",
@@ -259,10 +322,6 @@ def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     detached.meta = dict(node.meta)
     for user in leaves:
         user.replace_input_with(node, detached)
-
-
-def _writes_in_place(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
 
 
 def attribute_of(module: torch.fx.GraphModule, path: str) -> Any:

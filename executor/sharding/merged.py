@@ -45,8 +45,8 @@ def _row_sum(x: torch.Tensor) -> torch.Tensor:
 def _rmsnorm(tensors: list[torch.Tensor], squares: torch.Tensor, size: int, eps: float | None) -> torch.Tensor:
     x, *weight = tensors
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    y = (_exact(x) * torch.rsqrt(squares / size + eps)).to(x.dtype)
-    return y * weight[0] if weight else y
+    y = _exact(x) * torch.rsqrt(squares / size + eps)
+    return (y * weight[0] if weight else y).to(x.dtype)
 
 
 def _layernorm(
@@ -58,10 +58,10 @@ def _layernorm(
 ) -> torch.Tensor:
     x, *affine = tensors
     mean = sums / size
-    y = ((_exact(x) - mean) * torch.rsqrt(squares / size - mean.square() + eps)).to(x.dtype)
+    y = (_exact(x) - mean) * torch.rsqrt(squares / size - mean.square() + eps)
     if affine:
         y = y * affine[0]
-    return y + affine[1] if len(affine) > 1 else y
+    return (y + affine[1] if len(affine) > 1 else y).to(x.dtype)
 
 
 def _scores(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:

@@ -49,6 +49,8 @@ def _given(value: Any, values: Mapping[str, torch.Tensor]) -> Any:
             return DTYPES[value["dtype"]]
         if "float" in value:
             return float(value["float"])
+        if "complex" in value:
+            return complex(value["complex"])
         return {key: _given(one, values) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_given(one, values) for one in value]
@@ -303,8 +305,14 @@ def _not_equal(context: Context, x: torch.Tensor, value: int) -> torch.Tensor:
     return (x != value).to(context.dtype)
 
 
-def _topk(x: torch.Tensor, k: int, dim: int, index: int) -> torch.Tensor:
-    return torch.topk(x, k, dim=dim)[index]
+def _put_strided(x: torch.Tensor, part: torch.Tensor, *where: Any) -> torch.Tensor:
+    """A copy of `x` with `part` in the place of a strided view. torch's own has the gradient of the other elements."""
+    at = torch.arange(x.numel(), device=x.device).as_strided(*where)
+    return x.reshape(-1).scatter(0, at.reshape(-1), part.reshape(-1)).view(x.shape)
+
+
+def _topk(x: torch.Tensor, k: int, dim: int, index: int, largest: bool = True) -> torch.Tensor:
+    return torch.topk(x, k, dim=dim, largest=largest)[index]
 
 
 def _shard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
@@ -393,6 +401,8 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "groupnorm": _group_norm,
     "cross_entropy": _cross_entropy,
     "topk": _topk,
+    "aten.as_strided.default": lambda x, *where: x.contiguous().as_strided(*where),
+    "aten.as_strided_scatter.default": _put_strided,
     "view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
     "put_back": _put_back,
     "loss_rows": _loss_rows,

@@ -42,6 +42,8 @@ def probe(asked: Probe) -> None:
     if asked.svg is not None:
         _draw(cluster, asked.svg)
     if asked.out is not None and asked.to is None:
+        if not cluster.gpu_count:
+            raise BadCluster("nothing was saved: no GPU was found", remedy="planner probe --explain says why")
         save_cluster(cluster, asked.out)
         if not asked.json:
             print(f"saved {asked.out}")

@@ -126,7 +126,7 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
         pass
     except (OSError, ValueError) as error:  # a name too long, a folder that cannot be searched, a NUL character
         why = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another --out") from error
+        raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another path") from error
     if target.is_dir():
         raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
     require_folder(target)

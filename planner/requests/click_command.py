@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import EnumType
 from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,33 @@ def click_command(
         answer(build(request, values, stated))
 
     parameters = [_parameter(flag) for flag in flags]
-    return click.Command(name, CONTEXT, run, parameters, help=request.__doc__)
+    return _Command(name, CONTEXT, run, parameters, help=request.__doc__)
+
+
+class _Command(click.Command):
+    """A command that says which of two values of a flag it takes: the last, as click does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else args
+        for one in self.params:
+            if isinstance(one, click.Option) and not one.multiple:
+                said = [word for word, _ in groupby(_said(one, words))]
+                if len(said) > 1:
+                    click.echo(
+                        f"warning: {one.opts[0]} is given as {' and as '.join(said)}: the last is used", err=True
+                    )
+        return super().parse_args(ctx, args)
+
+
+def _said(option: click.Option, words: Sequence[str]) -> Iterator[str]:
+    """Yield the values that `words` give an option; of a switch, its word for yes or for no."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if option.is_flag and word in (*option.opts, *option.secondary_opts):
+            yield (option.opts if word in option.opts else option.secondary_opts)[0]
+        elif not option.is_flag and word in option.opts:
+            yield following
+        elif not option.is_flag and word.partition("=")[0] in option.opts:
+            yield word.partition("=")[2]
 
 
 def _plain(flag: Flag, value: Any) -> Any:

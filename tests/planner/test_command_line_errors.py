@@ -221,6 +221,23 @@ def test_what_cannot_be_says_why_and_what_could(planner, flags, why, remedy):
     assert remedy in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--tp", "2", "--tp=4"), "--tp is given as 2 and as 4: the last is used"),
+        (("--seq", "4096"), "--seq-len is given as 2048 and as 4096: the last is used"),
+        (("--compile", "--no-compile"), "--compile is given as --compile and as --no-compile: the last is used"),
+        (("--pp", "1", "--pp", "1", "--json", "--json"), ""),
+    ],
+)
+def test_a_flag_with_two_values_says_which_is_used(planner, flags, said):
+    answer = planner("estimate", *SMALL, *flags)
+
+    assert answer.returncode == 0
+    assert said in answer.stderr
+    assert said or not answer.stderr
+
+
 @pytest.mark.parametrize("value", ["x", "0", "4-2", "2,,4", "-3", "1.5", "9999999999", "", "2-"])
 def test_parts_that_are_no_numbers_are_refused(planner, value):
     done = planner("suggest", *SMALL, f"--tp={value}")

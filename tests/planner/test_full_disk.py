@@ -129,6 +129,6 @@ def test_a_full_file_system_takes_no_plan_and_keeps_no_piece_of_one(on_tmpfs, tm
     assert full.returncode == 2
     assert json.loads(full.stdout)["plans"]
     assert "No space left on device" in full.stderr
-    assert full.stderr.endswith("do: choose another --out\n")  # and the folder is empty
+    assert full.stderr.endswith("do: choose another path\n")  # and the folder is empty
     assert enough.returncode == 0
     assert enough.stderr.endswith("plan.json\n")

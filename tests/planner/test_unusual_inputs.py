@@ -76,6 +76,14 @@ def test_a_capture_without_gpus_is_no_network(kind, capsys):
     assert "shows no GPU" in capsys.readouterr().err
 
 
+def test_a_capture_without_gpus_is_no_cluster_file(tmp_path, capsys):
+    capture, out = ROOT / "tests" / "data" / "topo" / "p2p" / "h100_8gpu_p2p_r_ok.txt", tmp_path / "cluster.json"
+
+    assert main(["probe", "--from", str(capture), "--out", str(out)]) == 2
+    assert "no GPU was found" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("key", ["gpus_per_node", "nodes"])
 @pytest.mark.parametrize("count", [0, -3])
 def test_a_machine_of_no_gpu_is_refused_with_the_count(key, count, capsys):

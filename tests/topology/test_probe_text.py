@@ -163,6 +163,20 @@ def test_cards_that_could_be_bridged_and_are_not():
     assert not found(probe(matrix("62_")), Severity.WARNING, "no_nvlink")
 
 
+def test_a_list_of_gpus_says_nothing_of_their_links():
+    """`nvidia-smi -L` and `--query-gpu` show no pairs: that NVLink is missing is not known from them."""
+    listed = "\n".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n}1111111-1111-1111-1111-111111111111)" for n in (0, 1))
+    (said,) = (one for one in probe(listed).findings if one.code == "no_nvlink")
+
+    assert said.what.startswith("whether NVLink joins the GPUs was not read")
+
+
+def test_a_table_that_is_not_nvidias_is_no_machine():
+    """Of rocm-smi, which looks like one of peer access."""
+    with pytest.raises(BadInput, match="lists the GPUs"):
+        probe("       GPU0         GPU1\nGPU0   0            15\nGPU1   15           0\n")
+
+
 def test_fill_rates_leaves_what_it_does_not_know():
     cluster = probe(matrix("50_"))
     assert fill_rates(cluster, (gpu_kind("h200-sxm"),)) == cluster  # no GPU is called h200-sxm

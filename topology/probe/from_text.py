@@ -68,7 +68,14 @@ def probe_text(texts: Sequence[tuple[str, str]], *, gpu: str | None = None) -> C
         if gpu is not None:
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
-    return build(evidence, gpu=gpu, name="probed")
+    found = build(evidence, gpu=gpu, name="probed")
+    if not found.gpu_count and evidence.nccl is None and not any(table.status for table in evidence.p2p):
+        raise BadInput(
+            "no text lists the GPUs of a machine",
+            why=f"{', '.join(label for label, _ in texts)} was read and names none",
+            remedy="pass the output of `nvidia-smi topo -m`, or a NCCL topology file",
+        )
+    return found
 
 
 def _read_one_text(evidence: Evidence, label: str, text: str) -> bool:

@@ -56,9 +56,9 @@ def _pointwise(call: AtenCall) -> list[Statement]:
     if call.name == "masked_fill" and len(node.args) == 3 and isinstance(node.args[2], int | float):
         formula = f"masked_fill({call.tensor(0)}, {call.tensor(1)}, {node.args[2]!r})"
     elif call.name in _SIGNS and len(node.args) == 2 and not node.kwargs:
-        both = [str(a["tensor"]) if isinstance(a, dict) else repr(a) for a in node.args]
-        if all(isinstance(a, dict | int | float) for a in node.args):
-            formula = f"{both[0]} {_SIGNS[call.name]} {both[1]}"
+        one, other = (a.get("tensor") if isinstance(a, dict) else a for a in node.args)
+        if isinstance(one, str | int | float) and isinstance(other, str | int | float):
+            formula = f"{one} {_SIGNS[call.name]} {other}"
     return [call.statement(formula)]
 
 

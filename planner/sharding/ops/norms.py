@@ -142,7 +142,12 @@ def _layer_norm_gradient(step: Step) -> dict[str, str]:
 def _capture_softmax(call: AtenCall) -> list[Statement]:
     dim = call.dim(1, len(call.shape(0)))
     word = "log_softmax" if "log" in call.name else "softmax"
-    return [call.statement(f"{word}({call.tensor(0)}, {dim})", op=word, args=(call.argument(0), dim))]
+    name, casts = call.tensor(0), list[Statement]()
+    if call.dtypes[name] != call.node.dtype:  # `softmax(x, -1, dtype=float32)` of half precision
+        wide = f"{call.node.name}_cast"[-64:]
+        casts.append(call.statement(f"to({name})", result=wide, op="cast", args=(tensor(name),), kwargs={}))
+        name = wide
+    return [*casts, call.statement(f"{word}({name}, {dim})", op=word, args=(tensor(name), dim), kwargs={})]
 
 
 def _weight_and_bias(call: AtenCall, at: int) -> list[str]:

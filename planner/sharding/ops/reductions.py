@@ -143,7 +143,7 @@ def _capture_topk(call: AtenCall) -> list[Statement]:
     dims = letters(shape)
     made, sizes = result_axes(call.node.shape, [dim])
     right = [made[0] if d == dim else n for d, n in enumerate(dims)]
-    args = (call.argument(0), call.argument(1), dim, call.node.index)
+    args = (call.argument(0), call.argument(1), dim, call.node.index, bool(call.argument(3, default=True)))
     annotation = f"{written(dims, {dim: '^'})} -> {' '.join(right)}"
     return [call.statement(f"topk_part({call.tensor(0)})", annotation, sizes=sizes, op="topk", args=args)]
 

@@ -99,6 +99,8 @@ OPERATORS = {
     "product, largest": (lambda x: x.prod(1) * x.max(1).values + x.min(), real(4, 6)),
     "sort": (lambda x: x.sort(1).values * torch.arange(6), real(4, 6)),
     "argmax": (lambda x, w: x[x.argmax(-1)] * w, real(6, 6), real(6)),
+    "smallest": (lambda x: x.topk(3, 1, largest=False).values * torch.arange(3), real(4, 6)),
+    "softmax in another dtype": (lambda x: x.softmax(1, dtype=torch.float32).double() * x, real(4, 6)),
     "roll": (lambda x, y: x.roll((1, -2), (1, 2)) * y, real(4, 6, 8), real(4, 6, 8)),
     "flip": (lambda x, y: x.flip(0, 2) * y, real(4, 6, 8), real(4, 6, 8)),
     "running sum": (lambda x: x.cumsum(1).logcumsumexp(0), real(4, 6)),

@@ -116,8 +116,46 @@ KEPT = (
     "in_place_beside",
     "masked",
     "checkpointed",
+    "detached_in_place",
+    "written_copy",
+    "mapped",
+    "slope",
+    "filled_diagonal",
+    "complex_factor",
 )
 PLACED = [{"x": ["S(0)"]}, {"x": ["S(1)"]}, {"*.weight": ["S(0)"]}, {"a.weight": ["S(1)"], "x": ["S(2)"]}]
+
+
+def detached_in_place(self, x):
+    """A write into what was detached gives it a gradient again."""
+    state = self.b(x).tanh()
+    state.detach_().mul_(self.a(x))
+    return state * x
+
+
+def written_copy(self, x):
+    y = self.a(x)
+    shown = y.detach()
+    shown[:, 0] *= self.b(x)[:, 1]
+    return shown + self.a(x)
+
+
+def mapped(self, x):
+    return torch.vmap(lambda row: self.a(row).softmax(-1) * self.b(row).sum())(x)
+
+
+def slope(self, x):
+    y = self.a(x)
+    return torch.autograd.grad(y.sin().sum(), y, create_graph=True)[0] * self.b(x)
+
+
+def filled_diagonal(self, x):
+    scores = self.a(x)[0] @ self.b(x)[0].mT
+    return scores.fill_diagonal_(0.5) @ x
+
+
+def complex_factor(self, x):
+    return (self.a(x) * 2j - (1 + 1j)).imag * self.b(x) / float("inf") + self.a(x)
 
 
 def frozen():
@@ -297,9 +335,37 @@ def written_argument(self, x):
     return self.b(y) + x
 
 
+def written_through_detach(self, x):
+    y = self.a(x)
+    y.detach()[:, 0] = 0.0
+    return y * x
+
+
+def differentiated(self, x):
+    return torch.func.grad(lambda y: y.sin().sum())(self.a(x)) * x
+
+
+def branches(self, x):
+    return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (self.a(x),))
+
+
+def kept_statistics(self, x):
+    statistics = torch.ones(6, dtype=x.dtype), torch.ones(6, dtype=x.dtype)
+    return nn.functional.instance_norm(self.a(x), *statistics, use_input_stats=True)
+
+
+def places_in_memory(self, x):
+    return self.a(x).mT.as_strided((4, 3), (1, 4))
+
+
 @pytest.mark.parametrize(
     ("module", "what"),
     [
+        (Two("written_through_detach"), "writes through detach()"),
+        (Two("differentiated"), "torch.func differentiates"),
+        (Two("branches"), "cond is no operator"),
+        (Two("kept_statistics"), "running statistics of an instance norm"),
+        (Two("places_in_memory"), "lies in memory"),
         (Two("reversed_gradient"), "Reversed is an autograd.Function"),
         (Two("reentrant"), "CheckpointFunction"),
         (hooked(), "a has a hook of the backward pass"),
