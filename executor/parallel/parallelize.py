@@ -73,6 +73,7 @@ class Setup:
     device: torch.device
     seed: int = 0
     own_table: bool = False  # use the simulator's pipeline table instead of torch's schedule
+    as_typed: Runtime | None = None  # wrap as for the types of this one
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -104,10 +105,11 @@ def parallelize(setup: Setup) -> ParallelModel:
             part.output = HeadInPieces.of(part.output, loss)
         _shard_over_ranks(setup, part)
         _recompute_and_compile(setup, part, stage.index)
-        if not _is_replicated_only(plan):
+        wrapped = is_wrapped(plan, setup.as_typed or setup.runtime)
+        if wrapped:
             _apply_fsdp(setup, part)
         part.to_empty(device=setup.device)
-        if _is_replicated_only(plan):
+        if not wrapped:
             part.tie()  # to_empty unties plain modules; FSDP keeps shared parameters shared
         init_weights(part, seed=setup.seed, parameter_shards=part.parameter_shards)
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, setup.device), compute)
@@ -185,11 +187,7 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
 
 
 def _apply_fsdp(setup: Setup, part: Decoder) -> None:
-    """Apply FSDP2 with the runtime's types.
-
-    With tensor or pipeline parallelism it is applied even where it shards nothing, for its mixed precision, and for all
-    types, so that the model that is verified in float64 is built like the one that is timed.
-    """
+    """Apply FSDP2 with the runtime's types."""
     plan, meshes = setup.plan, setup.meshes
     store, compute, reduce = setup.dtypes
     mesh = _data_mesh(meshes.dense, "fsdp", plan)
@@ -216,6 +214,18 @@ def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
     """
     store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.activation_dtype]
     return compute if _is_replicated_only(plan) and compute is not store else None
+
+
+def is_wrapped(plan: Plan, runtime: Runtime) -> bool:
+    """Return whether FSDP2 wraps the model: to shard it, to reduce gradients that stages, replicas or experts share, or
+    for its mixed precision.
+
+    Tensor parallelism alone in one type needs none of these: over one rank FSDP2's hooks would take two fifths of the
+    host's time of a layer (examples/profiles/hosts.md).
+    """
+    tensor_alone = plan.tp > 1 and plan.tp == plan.gpus and plan.ep == 1
+    mixed = DTYPES[runtime.param_dtype] is not DTYPES[runtime.activation_dtype]
+    return not _is_replicated_only(plan) and (mixed or not tensor_alone)
 
 
 def _is_replicated_only(plan: Plan) -> bool:

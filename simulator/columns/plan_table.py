@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,7 @@ SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
 CP_METHODS = ("ring", "all_gather", "all_to_all")
+WrapsOne = Literal["never", "grouped", "always"]
 
 
 def plan_table(
@@ -108,14 +109,14 @@ def plan_table(
     workload: Workload,
     *,
     cp_method: str = "all_gather",
-    wraps_one: bool = False,
+    wraps_one: WrapsOne = "never",
     splits_experts: str = "whole",
 ) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
     `cp_method` and `splits_experts` (`EXPERT_SPLITS`) are the runtime's defaults. `wraps_one`: tensor- and
-    pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute. Raises BadPlan
-    for a method or an overlap mode that does not exist.
+    pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute; `grouped`:
+    unless all they have is tensor parallelism. Raises BadPlan for a method or an overlap mode that does not exist.
     """
     return table_of_columns(
         plan_columns(plans),
@@ -132,7 +133,7 @@ def table_of_columns(
     workload: Workload,
     *,
     cp_method: str = "all_gather",
-    wraps_one: bool = False,
+    wraps_one: WrapsOne = "never",
     splits_experts: str = "whole",
     plans: Sequence[Plan] = (),
 ) -> PlanTable:
@@ -162,7 +163,9 @@ def table_of_columns(
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
-    alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    grouped = piped | (columns["dp_replicate"] > 1) | (columns["ep"] > 1)
+    alone = {"never": np.False_, "grouped": grouped, "always": grouped | (columns["tp"] > 1)}[wraps_one]
+    alone = alone & (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
     away, parameters_away = given.offload != "none", given.offload == "parameters"
     stated: dict[str, Any] = {one.name: getattr(given, one.name) for one in fields(PlanColumns)}
     default = np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE)
@@ -185,7 +188,7 @@ def table_of_columns(
         },
         # Under pipelining, parameters stay gathered by default.
         keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
-        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one) | parameters_away,
+        fully_sharded=(state_shard["parameters"] > 1) | alone | parameters_away,
         # Sharded gradients are where the optimizer is; unsharded ones stay on the GPU.
         offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},
     )

@@ -55,8 +55,8 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always` or where types
-    `differ`.
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always`, where types
+    `differ`, or where types differ or there are stages, replicas or whole experts too (`grouped`).
 
     `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
     """
@@ -64,7 +64,7 @@ class FsdpSpec:
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
-    wraps_one: Literal["never", "differ", "always"] = "never"
+    wraps_one: Literal["never", "differ", "grouped", "always"] = "never"
     flat_parameters: bool = False
 
 

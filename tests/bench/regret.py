@@ -129,7 +129,11 @@ def main(out: Path, files: list[str]) -> None:
             ]
             tau = sum(row["tau"] for row in some) / n
             lines.append(f"| {title} | {n} | {' | '.join(shown)} | {tau:.2f} |")
-    lines += ["", "| file | first run of the group | runs | regret | of the fastest | tau |", "|---|---|--:|--:|--:|--:|"]
+    lines += [
+        "",
+        "| file | first run of the group | runs | regret | of the fastest | tau |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
     lines += [
         f"| {r['file']} | {r['first']} | {r['runs']} | {r['regret']:.1%} | {r['of_fastest']:.1%} | {r['tau']:.2f} |"
         for r in rows

@@ -149,12 +149,24 @@ def test_layers_that_keep_queries_as_dtensors_take_the_host_longer() -> None:
     assert added("llama3-8b", "meshwright") == added("qwen3-8b", "meshwright")
 
 
-def test_the_executor_shards_over_one_rank_whatever_the_types() -> None:
-    """Torchtitan does so where types differ."""
-    narrow = Runtime(name="meshwright", param_dtype="bfloat16", compute_dtype="bfloat16", reduce_dtype="float32")
+@pytest.mark.parametrize(
+    ("name", "stored", "wrapped"),
+    [
+        ("meshwright", "float32", [True, True, True]),
+        ("meshwright", "bfloat16", [False, True, True]),
+        ("torchtitan", "float32", [True, True, True]),
+        ("torchtitan", "bfloat16", [False, False, False]),
+    ],
+)
+def test_a_single_rank_is_wrapped_for_its_types_or_what_it_shares(name: str, stored: str, wrapped: list[bool]) -> None:
+    """Tensor parallelism alone, with stages, with replicas."""
+    runtime = Runtime(name=name, param_dtype=stored, compute_dtype="bfloat16", reduce_dtype="float32")
+    plans = [Plan(tp=2), Plan(tp=2, pp=2), Plan(tp=2, dp_replicate=2)]
+    table = plan_table(
+        plans, Workload(seq_len=64, global_batch_size=4), wraps_one=wraps_one(runtime_spec(name), runtime)
+    )
 
-    assert wraps_one(runtime_spec("meshwright"), narrow)
-    assert not wraps_one(runtime_spec("torchtitan"), replace(narrow, name="torchtitan"))
+    assert table.fully_sharded.tolist() == wrapped
 
 
 # Seconds of all calls of `_chunk_cat` in a step, mean of two ranks, by glibc's defaults and with memory kept (None: not
