@@ -22,6 +22,7 @@ from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
 from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
+from executor.parallel.cast_units import cast_units
 from executor.parallel.context_parallel import RingAttention, positions
 from executor.parallel.data_parallel import Replica, apply_fsdp
 from executor.parallel.expert_parallel import apply_expert_parallel
@@ -36,6 +37,7 @@ from simulator.config.workload import Workload
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.runtimes.library import recompute_stops_early
 
+FSDP, CASTS = "FSDP", "casts"  # what holds parameters
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -105,14 +107,16 @@ def parallelize(setup: Setup) -> ParallelModel:
             part.output = HeadInPieces.of(part.output, loss)
         _shard_over_ranks(setup, part)
         _recompute_and_compile(setup, part, stage.index)
-        wrapped = is_wrapped(plan, setup.as_typed or setup.runtime)
-        if wrapped:
+        wrapping = wrapper(plan, setup.as_typed or setup.runtime)
+        if wrapping == FSDP:
             _apply_fsdp(setup, part)
         part.to_empty(device=setup.device)
-        if not wrapped:
+        if wrapping != FSDP:
             part.tie()  # to_empty unties plain modules; FSDP keeps shared parameters shared
         init_weights(part, seed=setup.seed, parameter_shards=part.parameter_shards)
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, setup.device), compute)
+        if wrapping == CASTS:
+            cast_units(part, compute, reshard_after_forward=_reshards(plan))
 
     modules: tuple[nn.Module, ...] = parts
     if _is_replicated_only(plan) and plan.dp_replicate > 1:
@@ -197,7 +201,7 @@ def _apply_fsdp(setup: Setup, part: Decoder) -> None:
         mesh,
         expert_mesh=None if meshes.sparse is None else _data_mesh(meshes.sparse, "efsdp", plan),
         precision=precision,
-        reshard_after_forward=plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward,
+        reshard_after_forward=_reshards(plan),
     )
     if plan.fsdp_exchange == COPY_ENGINE:
         push_exchanges([*part.blocks().values()], mesh.get_group(), setup.device, precision)
@@ -216,16 +220,24 @@ def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
     return compute if _is_replicated_only(plan) and compute is not store else None
 
 
-def is_wrapped(plan: Plan, runtime: Runtime) -> bool:
-    """Return whether FSDP2 wraps the model: to shard it, to reduce gradients that stages, replicas or experts share, or
-    for its mixed precision.
+def wrapper(plan: Plan, runtime: Runtime) -> str:
+    """Return what holds a stage's parameters: FSDP, to shard them, to reduce gradients that stages, replicas or experts
+    share, or for compiled mixed precision; CASTS where one rank casts its own; or nothing.
 
-    Tensor parallelism alone in one type needs none of these: over one rank FSDP2's hooks would take two fifths of the
-    host's time of a layer (examples/profiles/hosts.md).
+    Over one rank FSDP2's hooks take two fifths of the host's time of a tensor-parallel layer
+    (examples/profiles/hosts.md).
     """
-    tensor_alone = plan.tp > 1 and plan.tp == plan.gpus and plan.ep == 1
-    mixed = DTYPES[runtime.param_dtype] is not DTYPES[runtime.activation_dtype]
-    return not _is_replicated_only(plan) and (mixed or not tensor_alone)
+    if _is_replicated_only(plan):
+        return ""
+    if plan.tp != plan.gpus or plan.ep > 1:
+        return FSDP
+    if DTYPES[runtime.param_dtype] is DTYPES[runtime.activation_dtype]:
+        return ""
+    return FSDP if runtime.compile or runtime.adapter is not None else CASTS
+
+
+def _reshards(plan: Plan) -> bool:
+    return plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward
 
 
 def _is_replicated_only(plan: Plan) -> bool:
