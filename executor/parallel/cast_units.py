@@ -35,7 +35,8 @@ class CastUnit:
             for module in outer.modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
-        self._stored = list(dict.fromkeys(parameter for _, _, parameter in self._places))  # each once, if tied
+        # Each once, if tied.
+        self._stored: list[Tensor] = list(dict.fromkeys(parameter for _, _, parameter in self._places))
         self._flat, self._narrow = self._allocate()
         modules[0].register_forward_pre_hook(self._before)
         modules[-1].register_forward_hook(self._after)
@@ -54,7 +55,12 @@ class CastUnit:
         if self._ends:
             # With a strong reference to this object, the hook would keep everything alive: gc cannot see hooks.
             collect = weakref.WeakMethod(self._collect)
-            narrow[0].register_post_accumulate_grad_hook(lambda parameter: collect()(parameter))
+
+            def collected(parameter: Tensor) -> None:
+                if (call := collect()) is not None:
+                    call(parameter)
+
+            narrow[0].register_post_accumulate_grad_hook(collected)
         self._bytes, self._here = flat.untyped_storage().nbytes(), True
         self._targets = [one.detach() for one in narrow]
         by_stored = dict(zip(self._stored, narrow, strict=True))
@@ -74,7 +80,7 @@ class CastUnit:
             self._flat.untyped_storage().resize_(self._bytes)
             self._here = True
             # They are what they were when the forward pass saved them.
-            with torch.autograd._unsafe_preserve_version_counter(self._flat):  # noqa: SLF001 - as FSDP2 does
+            with torch.autograd._unsafe_preserve_version_counter(self._flat):  # type: ignore[attr-defined]  # noqa: SLF001 - as FSDP2 does
                 torch._foreach_copy_(self._targets, self._stored)
         for module, name, _, narrow in self._swaps:
             module._parameters[name] = narrow  # noqa: SLF001 - nn.Module's own way takes as long as the cast
@@ -102,15 +108,24 @@ class CastUnit:
     @torch.no_grad()
     def _collect(self, _tensor: Tensor) -> None:
         """After the backward pass: autograd computes a unit's weight gradients before it goes on from its input."""
-        pairs = [(s, n.grad) for s, n in zip(self._stored, self._narrow, strict=True) if n.grad is not None]
-        fresh = [(stored, grad) for stored, grad in pairs if stored.grad is None]
-        added = [(stored.grad, grad) for stored, grad in pairs if stored.grad is not None]
-        for stored, _ in fresh:
-            stored.grad = torch.empty_like(stored)
-        if fresh:
-            torch._foreach_copy_([stored.grad for stored, _ in fresh], [grad for _, grad in fresh])
-        if added:
-            torch._foreach_add_([total for total, _ in added], [grad for _, grad in added])
+        fresh: list[Tensor] = []
+        made: list[Tensor] = []
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        for stored, narrow in zip(self._stored, self._narrow, strict=True):
+            if narrow.grad is None:
+                continue
+            if stored.grad is None:
+                stored.grad = torch.empty_like(stored)
+                made.append(stored.grad)
+                fresh.append(narrow.grad)
+            else:
+                sums.append(stored.grad)
+                added.append(narrow.grad)
+        if made:
+            torch._foreach_copy_(made, fresh)
+        if sums:
+            torch._foreach_add_(sums, added)
         for narrow in self._narrow:
             narrow.grad = None
         self._restore(free=True)

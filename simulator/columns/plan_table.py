@@ -38,6 +38,7 @@ class PlanTable(PlanColumns):
     methods of context parallelism, `ep`, expert parallelism, and `rows_apart`: several sequences at a time are cut by
     tokens and not overlapped. `keeps_gathered`: parameters stay gathered between
     forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, even if from one rank only.
+    `casts_own`: of one rank, by casts alone, without a buffer or a list of gradients to reduce.
     `offloaded`: by kind of state, the plans that keep it in host memory.
     """
 
@@ -49,6 +50,7 @@ class PlanTable(PlanColumns):
     conditions: dict[str, NDArray[np.bool_]]
     keeps_gathered: NDArray[np.bool_]
     fully_sharded: NDArray[np.bool_]
+    casts_own: NDArray[np.bool_]
     offloaded: dict[str, NDArray[np.bool_]]
 
     @property
@@ -101,7 +103,7 @@ SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
 CP_METHODS = ("ring", "all_gather", "all_to_all")
-WrapsOne = Literal["never", "grouped", "always"]
+WrapsOne = Literal["never", "grouped", "casts", "always"]
 
 
 def plan_table(
@@ -116,7 +118,8 @@ def plan_table(
 
     `cp_method` and `splits_experts` (`EXPERT_SPLITS`) are the runtime's defaults. `wraps_one`: tensor- and
     pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute; `grouped`:
-    unless all they have is tensor parallelism. Raises BadPlan for a method or an overlap mode that does not exist.
+    unless all they have is tensor parallelism; `casts`: those cast their own. Raises BadPlan for a method or an overlap
+    mode that does not exist.
     """
     return table_of_columns(
         plan_columns(plans),
@@ -164,8 +167,8 @@ def table_of_columns(
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
     grouped = piped | (columns["dp_replicate"] > 1) | (columns["ep"] > 1)
-    alone = {"never": np.False_, "grouped": grouped, "always": grouped | (columns["tp"] > 1)}[wraps_one]
-    alone = alone & (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    wrapped = alone & (grouped if wraps_one == "grouped" else np.bool_(wraps_one != "never"))
     away, parameters_away = given.offload != "none", given.offload == "parameters"
     stated: dict[str, Any] = {one.name: getattr(given, one.name) for one in fields(PlanColumns)}
     default = np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE)
@@ -188,7 +191,8 @@ def table_of_columns(
         },
         # Under pipelining, parameters stay gathered by default.
         keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
-        fully_sharded=(state_shard["parameters"] > 1) | alone | parameters_away,
+        fully_sharded=(state_shard["parameters"] > 1) | wrapped | parameters_away,
+        casts_own=alone & ~grouped & ~parameters_away & np.bool_(wraps_one == "casts"),
         # Sharded gradients are where the optimizer is; unsharded ones stay on the GPU.
         offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},
     )

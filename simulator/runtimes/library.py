@@ -328,7 +328,7 @@ def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> WrapsOne:
     """Return which plans' parameters full sharding wraps where they are a single rank's."""
     word = spec.fsdp.wraps_one
     if word in {"differ", "grouped"} and runtime.param_dtype != runtime.activation_dtype:
-        return "always"
+        return "casts" if spec.fsdp.casts_own and not runtime.compile and runtime.adapter is None else "always"
     return "never" if word == "differ" else word
 
 

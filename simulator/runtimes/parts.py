@@ -56,7 +56,8 @@ class StateSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
     """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always`, where types
-    `differ`, or where types differ or there are stages, replicas or whole experts too (`grouped`).
+    `differ`, or where types differ or there are stages, replicas or whole experts too (`grouped`). `casts_own`: for
+    tensor parallelism alone, eager layers are cast without it.
 
     `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
     """
@@ -65,6 +66,7 @@ class FsdpSpec:
     prefetch: int
     overlap: bool
     wraps_one: Literal["never", "differ", "grouped", "always"] = "never"
+    casts_own: bool = False
     flat_parameters: bool = False
 
 

@@ -12,7 +12,9 @@ from executor.parallel.activation_checkpoint import apply_activation_checkpoint 
 from executor.parallel.cast_units import cast_units  # noqa: E402 - as above
 from simulator.config.model import Model  # noqa: E402 - as above
 
-SHAPES = {"name": "tiny", "family": "x", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96}  # fmt: skip
+SHAPES = {
+    "name": "tiny", "family": "x", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96,
+}  # fmt: skip
 TOKENS = torch.arange(24).view(3, 2, 4) * 7 % 96  # three micro batches
 
 
