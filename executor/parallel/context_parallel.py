@@ -186,11 +186,11 @@ class _Ring:
         until the device got there: a step that the host has issued far ahead would hold the keys of many layers.
         """
         arriving = torch.empty_like(sent)
-        sizes = [
+        received, given = (
             [sent.numel() if rank == peer else 0 for rank in range(self.world)] for peer in (self.before, self.next)
-        ]
+        )
         work: dist.Work = dist.all_to_all_single(
-            arriving.view(-1), sent.view(-1), *sizes, group=self.group, async_op=True
+            arriving.view(-1), sent.view(-1), received, given, group=self.group, async_op=True
         )
         return arriving, work
 
