@@ -24,7 +24,7 @@ FORWARD_SHARE = 0.43
 # CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones adds a third.
 WRAPPED_SHARE = 0.5
 # The same where that rank casts its parameters itself. Source: our executor on a CPU takes 0.10 ms a layer for casts
-# where FSDP2 takes 0.79.
+# where FSDP2 takes 0.86 (examples/profiles/hosts.md), and launches real ones on a GPU.
 CASTS_SHARE = 0.07
 
 # What full sharding costs the host of a layer whose parameters stay gathered after the forward pass, over what it costs
