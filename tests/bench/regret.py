@@ -4,7 +4,7 @@ Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group sh
 differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
 the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer
 the run that an answer lists first took than the fastest, both as measured: of plans that the model cannot tell apart
-the simplest. Beside it is that of the run predicted to be fastest; Kendall's tau compares the two orders.
+the simplest. Next to it is that of the run predicted to be fastest; Kendall's tau compares the two orders.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def regrets(runs: list[Run], finalists: list[Finalist]) -> tuple[float, float]:
     places = [
         next(i for i, one in enumerate(finalists) if one.estimate is chosen.estimate) for chosen in (first, fastest)
     ]
-    listed, quickest = (measured[i] / min(measured) - 1 for i in places)
-    return listed, quickest
+    listed, of_fastest = (measured[i] / min(measured) - 1 for i in places)
+    return listed, of_fastest
 
 
 def kendall(first: list[float], second: list[float]) -> float:
@@ -87,7 +87,7 @@ def main(out: Path, files: list[str]) -> None:
         finalists = [
             Finalist(plan=case.plan, estimate=case.question.estimate([case.plan]).estimate(0)) for case, _ in runs
         ]
-        listed, quickest = regrets(runs, finalists)
+        listed, of_fastest = regrets(runs, finalists)
         rows.append(
             {
                 "file": name,
@@ -95,12 +95,12 @@ def main(out: Path, files: list[str]) -> None:
                 "runs": len(runs),
                 "confounded": confounded(runs),
                 "regret": listed,
-                "of_fastest": quickest,
+                "of_fastest": of_fastest,
                 "tau": kendall([one.estimate.step_s.value for one in finalists], measured),
             }
         )
     names = ", ".join(Path(f).name for f in files)
-    told = (
+    said = (
         f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `python tests/bench/regret.py {out} FILE...` over {names}. A"
         " group is all runs of one model, cluster and global batch. Regret is how much longer the run took that an answer"
         f" from datasheets lists first: of plans within {TIE:.0%} of the fastest, which the model cannot tell apart, the"
@@ -110,7 +110,7 @@ def main(out: Path, files: list[str]) -> None:
     lines = [
         "# Regret: the plan that an answer lists first against the best measured",
         "",
-        textwrap.fill(told, 120, break_on_hyphens=False),
+        textwrap.fill(said, 120, break_on_hyphens=False),
         "",
         "| groups | number | mean regret | worst | of the fastest | worst | mean tau |",
         "|---|--:|--:|--:|--:|--:|--:|",
