@@ -2,8 +2,8 @@
 
 Unit by unit, as FSDP2 does it over one rank and with the same results: a block's parameters are cast to one flat tensor
 before its forward pass, which is freed after it, and again before its backward pass; after that its gradients are added
-to those of the stored parameters. FSDP2 would take three times as long on the host, where tensor parallelism waits for
-it, and would pack gradients for a reduction that one rank does not need (examples/profiles/hosts.md).
+to those of the stored parameters. FSDP2 takes eight times as long on the host, which tensor parallelism waits for in
+narrow layers, and packs gradients for a reduction that one rank does not need (examples/profiles/hosts.md).
 """
 
 from __future__ import annotations
