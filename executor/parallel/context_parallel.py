@@ -175,19 +175,24 @@ class _Ring:
         self.rows = rows
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
         self.gathers = method == "all_gather"
-        self.next = dist.get_global_rank(group, (self.rank + 1) % self.world)
-        self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
+        self.next, self.before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
 
-    def start(self, sent: Tensor) -> tuple[Tensor, list[dist.Work]]:
+    def start(self, sent: Tensor) -> tuple[Tensor, dist.Work]:
         """Start to send a tensor to the next rank; return the buffer for the previous rank's tensor, and the work
-        handles.
+        handle.
+
+        It is an all-to-all in which each rank has one receiver. A send and a receive would mark their tensors as used
+        on NCCL's stream (pytorch/pytorch#132292), so that the memory of each, once freed, were lost to the allocator
+        until the device got there: a step that the host has issued far ahead would hold the keys of many layers.
         """
         arriving = torch.empty_like(sent)
-        operations = [
-            dist.P2POp(dist.isend, sent, self.next, self.group),
-            dist.P2POp(dist.irecv, arriving, self.before, self.group),
-        ]
-        return arriving, dist.batch_isend_irecv(operations)
+        received, given = (
+            [sent.numel() if rank == peer else 0 for rank in range(self.world)] for peer in (self.before, self.next)
+        )
+        work: dist.Work = dist.all_to_all_single(
+            arriving.view(-1), sent.view(-1), received, given, group=self.group, async_op=True
+        )
+        return arriving, work
 
     def key_blocks(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (owner, its keys and values), this rank's first; the next ones are sent meanwhile."""
@@ -202,9 +207,10 @@ class _Ring:
                 yield source, everyone[source]
             return
         for turn in range(self.world):
-            arriving, works = self.start(keys) if turn < self.world - 1 else (keys, [])
+            arriving, work = self.start(keys) if turn < self.world - 1 else (keys, None)
             yield (self.rank - turn) % self.world, keys
-            _wait(works)
+            if work is not None:
+                work.wait()
             keys = arriving
 
     def is_causal(self, source: int) -> bool:
@@ -219,11 +225,6 @@ class _Ring:
         if source == self.rank or self.rows:
             return whole, whole
         return (whole, slice(0, half)) if source < self.rank else (slice(half, None), whole)
-
-
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Tensor, Tensor]:
@@ -259,7 +260,7 @@ class _RingAttention(torch.autograd.Function):
         # With gathered keys there is a row of gradients per rank; in a ring the gradients travel with the keys.
         rows = ring.world if ring.gathers else 1
         d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
-        pending: list[dist.Work] = []
+        pending: dist.Work | None = None
         for source, block_keys in ring.key_blocks(keys):
             visible = ring.visible_slices(source, half)
             parts = None
@@ -275,14 +276,16 @@ class _RingAttention(torch.autograd.Function):
                     causal=ring.is_causal(source),
                 )
                 dq[:, :, queries].add_(parts[0])
-            _wait(pending)  # gradients of these keys from the rank that held them before
+            if pending is not None:
+                pending.wait()  # gradients of these keys from the rank that held them before
             if parts is not None:
                 mine = d_keys[source if ring.gathers else 0]
                 mine[0][:, :, seen].add_(parts[1])
                 mine[1][:, :, seen].add_(parts[2])
             if not ring.gathers:
                 d_keys, pending = ring.start(d_keys)
-        _wait(pending)
+        if pending is not None:
+            pending.wait()
         own_grads = d_keys[0]
         if ring.gathers:
             own_grads = torch.empty_like(keys, dtype=wide)

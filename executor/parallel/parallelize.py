@@ -22,6 +22,7 @@ from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
 from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
+from executor.parallel.cast_units import cast_units
 from executor.parallel.context_parallel import RingAttention, positions
 from executor.parallel.data_parallel import Replica, apply_fsdp
 from executor.parallel.expert_parallel import apply_expert_parallel
@@ -36,6 +37,7 @@ from simulator.config.workload import Workload
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.runtimes.library import recompute_stops_early
 
+FSDP, CASTS = "FSDP", "casts"  # what holds parameters
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -73,6 +75,7 @@ class Setup:
     device: torch.device
     seed: int = 0
     own_table: bool = False  # use the simulator's pipeline table instead of torch's schedule
+    as_typed: Runtime | None = None  # wrap as for the types of this one
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -104,13 +107,16 @@ def parallelize(setup: Setup) -> ParallelModel:
             part.output = HeadInPieces.of(part.output, loss)
         _shard_over_ranks(setup, part)
         _recompute_and_compile(setup, part, stage.index)
-        if not _is_replicated_only(plan):
+        wrapping = wrapper(plan, setup.as_typed or setup.runtime)
+        if wrapping == FSDP:
             _apply_fsdp(setup, part)
         part.to_empty(device=setup.device)
-        if _is_replicated_only(plan):
+        if wrapping != FSDP:
             part.tie()  # to_empty unties plain modules; FSDP keeps shared parameters shared
         init_weights(part, seed=setup.seed, parameter_shards=part.parameter_shards)
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, setup.device), compute)
+        if wrapping == CASTS:
+            cast_units(part, compute, reshard_after_forward=_reshards(plan))
 
     modules: tuple[nn.Module, ...] = parts
     if _is_replicated_only(plan) and plan.dp_replicate > 1:
@@ -185,11 +191,7 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
 
 
 def _apply_fsdp(setup: Setup, part: Decoder) -> None:
-    """Apply FSDP2 with the runtime's types.
-
-    With tensor or pipeline parallelism it is applied even where it shards nothing, for its mixed precision, and for all
-    types, so that the model that is verified in float64 is built like the one that is timed.
-    """
+    """Apply FSDP2 with the runtime's types."""
     plan, meshes = setup.plan, setup.meshes
     store, compute, reduce = setup.dtypes
     mesh = _data_mesh(meshes.dense, "fsdp", plan)
@@ -199,7 +201,7 @@ def _apply_fsdp(setup: Setup, part: Decoder) -> None:
         mesh,
         expert_mesh=None if meshes.sparse is None else _data_mesh(meshes.sparse, "efsdp", plan),
         precision=precision,
-        reshard_after_forward=plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward,
+        reshard_after_forward=_reshards(plan),
     )
     if plan.fsdp_exchange == COPY_ENGINE:
         push_exchanges([*part.blocks().values()], mesh.get_group(), setup.device, precision)
@@ -216,6 +218,26 @@ def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
     """
     store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.activation_dtype]
     return compute if _is_replicated_only(plan) and compute is not store else None
+
+
+def wrapper(plan: Plan, runtime: Runtime) -> str:
+    """Return what holds a stage's parameters: FSDP, to shard them, to reduce gradients that stages, replicas or experts
+    share, or for compiled mixed precision; CASTS where one rank casts its own; or nothing.
+
+    Over one rank FSDP2's hooks take two fifths of the host's time of a tensor-parallel layer
+    (examples/profiles/hosts.md).
+    """
+    if _is_replicated_only(plan):
+        return ""
+    if plan.tp != plan.gpus or plan.ep > 1:
+        return FSDP
+    if DTYPES[runtime.param_dtype] is DTYPES[runtime.activation_dtype]:
+        return ""
+    return FSDP if runtime.compile or runtime.adapter is not None else CASTS
+
+
+def _reshards(plan: Plan) -> bool:
+    return plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward
 
 
 def _is_replicated_only(plan: Plan) -> bool:

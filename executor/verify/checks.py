@@ -42,7 +42,7 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
     wide = replace(
         runtime, param_dtype=EXACT, compute_dtype=EXACT, reduce_dtype=EXACT, compile=exact and runtime.compile
     )
-    verdict = verify(replace(setup, runtime=wide))
+    verdict = verify(replace(setup, runtime=wide, as_typed=runtime))
     recorder.write(
         "verified",
         ok=verdict.ok,

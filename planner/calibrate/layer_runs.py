@@ -83,7 +83,7 @@ def _types(runtime: Runtime, plan: Plan) -> Runtime:
     Mixed precision comes with FSDP, also where it wraps a single rank; otherwise a divided model computes in the type
     in which it is stored.
     """
-    if runtime_spec(runtime.name).fsdp.wraps_one == "always":
+    if runtime_spec(runtime.name).fsdp.wraps_one in {"always", "grouped"}:
         return runtime
     cut = plan.tp * plan.pp > 1 and plan.dp_shard * plan.cp == 1
     return replace(runtime, param_dtype=runtime.activation_dtype) if cut else runtime

@@ -131,12 +131,11 @@ class RankMemory:
         return self.spec.state.gradient_dtype == "reduce"
 
     @cached_property
-    def sent_bytes(self) -> float:
+    def sent_bytes(self) -> Floats:
         """Bytes for each gradient of a unit in the buffer that its reduction assembles."""
-        if self.spec.zero is not None:
-            return 0.0
         unsharded = self.spec.state.unsharded_gradient_dtype
-        return self.context.dtype_bytes(unsharded if self.spec.fsdp.flat_parameters else "reduce")
+        width = self.context.dtype_bytes(unsharded if self.spec.fsdp.flat_parameters else "reduce")
+        return np.where(self.table.casts_own[:, None] | (self.spec.zero is not None), 0.0, width)
 
     def passing(self, unit: Floats) -> Floats:
         """Return the bytes of a fully sharded unit's gradients during their reduction; zero for models with frozen

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class PlanTable(PlanColumns):
     methods of context parallelism, `ep`, expert parallelism, and `rows_apart`: several sequences at a time are cut by
     tokens and not overlapped. `keeps_gathered`: parameters stay gathered between
     forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, even if from one rank only.
+    `casts_own`: of one rank, by casts alone, without a buffer or a list of gradients to reduce.
     `offloaded`: by kind of state, the plans that keep it in host memory.
     """
 
@@ -49,6 +50,7 @@ class PlanTable(PlanColumns):
     conditions: dict[str, NDArray[np.bool_]]
     keeps_gathered: NDArray[np.bool_]
     fully_sharded: NDArray[np.bool_]
+    casts_own: NDArray[np.bool_]
     offloaded: dict[str, NDArray[np.bool_]]
 
     @property
@@ -101,6 +103,7 @@ SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
 CP_METHODS = ("ring", "all_gather", "all_to_all")
+WrapsOne = Literal["never", "grouped", "casts", "always"]
 
 
 def plan_table(
@@ -108,14 +111,15 @@ def plan_table(
     workload: Workload,
     *,
     cp_method: str = "all_gather",
-    wraps_one: bool = False,
+    wraps_one: WrapsOne = "never",
     splits_experts: str = "whole",
 ) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
     `cp_method` and `splits_experts` (`EXPERT_SPLITS`) are the runtime's defaults. `wraps_one`: tensor- and
-    pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute. Raises BadPlan
-    for a method or an overlap mode that does not exist.
+    pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute; `grouped`:
+    unless all they have is tensor parallelism; `casts`: those cast their own. Raises BadPlan for a method or an overlap
+    mode that does not exist.
     """
     return table_of_columns(
         plan_columns(plans),
@@ -132,7 +136,7 @@ def table_of_columns(
     workload: Workload,
     *,
     cp_method: str = "all_gather",
-    wraps_one: bool = False,
+    wraps_one: WrapsOne = "never",
     splits_experts: str = "whole",
     plans: Sequence[Plan] = (),
 ) -> PlanTable:
@@ -162,7 +166,9 @@ def table_of_columns(
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
+    grouped = piped | (columns["dp_replicate"] > 1) | (columns["ep"] > 1)
     alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    wrapped = alone & (grouped if wraps_one == "grouped" else np.bool_(wraps_one != "never"))
     away, parameters_away = given.offload != "none", given.offload == "parameters"
     stated: dict[str, Any] = {one.name: getattr(given, one.name) for one in fields(PlanColumns)}
     default = np.where(given.virtual_stages > 1, INTERLEAVED_SCHEDULE, PLAIN_SCHEDULE)
@@ -185,7 +191,8 @@ def table_of_columns(
         },
         # Under pipelining, parameters stay gathered by default.
         keeps_gathered=np.where(given.reshard_after_forward < 0, piped, given.reshard_after_forward == 0),
-        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one) | parameters_away,
+        fully_sharded=(state_shard["parameters"] > 1) | wrapped | parameters_away,
+        casts_own=alone & ~grouped & ~parameters_away & np.bool_(wraps_one == "casts"),
         # Sharded gradients are where the optimizer is; unsharded ones stay on the GPU.
         offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},
     )

@@ -177,6 +177,11 @@ class RankUnits:
             self._give(whole)
             self._keep_shard(unit, COMPUTE)
             return
+        if t.casts_own:
+            if not wrapped.gradients:
+                wrapped.gradients += self._taken(*(one.trained * t.gradient_bytes for one in wrapped.elements))
+            self._give(whole)
+            return
         if self.spec.zero is not None:  # through its buckets to gradients that stay
             self._give(whole)
             if t.adds_up:

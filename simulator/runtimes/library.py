@@ -14,6 +14,7 @@ from importlib import resources
 from itertools import groupby
 from typing import Literal
 
+from simulator.columns.plan_table import WrapsOne
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.parts import (
@@ -335,10 +336,12 @@ def is_mixed_precision(runtime: Runtime) -> bool:
     return DTYPE_BYTES[runtime.activation_dtype] < DTYPE_BYTES[runtime.param_dtype]
 
 
-def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
-    """Return whether full sharding wraps the parameters of a single rank, always or to compute in a narrower type."""
-    differ = runtime.param_dtype != runtime.activation_dtype
-    return spec.fsdp.wraps_one == "always" or (spec.fsdp.wraps_one == "differ" and differ)
+def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> WrapsOne:
+    """Return which plans' parameters full sharding wraps where they are a single rank's."""
+    word = spec.fsdp.wraps_one
+    if word in {"differ", "grouped"} and runtime.param_dtype != runtime.activation_dtype:
+        return "casts" if spec.fsdp.casts_own and not runtime.compile and runtime.adapter is None else "always"
+    return "never" if word == "differ" else word
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:

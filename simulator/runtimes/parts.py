@@ -55,8 +55,9 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always` or where types
-    `differ`.
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped even if nothing is sharded, `always`, where types
+    `differ`, or where types differ or there are stages, replicas or whole experts too (`grouped`). `casts_own`: for
+    tensor parallelism alone, eager layers are cast without it.
 
     `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1). `root_ends`: embedding and
     head are what the root unit of FSDP2 has, which stays gathered, and whose gradients are reduced, when a backward
@@ -66,7 +67,8 @@ class FsdpSpec:
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
-    wraps_one: Literal["never", "differ", "always"] = "never"
+    wraps_one: Literal["never", "differ", "grouped", "always"] = "never"
+    casts_own: bool = False
     flat_parameters: bool = False
     root_ends: bool = False
 

@@ -23,6 +23,9 @@ FORWARD_SHARE = 0.43
 # The host's cost of full sharding on a single wrapped rank, over its cost with several ranks. Source: our executor on a
 # CPU takes 2.4 and 3.3 ms a layer, with collectives that send nothing; launching real ones adds a third.
 WRAPPED_SHARE = 0.5
+# The same where that rank casts its parameters itself. Source: our executor on a CPU takes 0.10 ms a layer for casts
+# where FSDP2 takes 0.86 (examples/profiles/hosts.md), and launches real ones on a GPU.
+CASTS_SHARE = 0.07
 
 # What full sharding costs the host of a layer whose parameters stay gathered after the forward pass, over what it costs
 # otherwise: the backward pass gathers nothing. Source: two H200, 0.7 to 0.9; a CPU, 0.75 (examples/profiles/hosts.md).
@@ -191,7 +194,8 @@ def tiles_host_s(nbytes: Floats | float, *, keeps_memory: bool = False) -> Float
 
 def _sharding(table: PlanTable) -> Floats:
     """Return the share of full sharding's host cost that applies to each plan."""
-    return np.where(table.fully_sharded, np.where(table.state_shard["parameters"] > 1, 1.0, WRAPPED_SHARE), 0.0)
+    of_one = np.where(table.casts_own, CASTS_SHARE, WRAPPED_SHARE)
+    return np.where(table.fully_sharded, np.where(table.state_shard["parameters"] > 1, 1.0, of_one), 0.0)
 
 
 def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:

@@ -44,6 +44,7 @@ class DataTraffic:
 
     fully_sharded: bool
     pushed: bool  # copy engines exchange the blocks
+    casts_own: bool  # one rank casts its parameters and gradients itself
     keeps_gathered: bool
     optimizer_sharded: bool
     sharded_overlap: bool  # whether gradients are reduced during backward passes
@@ -109,6 +110,7 @@ def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
     flags = (
         full,
         full & table.pushed,
+        table.casts_own,
         full & table.keeps_gathered,
         ~full & (table.state_shard["optimizer"] > 1),
         ~full & (table.state_shard["gradients"] > 1),
@@ -130,6 +132,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
     return DataTraffic(
         fully_sharded=full,
         pushed=full and bool(table.pushed[0]),
+        casts_own=bool(table.casts_own[0]),
         keeps_gathered=bool(table.keeps_gathered[0]),
         optimizer_sharded=not full and in_shards,
         sharded_overlap=behind,
@@ -146,7 +149,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         compute_bytes=bytes_of("gathered"),
         reduce_bytes=bytes_of("reduce"),
         copies=spec.fsdp.copy_in_copy_out,
-        lists_tiles=spec.fsdp.copy_in_copy_out and not spec.fsdp.flat_parameters,
+        lists_tiles=spec.fsdp.copy_in_copy_out and not spec.fsdp.flat_parameters and not bool(table.casts_own[0]),
         keeps_memory=spec.host.keeps_memory,
         gradient_bytes=bytes_of(spec.state.gradient_dtype),
         host_gradient_bytes=host_gradient_bytes(context),

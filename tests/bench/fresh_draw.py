@@ -31,6 +31,7 @@ from topology.errors import PlannerError
 
 LONGEST_STEP_S = 1.5  # predicted
 TORCHTITAN = "0.2.2"
+LAST_DRAWS = {"0.1": ("2026-11-30", 26), "0.2": ("2026-11-30", 27)}  # by version of our executor
 TRIES = 20000
 VOCABULARIES = (16384, 163840)  # torchtitan's test tokenizer has fewer words than the least
 LENGTHS = (512, 32768)
@@ -259,9 +260,16 @@ def _plan(random: Random, gpus: int, model: Model, runtime: str) -> Plan:
 
 
 def runtime_of(row: dict[str, Any]) -> Runtime:
-    """Return the runtime of a row of the ledger; runs of torchtitan log every step, which the first rows do not say."""
+    """Return the runtime of a row of the ledger, with what its row does not say: runs of torchtitan log every step, and
+    our executor had other versions (simulator/runtimes/meshwright.toml).
+    """
     runtime = codec.convert(row["runtime"], Runtime, where="row")
-    return replace(runtime, logs_each_step=runtime.name == "torchtitan")
+    if runtime.name == "torchtitan":
+        return replace(runtime, logs_each_step=True)
+    date, _, number = row["draw"].partition(".")
+    drawn = (date, int(number))
+    version = next((version for version, last in LAST_DRAWS.items() if drawn <= last), None)
+    return replace(runtime, version=version)
 
 
 def _runtime(random: Random, plan: Plan, name: str) -> Runtime | None:

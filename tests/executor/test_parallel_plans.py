@@ -374,8 +374,20 @@ def test_computing_in_bfloat16_keeps_parameters_wide_and_the_loss_near(precision
 def test_what_is_verified_is_built_as_what_is_timed(precisions) -> None:
     """Every module of every plan has the same type, whether it computes in float64 or in bfloat16 from float32."""
     for name, built in precisions.items():
-        if name.endswith(("-float32", "-bfloat16")):
+        if name.endswith("-bfloat16"):
             assert built[2] == precisions[f"{name.rpartition('-')[0]}-float64"][2], name
+
+
+def test_tensor_parallelism_alone_in_one_type_is_not_wrapped(precisions) -> None:
+    wrapped = {
+        name.removesuffix("-float32"): any(kind.startswith("FSDP") for _, kind in built[2])
+        for name, built in precisions.items()
+        if name.endswith("-float32")
+    }
+
+    assert wrapped == {
+        "ddp": False, "ddp-moe": False, "fsdp": True, "ep": True, "tp": False, "cp": True, "pp": True,
+    }  # fmt: skip
 
 
 def test_kernels_agree_with_float64_to_the_rounding_of_their_type(precisions) -> None:

@@ -99,7 +99,7 @@ def test_experts_split_over_ranks_keep_the_routed_rows() -> None:
 def test_plans_that_shard_nothing_are_wrapped_for_their_types(plan: Plan, wrapped: bool) -> None:
     workload = Workload(seq_len=128, global_batch_size=8)
 
-    assert bool(plan_table([plan], workload, wraps_one=True).fully_sharded[0]) is wrapped
+    assert bool(plan_table([plan], workload, wraps_one="always").fully_sharded[0]) is wrapped
     assert bool(plan_table([plan], workload).fully_sharded[0]) is (plan.dp_shard > 1)
 
 

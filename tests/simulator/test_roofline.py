@@ -255,7 +255,9 @@ def test_megatron_calls_composable_kernel_on_amd_unless_it_multiplies_matrices()
         ("megatron-deepspeed", "2022-11", True),
         ("megatron-deepspeed", "2023-10", False),
         ("internevo", "2022-05", False),
-        ("meshwright", "0.1", False),
+        ("vectorlm", "0.1", False),
+        ("meshwright", "0.1", True),
+        ("meshwright", "0.3.0", False),
     ],
 )
 def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:

@@ -149,12 +149,25 @@ def test_layers_that_keep_queries_as_dtensors_take_the_host_longer() -> None:
     assert added("llama3-8b", "meshwright") == added("qwen3-8b", "meshwright")
 
 
-def test_the_executor_shards_over_one_rank_whatever_the_types() -> None:
-    """Torchtitan does so where types differ."""
-    narrow = Runtime(name="meshwright", param_dtype="bfloat16", compute_dtype="bfloat16", reduce_dtype="float32")
+@pytest.mark.parametrize(
+    ("name", "stored", "wrapped"),
+    [
+        ("meshwright", "float32", [True, True, True]),
+        ("meshwright", "bfloat16", [False, True, True]),
+        ("torchtitan", "float32", [True, True, True]),
+        ("torchtitan", "bfloat16", [False, False, False]),
+    ],
+)
+def test_a_single_rank_is_wrapped_for_its_types_or_what_it_shares(name: str, stored: str, wrapped: list[bool]) -> None:
+    """Tensor parallelism alone, with stages, with replicas."""
+    runtime = Runtime(name=name, param_dtype=stored, compute_dtype="bfloat16", reduce_dtype="float32")
+    plans = [Plan(tp=2), Plan(tp=2, pp=2), Plan(tp=2, dp_replicate=2)]
+    table = plan_table(
+        plans, Workload(seq_len=64, global_batch_size=4), wraps_one=wraps_one(runtime_spec(name), runtime)
+    )
 
-    assert wraps_one(runtime_spec("meshwright"), narrow)
-    assert not wraps_one(runtime_spec("torchtitan"), replace(narrow, name="torchtitan"))
+    assert table.fully_sharded.tolist() == wrapped
+    assert table.casts_own.tolist() == [name == "meshwright" and stored == "float32", False, False]
 
 
 # Seconds of all calls of `_chunk_cat` in a step, mean of two ranks, by glibc's defaults and with memory kept (None: not
@@ -215,3 +228,24 @@ def test_a_stated_log_is_used_or_said_to_change_nothing() -> None:
     assert runtime.logs_each_step
     assert not any("logs_each_step" in line for line in assumed)
     assert any("logs_each_step changes nothing" in line for line in of_other)
+
+
+def test_a_rank_that_casts_its_own_parameters_is_quick_and_packs_nothing() -> None:
+    """Compiled layers, and earlier versions, have FSDP2 around a single rank."""
+    shapes = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
+    model, plan = Model(name="narrow", family="x", layers=8, **shapes), Plan(tp=2, sequence_parallel=True)
+    casts, wrapped = (
+        estimate_plans(
+            Scenario(
+                model=model,
+                cluster=load_cluster("h200x4"),
+                workload=Workload(seq_len=256, global_batch_size=1),
+                runtime=Runtime(name="meshwright", compute_dtype="bfloat16", version=version),
+            ),
+            [plan],
+        ).estimate(0)
+        for version in (None, "0.2")
+    )
+
+    assert casts.step_s.value < 0.8 * wrapped.step_s.value
+    assert casts.memory.reserved_bytes < wrapped.memory.reserved_bytes

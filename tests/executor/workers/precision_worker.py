@@ -33,9 +33,10 @@ def main() -> None:
     losses = {}
     for name, (model, plan) in PLANS.items():
         for compute in ("float32", "bfloat16", "float64"):
-            runtime = Runtime(compute_dtype=compute)
+            runtime, as_typed = Runtime(compute_dtype=compute), None
             if compute == "float64":
                 runtime = Runtime(compute_dtype=compute, param_dtype=compute, reduce_dtype=compute)
+                as_typed = Runtime(compute_dtype="bfloat16")
             trainer = Trainer(
                 Setup(
                     plan=plan,
@@ -44,6 +45,7 @@ def main() -> None:
                     runtime=runtime,
                     meshes=build_meshes(plan, "cpu"),
                     device=torch.device("cpu"),
+                    as_typed=as_typed,
                 )
             )
             stored = {str(p.dtype) for p in trainer.parameters()}

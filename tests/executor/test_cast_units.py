@@ -1,0 +1,58 @@
+"""Parameters that one rank casts for itself, against autograd through casts."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from executor.model.decoder import Decoder  # noqa: E402 - as above
+from executor.model.init_weights import init_weights  # noqa: E402 - as above
+from executor.parallel.activation_checkpoint import apply_activation_checkpoint  # noqa: E402 - as above
+from executor.parallel.cast_units import cast_units  # noqa: E402 - as above
+from simulator.config.model import Model  # noqa: E402 - as above
+
+SHAPES = {
+    "name": "tiny", "family": "x", "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96,
+}  # fmt: skip
+TOKENS = torch.arange(24).view(3, 2, 4) * 7 % 96  # three micro batches
+
+
+def _decoder(*, tied: bool, recompute: str = "none") -> Decoder:
+    decoder = Decoder(Model(**SHAPES, layers=2, tied_embeddings=tied))
+    init_weights(decoder, seed=1)
+    decoder.set_positions(torch.arange(4), torch.bfloat16)
+    apply_activation_checkpoint(decoder, recompute, early_stop=True, compiled=False)
+    return decoder
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective-op"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reshards", [False, True])
+def test_gradients_are_those_of_casts(tied: bool, recompute: str, reshards: bool) -> None:
+    """They are added up in the type of the parameters, whose casts are there in passes only."""
+    decoder, plain = _decoder(tied=tied, recompute=recompute), _decoder(tied=tied)
+    units = cast_units(decoder, torch.bfloat16, reshard_after_forward=reshards)
+    kept = []
+    for tokens in TOKENS:
+        narrow = {name: p.to(torch.bfloat16) for name, p in plain.named_parameters()}
+        torch.func.functional_call(plain, narrow, (tokens,)).float().square().mean().backward()
+        out = decoder(tokens)
+        kept.append([unit._here for unit in units])
+        assert all(p.dtype == torch.float32 for p in decoder.parameters())
+        out.float().square().mean().backward()
+
+    assert kept[0] == ([not reshards] * 2 + ([True] if tied else [True, not reshards]))
+    assert not any(unit._here for unit in units)
+    for (name, found), (_, expected) in zip(decoder.named_parameters(), plain.named_parameters(), strict=True):
+        assert found.grad is not None and torch.equal(found.grad, expected.grad), name  # noqa: PT018 - one thing
+
+
+def test_what_needs_no_backward_pass_is_freed() -> None:
+    decoder = _decoder(tied=True)
+    units = cast_units(decoder, torch.bfloat16, reshard_after_forward=False)
+
+    with torch.no_grad():
+        decoder(TOKENS[0])
+
+    assert not any(unit._here for unit in units)
