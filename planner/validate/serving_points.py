@@ -177,7 +177,7 @@ def engine_named(backend: str, date: str = "") -> str:
     # Releases 0.x.post are those of NVIDIA Dynamo, which has its own numbers and is newer than TensorRT-LLM 1.2's
     # first.
     dynamo = word.startswith("dynamo") or re.fullmatch(r"v?0[0-9.]*\.post[0-9]+", release)
-    return "trtllm" if dynamo else trtllm_of(release, date)
+    return "trtllm12" if dynamo else trtllm_of(release, date)
 
 
 def _said(backend: str, date: str) -> tuple[str, str, str]:

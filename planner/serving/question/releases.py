@@ -127,7 +127,9 @@ def trtllm_of(release: str, date: str = "") -> str:
         return "tensorrt" if date and date < PYTORCH_SINCE else "trtllm11"
     if found < parse_release("1.0.0rc0"):
         return "tensorrt"
-    return "trtllm" if found >= parse_release(HOST_HIDDEN_FROM) else "trtllm11"
+    if found < parse_release(HOST_HIDDEN_FROM):
+        return "trtllm11"
+    return "trtllm" if found >= parse_release("1.3.0rc0") else "trtllm12"
 
 
 def needed(model: Model, deployment: Deployment) -> Iterator[str]:
