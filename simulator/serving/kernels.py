@@ -110,12 +110,17 @@ class Kernels:
     @property
     def flops_per_s(self) -> float:
         """Dense arithmetic rate that a large product in this format reaches."""
-        known, limited = efficiency(self.gpu.architecture), Roofline(gpu=self.gpu).power_limited
-        peak = self.gpu.peak_flops
+        known, peak, type_ = efficiency(self.gpu.architecture), self.gpu.peak_flops, self.multiplied_in
         wide = (peak.get("bfloat16") or peak.get("float16") or max(peak.values())) * known.burst
-        shares = {"float8": known.float8, "float4": known.float4}
-        low = shares.get(self.multiplied_in, 0.0) * low_peak_flops(self.gpu, self.multiplied_in)
-        return max(low, wide) * limited
+        low = {"float8": known.float8, "float4": known.float4}.get(type_, 0.0) * low_peak_flops(self.gpu, type_)
+        return max(self._supplied(wide, "bfloat16"), self._supplied(low, type_))
+
+    def _supplied(self, rate: float, type_: str) -> float:
+        """Return what this GPU's power makes of the reference part's rate: less with less power for its arithmetic,
+        more with more, up to the largest product that a search found on it in this type.
+        """
+        power = Roofline(gpu=self.gpu).power_supplied
+        return max(rate * min(1.0, power), min(rate * power, self.gpu.achieved_flops.get(type_, 0.0)))
 
     @property
     def product_flops_per_s(self) -> float:
@@ -124,7 +129,7 @@ class Kernels:
             return self.flops_per_s
         peak = self.gpu.peak_flops
         least = SERVED.get(self.generation, 0.0) * (peak.get("bfloat16") or 0.0)
-        return max(self.flops_per_s, least * Roofline(gpu=self.gpu).power_limited)
+        return max(self.flops_per_s, self._supplied(least, "bfloat16"))
 
     @property
     def attention_flops_per_s(self) -> float:
@@ -132,7 +137,7 @@ class Kernels:
         known = efficiency(self.gpu.architecture).attention
         curve = known.get(self.attention) or known["flash2"]
         roofline = Roofline(gpu=self.gpu)
-        return roofline.peak_flops * roofline.power_limited * curve.forward
+        return roofline.peak_flops * roofline.power_supplied * curve.forward
 
     @property
     def bytes_per_s(self) -> float:
@@ -222,8 +227,8 @@ class Kernels:
         """Return the seconds of `rows` rows in total through products of `experts` different matrices that have rows.
 
         In Triton's kernels the tiles of an expert wait for its weights, so the times to read and to multiply add up;
-        see GROUPED. Of others each expert takes the longer of the two: popular ones have rows to multiply while the
-        rest are still read. Cutlass kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
+        see GROUPED. In Cutlass' each expert takes the longer of the two: popular ones have rows to multiply while the
+        rest are still read. They have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
         generation = self.generation
         touched = np.minimum(experts, rows)
@@ -239,7 +244,8 @@ class Kernels:
         if self.experts == "triton":
             time = arithmetic + reading
         else:
-            time = np.mean(np.maximum(np.multiply.outer(popularity(), arithmetic), reading), axis=0)
+            each = np.multiply.outer(popularity(), arithmetic) if self.experts == "cutlass" else arithmetic[None]
+            time = np.mean(np.maximum(each, reading), axis=0)
         return np.asarray(np.where(rows > 0, time + self.start_s, 0.0))
 
     def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:

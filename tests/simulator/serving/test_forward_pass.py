@@ -331,7 +331,7 @@ def test_a_prompt_is_scored_for_its_last_token_only() -> None:
 def test_each_rank_of_attention_has_a_scheduler() -> None:
     """Eight ranks with requests of their own, behind one server, share what the host does for each sequence."""
     h200 = cluster("dgx-h200")
-    own = costs("deepseek-v3", h200, engine="trtllm11", pool=Pool(ep=8, dp_attention=8), weights="float8")
+    own = costs("deepseek-v3", h200, engine="vllm013", pool=Pool(ep=8, dp_attention=8), weights="float8")
     step = own.parts(prompt_tokens=0, pairs=0.0, sequences=512, keys=512.0)
     assert step["host"] == pytest.approx(own.engine.host_step_s + 64 * own.engine.host_sequence_s)
     assert "launches" not in own.parts(prompt_tokens=0, pairs=0.0, sequences=4096, keys=4096.0), "512 a rank: one graph"

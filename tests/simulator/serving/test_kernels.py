@@ -126,3 +126,13 @@ def test_tensorrt_llm_1_2_takes_longer_on_hopper() -> None:
         assert 1e3 * found == pytest.approx(np.array(list(times.values())), rel=0.12)
         latent_us[release] = [1e6 * kernels.attention_start_s(heads, latent=True) for heads in (16, 128)]
     assert np.subtract(latent_us["trtllm12"], latent_us["trtllm"]) == pytest.approx([24.5 - 11.4, 28.8 - 19.1], rel=0.2)
+
+
+def test_products_are_as_quick_as_a_gpus_power_allows() -> None:
+    """The largest products that searches found on cards with much power for their arithmetic, TFLOP/s in 16 bits
+    (`achieved_flops` of the catalog), and what the reference part and one with less power reach.
+    """
+    found = {"RTX 4090": 165, "RTX 5090": 236, "H20": 142, "A10G": 70, "H200 SXM": 702, "H100 PCIe": 411}
+    for name, tflops in found.items():
+        reached = Kernels(gpu=gpu_kind(name), weights="bfloat16").product_flops_per_s / 1e12
+        assert reached == pytest.approx(tflops, rel=0.01), name
