@@ -26,7 +26,7 @@ BALANCE_EVERY = 60
 BEYOND_PROMPT = 1500
 HALVES_FROM = 48  # answers on a rank, from which one and a half times a power of two is a setting as well
 MOST_ANSWERS = 1024  # the most answers on a rank in any of those recipes
-TRTLLM = ("trtllm11", "trtllm")  # releases to which these configurations apply
+TRTLLM = ("trtllm11", "trtllm12", "trtllm")  # releases to which these configurations apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +54,22 @@ def usual_settings(engine: str, model: Model, architecture: str, pool: Pool, *, 
     return Usual()
 
 
-def answers_of_rank(clients: int, pool: Pool) -> int:
+def answers_of_rank(clients: int, pool: Pool, architecture: str) -> int:
     """Return the most answers at a time on each rank that writes them, of separated engines of TensorRT-LLM: the most
-    with which no place stays empty, of powers of two and, from 48 on, of one and a half times those.
+    with which no place stays empty, of powers of two and, from 48 on, of one and a half times those; one for two
+    clients. 0: room for many more than the clients, so where recipes for Hopper would fill all places exactly.
 
-    So it is in 105 of NVIDIA's 141 recipes for DeepSeek-R1 without drafted tokens, whose names have this number
-    (`batch64`; SemiAnalysisAI/InferenceX @843c6254, configs/nvidia-master.yaml and deprecated/nvidia-1k1k-master.yaml);
-    most of the others have room for many more than their clients.
+    So it is in 148 of the 158 recipes with one number of clients for networks without drafted tokens
+    (NVIDIA/srt-slurm @c88ef731 recipes/trtllm, max_batch_size and concurrencies; 16 of 16 that are filled exactly on
+    H200 have 2 to 64 times the room, and 36 of 40 on Blackwell none).
     """
-    places = min(MOST_ANSWERS, max(1, clients // (pool.engines * pool.dp_attention)))
+    ranks = pool.engines * pool.dp_attention
+    places = min(MOST_ANSWERS, max(1, clients // ranks))
     power = 1 << (places.bit_length() - 1)
+    if power * ranks == clients and power > 2 and architecture.startswith("Hopper"):
+        return 0
+    if places == 2:
+        return 1
     half_more = power * 3 // 2
     return half_more if HALVES_FROM <= half_more <= places else power
 
@@ -80,8 +86,9 @@ def as_makers_set(
     if deployment.prefill is not None:
         usual = Usual(kv_cache=usual.kv_cache)
         if deployment.engine in TRTLLM and row.max_num_seqs is None and row.concurrency:
-            most = answers_of_rank(row.concurrency, deployment.pool)
-            assumed.append(f"{most} answers at a time on each rank of attention, as most of NVIDIA's recipes set it")
+            most = answers_of_rank(row.concurrency, deployment.pool, kind)
+            said = f"{most} answers at a time" if most else "room for many more answers than clients"
+            assumed.append(f"{said} on each rank of attention, as most of NVIDIA's recipes set it")
             deployment = replace(deployment, max_num_seqs=most)
     title = engine_of(deployment.engine).title
     if usual.beyond_prompt and row.concurrency and row.max_num_batched_tokens is None:

@@ -267,20 +267,13 @@ class Roofline:
         return self.dtype == "float32" and not (self.tf32 and self.gpu.peak_flops.get("tfloat32"))
 
     @property
-    def power_limited(self) -> float:
-        """Fraction of the reference GPU's arithmetic rate that this GPU's power limit allows tensor cores to
-        sustain.
-        """
-        return min(1.0, self._power)
-
-    @property
     def power_supplied(self) -> float:
         """The sustained share of the peak over the reference GPU's share: lower with less power per rate; higher with
         more power, up to the largest product that a search found on this GPU, where one has been made.
         """
         peak, known = self.gpu.peak_flops.get("bfloat16", self.peak_flops), efficiency(self.gpu.architecture)
         found = self.gpu.achieved_flops.get("bfloat16")
-        return min(self._power, found / (known.burst * peak)) if found else self.power_limited
+        return min(self._power, found / (known.burst * peak) if found else 1.0)
 
     @property
     def rested(self) -> float:

@@ -105,6 +105,7 @@ RELEASES = {
     "vllm016": "vllm",
     "sglang059": "sglang",
     "trtllm11": "trtllm",
+    "trtllm12": "trtllm",
     "tensorrt": "trtllm",
 }
 

@@ -23,12 +23,12 @@ def visited_share(moe: MixtureOfExperts, tokens: Floats) -> Floats:
     A router that balances loads by a bias for each expert (DeepSeek-V3's) is taken to choose all with equal frequency:
     the few tokens of a step of answers agree with that (examples/validation/serving.md).
     """
-    popularity = np.ones(1) if moe.selection_bias else _popularity()
-    taken = np.minimum(1.0, moe.experts_per_token / moe.experts * popularity)
+    often = np.ones(1) if moe.selection_bias else popularity()
+    taken = np.minimum(1.0, moe.experts_per_token / moe.experts * often)
     return np.asarray(np.mean(1 - (1 - taken[:, None]) ** tokens, axis=0))
 
 
-def _popularity() -> Floats:
+def popularity() -> Floats:
     """Return how often experts are chosen, over the mean."""
     frequencies: Floats = POPULAR ** np.linspace(0.0, 1.0, 65)
     return np.asarray(frequencies / frequencies.mean())
@@ -54,7 +54,7 @@ def on_fullest_rank(moe: MixtureOfExperts, tokens: Floats, ranks: int, here: int
     together = sum(n * (two - one**2) for n, two in zip(counts, both, strict=True))
     visited = _most(here * share, here * share * (1 - share) + visits, ranks)
     by_chance = tokens * (here * one * (1 - one) + together)
-    popular = float(np.var(_popularity())) / here if here * ranks == moe.experts else 0.0
+    popular = float(np.var(popularity())) / here if here * ranks == moe.experts else 0.0
     return np.minimum(here, visited), _most(rows, by_chance + popular * rows**2, ranks)
 
 

@@ -70,6 +70,7 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
+            release=self.engine.name,
             apart=self.pool.dp_attention > 1 and self.deployment.prefill is None,
             attention=self.engine.attention,
         )
@@ -339,7 +340,8 @@ class ForwardPass:
     def _attention_start_s(self) -> float:
         """Return the mean seconds of a layer for attention of answers with hardly any keys."""
         linear = self.model.linear_layers
-        full = self.kernels.attention_start_s(latent=self.model.latent is not None)
+        heads = self.model.heads / self.pool.tp
+        full = self.kernels.attention_start_s(heads, latent=self.model.latent is not None)
         return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:

@@ -13,6 +13,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
+from simulator.serving.expert_choice import popularity
 from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
 
@@ -66,6 +67,14 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
+# What kernels of TensorRT-LLM 1.2 take on Hopper beyond these: of 8-bit experts in blocks seconds of a layer and
+# bytes of each element of a row, of latent attention of answers seconds with up to 64 and with more query heads on a
+# GPU. Medians over H100 and H200 of 1.2.0rc5 against 1.3.0rc20 by themselves, few tokens and 1,024 to 16,384, and less
+# than 20,000 keys (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet and generation_mla_perf.parquet).
+# On B200 latent attention of both takes as long. 1.1 has not been measured so.
+EARLIER = "trtllm12"
+EARLIER_EXPERTS_S, EARLIER_PASSED = 1.3e-5, 8.5
+EARLIER_LATENT_S = {64: 1.5e-5, 128: 1.0e-5}
 # Bytes of each element of a token that kernels of experts pass on a rank whether or not its experts are chosen, if all
 # tokens come to all ranks: between 1,024 and 8,192 or 16,384 tokens a rank of an expert-parallel group does not get
 # quicker by as much as its rows get fewer. Medians of evenly loaded kernels in nvfp4, all models and degrees: 22 with
@@ -100,6 +109,7 @@ class Kernels:
     weights: str
     experts: str = "triton"  # what multiplies them, see engines.toml
     program: str = ""  # the engine, where expert_kernels.toml lists its own
+    release: str = ""  # the engine as engines.toml names it, where releases differ
     apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
 
@@ -118,12 +128,17 @@ class Kernels:
     @property
     def flops_per_s(self) -> float:
         """Dense arithmetic rate that a large product in this format reaches."""
-        known, limited = efficiency(self.gpu.architecture), Roofline(gpu=self.gpu).power_limited
-        peak = self.gpu.peak_flops
+        known, peak, type_ = efficiency(self.gpu.architecture), self.gpu.peak_flops, self.multiplied_in
         wide = (peak.get("bfloat16") or peak.get("float16") or max(peak.values())) * known.burst
-        shares = {"float8": known.float8, "float4": known.float4}
-        low = shares.get(self.multiplied_in, 0.0) * low_peak_flops(self.gpu, self.multiplied_in)
-        return max(low, wide) * limited
+        low = {"float8": known.float8, "float4": known.float4}.get(type_, 0.0) * low_peak_flops(self.gpu, type_)
+        return max(self._supplied(wide, "bfloat16"), self._supplied(low, type_))
+
+    def _supplied(self, rate: float, type_: str) -> float:
+        """Return what this GPU's power makes of the reference part's rate: less with less power for its arithmetic,
+        more with more, up to the largest product that a search found on it in this type.
+        """
+        power = Roofline(gpu=self.gpu).power_supplied
+        return max(rate * min(1.0, power), min(rate * power, self.gpu.achieved_flops.get(type_, 0.0)))
 
     @property
     def product_flops_per_s(self) -> float:
@@ -132,13 +147,13 @@ class Kernels:
             return self.flops_per_s
         peak = self.gpu.peak_flops
         least = SERVED.get(self.generation, 0.0) * (peak.get("bfloat16") or 0.0)
-        return max(self.flops_per_s, least * Roofline(gpu=self.gpu).power_limited)
+        return max(self.flops_per_s, self._supplied(least, "bfloat16"))
 
     @property
     def attention_flops_per_s(self) -> float:
         """Arithmetic rate of the fused 16-bit attention kernel on long sequences, with heads of 128."""
         roofline = Roofline(gpu=self.gpu)
-        return roofline.peak_flops * roofline.power_limited * self._attention_curve.forward
+        return roofline.peak_flops * roofline.power_supplied * self._attention_curve.forward
 
     @property
     def _attention_curve(self) -> AttentionEfficiency:
@@ -154,11 +169,19 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
-    def attention_start_s(self, *, latent: bool) -> float:
-        """Return seconds of attention of answers with hardly any keys: the write to the cache, attention over parts of
-        the keys and their sum.
+    @property
+    def earlier(self) -> bool:
+        """Whether these are the slower kernels of TensorRT-LLM 1.2 on Hopper."""
+        return self.release == EARLIER and self.generation == "hopper"
+
+    def attention_start_s(self, heads: float, *, latent: bool) -> float:
+        """Return seconds of attention of answers with hardly any keys for `heads` query heads: the write to the cache,
+        attention over parts of the keys and their sum.
         """
-        return 2 * self.start_s if latent else ANSWERED_S.get(self.generation, 2 * self.start_s)
+        if not latent:
+            return ANSWERED_S.get(self.generation, 2 * self.start_s)
+        later = next((seconds for most, seconds in EARLIER_LATENT_S.items() if heads <= most), 0.0)
+        return 2 * self.start_s + (later if self.earlier else 0.0)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
@@ -229,7 +252,8 @@ class Kernels:
         """Return the seconds of `rows` rows in total through products of `experts` different matrices that have rows.
 
         In Triton's kernels the tiles of an expert wait for its weights, so the times to read and to multiply add up;
-        see GROUPED. Cutlass kernels have a rate of their own for narrow formats on Hopper; see CUTLASS.
+        see GROUPED. In Cutlass' each expert takes the longer of the two: popular ones have rows to multiply while the
+        rest are still read. They have a rate of their own for narrow formats on Hopper; see CUTLASS.
         """
         generation = self.generation
         touched = np.minimum(experts, rows)
@@ -242,7 +266,11 @@ class Kernels:
         elif self.experts == "cutlass" and (generation, self.weights) in CUTLASS:
             rate, filling = CUTLASS[generation, self.weights] * self.gpu.peak_flops[self.multiplied_in], 1.0
         arithmetic = 2 * rows * columns * depth * filling / rate
-        time = arithmetic + reading if self.experts == "triton" else np.maximum(arithmetic, reading)
+        if self.experts == "triton":
+            time = arithmetic + reading
+        else:
+            each = np.multiply.outer(popularity(), arithmetic) if self.experts == "cutlass" else arithmetic[None]
+            time = np.mean(np.maximum(each, reading), axis=0)
         return np.asarray(np.where(rows > 0, time + self.start_s, 0.0))
 
     def between_experts(self, rows: Floats, experts: float, hidden: float) -> Floats:
@@ -252,8 +280,10 @@ class Kernels:
         plain = self.moved(2.0 * rows * hidden * 2, 0.0)
         if self.experts != "cutlass" or self.generation != "hopper":
             return plain
-        passed = PASSED["float8" if self.weights == "float8" else "other"]
-        return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, SORTED_S + SORTED_EXPERT_S * experts, 0.0)
+        passed, fixed_s = PASSED["float8" if self.weights == "float8" else "other"], SORTED_S
+        if self.earlier and self.weights == "float8":
+            passed, fixed_s = passed + EARLIER_PASSED, fixed_s + EARLIER_EXPERTS_S
+        return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, fixed_s + SORTED_EXPERT_S * experts, 0.0)
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:
         """Return the seconds of `launches` kernels that read and write `nbytes` in total."""

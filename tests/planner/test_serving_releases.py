@@ -107,8 +107,8 @@ def test_releases_of_tensorrt_llm_have_hosts_of_their_own() -> None:
     """Dynamo counts its own releases 0.x.post, and a release that nobody states is the older one."""
     named = {
         "TensorRT-LLM 0.17": "tensorrt", "trtllm 1.0.0rc3": "trtllm11", "trt 1.1.0rc2.post2": "trtllm11",
-        "trtllm 1.2.0rc6.post2": "trtllm", "trtllm 1.3.0rc5": "trtllm", "trtllm 0.8.1.post2": "trtllm",
-        "dynamo-trt": "trtllm", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt", "vLLM (2024)": "vllm07",
+        "trtllm 1.2.0rc6.post2": "trtllm12", "trtllm 1.3.0rc5": "trtllm", "trtllm 0.8.1.post2": "trtllm12",
+        "dynamo-trt": "trtllm12", "trt": "trtllm11", "TensorRT-LLM (2024)": "tensorrt", "vLLM (2024)": "vllm07",
         "vllm 0.7.3": "vllm07", "vllm 0.8.0": "vllm013", "vllm": "vllm013", "vllm 0.15.1": "vllm016",
         "vllm 0.17.0": "vllm",
         "sglang v0.5.9-cu130": "sglang059",

@@ -176,14 +176,21 @@ def test_rows_of_the_most_throughput_with_tensorrt_llm_are_runs_of_its_benchmark
 
 
 @pytest.mark.parametrize(
-    ("clients", "pool", "most"),
-    [
-        (30, Pool(engines=3, tp=16, ep=16), 8),  # names of NVIDIA's recipes for DeepSeek-R1: ctx1_gen3_tep16_batch8
-        (4916, Pool(dp_attention=16, ep=16), 256),  # ctx2_gen1_dep16_batch256
-        (1280, Pool(engines=3, dp_attention=8), 48),  # ctx1_gen3_dp8_batch48
-        (4, Pool(engines=5, tp=4), 1),
-        (16384, Pool(engines=1, tp=1, dp_attention=8), 1024),  # as many as no recipe exceeds
+    ("clients", "pool", "kind", "most"),
+    [  # NVIDIA's recipes for DeepSeek-R1
+        (30, Pool(engines=3, tp=16, ep=16), "Hopper", 8),  # h100-fp8, ctx1_gen3_tep16_batch8
+        (4916, Pool(dp_attention=16, ep=16), "Hopper", 256),  # ctx2_gen1_dep16_batch256
+        (6, Pool(engines=3, tp=16, ep=16), "Hopper", 1),  # ctx1_gen3_tep16_batch1
+        (11, Pool(engines=9, tp=8, ep=8), "Hopper", 1),  # h200, c1_ctx1_gen9_tep8_batch1
+        (36, Pool(engines=9, tp=8, ep=8), "Hopper", 0),  # c4_ctx1_gen9_tep8_batch256
+        (3584, Pool(engines=7, dp_attention=8), "Hopper", 0),  # c512_ctx2_gen7_dep8_batch512
+        (4096, Pool(dp_attention=32, ep=32), "Blackwell", 128),  # gb200-fp4, filled exactly
+        (1280, Pool(engines=3, dp_attention=8), "Blackwell", 48),  # b300-fp8, ctx1_gen3_dp8_batch48
+        (4, Pool(engines=5, tp=4), "Blackwell", 1),
+        (16384, Pool(engines=1, tp=1, dp_attention=8), "Blackwell", 1024),  # as many as no recipe exceeds
     ],
 )
-def test_separated_engines_have_the_places_of_their_makers_recipes(clients: int, pool: Pool, most: int) -> None:
-    assert answers_of_rank(clients, pool) == most
+def test_separated_engines_have_the_places_of_their_makers_recipes(
+    clients: int, pool: Pool, kind: str, most: int
+) -> None:
+    assert answers_of_rank(clients, pool, kind) == most

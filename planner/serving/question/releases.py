@@ -27,9 +27,8 @@ REWRITTEN_FROM, REWRITTEN_SINCE = "0.8.0", "2025-03-18"  # release notes: the V1
 FUSES_FROM = "0.17.0"  # sums with norms by default (vllm-project/vllm pull request 34299, after 0.16 was cut)
 HYBRIDS_FROM = "0.5.10"  # overlap of networks with linear attention, see hybrid_waits in engines.toml
 HYBRIDS_SINCE = "2026-04-05"  # when it was packaged (the wheel on PyPI)
-# First release to which the published times of TensorRT-LLM's host apply (NVIDIA/TensorRT-LLM pull request 10273, issue
-# 13957).
-HOST_HIDDEN_FROM = "1.2.0rc0"
+# First releases of TensorRT-LLM as engines.toml describes them apart: of 1.2 and of 1.3.
+TRTLLM_12, TRTLLM_13 = "1.2.0rc0", "1.3.0rc0"
 PYTORCH_SINCE = "2025-09-24"  # when 1.0 was packaged, whose default is the PyTorch backend (PyPI)
 WORDS = {
     "pipeline_parallel": "pipeline parallelism",
@@ -127,7 +126,9 @@ def trtllm_of(release: str, date: str = "") -> str:
         return "tensorrt" if date and date < PYTORCH_SINCE else "trtllm11"
     if found < parse_release("1.0.0rc0"):
         return "tensorrt"
-    return "trtllm" if found >= parse_release(HOST_HIDDEN_FROM) else "trtllm11"
+    if found < parse_release(TRTLLM_12):
+        return "trtllm11"
+    return "trtllm12" if found < parse_release(TRTLLM_13) else "trtllm"
 
 
 def needed(model: Model, deployment: Deployment) -> Iterator[str]:

@@ -18,7 +18,6 @@ from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from simulator.serving.step_collectives import StepCollectives
 from topology.catalog.clusters import cluster, cluster_from_case
-from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster
 
 LLAMA8, LLAMA70, DEEPSEEK = (load_model(name) for name in ("llama3-8b", "llama2-70b", "deepseek-v3"))
@@ -217,84 +216,6 @@ def test_a_cache_across_windows_is_read_only_inside_them() -> None:
     assert longer - short < 4 * window * passes.model.layers * passes._key_s * (full / passes.model.layers + 0.1)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "width", "experts", "measured_ms"),
-    [
-        (7168, 2048 // 16, 256, {1024: 0.486, 4096: 1.102, 16384: 3.578}),
-        (6144, 2048 // 8, 256, {64: 0.283, 256: 0.370, 1024: 0.559, 3072: 1.025}),
-        (7168, 2048, 384, {96: 3.06, 8192: 14.0, 16384: 23.3}),
-    ],
-)
-def test_products_of_experts_beside_kernels_by_themselves(
-    hidden: int, width: int, experts: int, measured_ms: dict[int, float]
-) -> None:
-    """Both products of 8 experts a token in float8 blocks on one H200 (vLLM 0.20, ai-dynamo/aiconfigurator
-    moe_perf.txt).
-    """
-    kernels = Kernels(gpu=cluster("dgx-h200", 1).slowest_kind, weights="float8")
-    tokens = np.array([float(count) for count in measured_ms])
-    visited = experts * (1 - (1 - 8 / experts) ** tokens)
-    found = kernels.expert_products(8 * tokens, visited, 2 * width, hidden)
-    found = found + kernels.expert_products(8 * tokens, visited, hidden, width)
-    found = found + kernels.moved(2.0 * 8 * tokens * hidden * 2, 0.0)
-    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.23)
-
-
-@pytest.mark.parametrize(
-    ("machine", "program", "stored", "shape", "measured_ms"),
-    [
-        ("dgx-h200", "vllm", "int4", (7168, 2048 // 8, 8, 384), {1: 0.035, 64: 0.401, 1024: 0.806, 8192: 4.074}),
-        ("dgx-h200", "sglang", "float8", (6144, 2048 // 8, 8, 256), {1: 0.034, 64: 0.393, 1024: 0.478, 8192: 1.747}),
-        ("dgx-b200", "sglang", "float4", (6144, 2048 // 8, 8, 256), {1: 0.018, 64: 0.132, 1024: 0.209, 8192: 0.500}),
-        ("dgx-b200", "trtllm", "float4", (7168, 2048 // 8, 8, 256), {1: 0.022, 64: 0.154, 1024: 0.238, 8192: 0.597}),
-        ("dgx-b200", "trtllm", "float8", (6144, 2048 // 8, 8, 256), {1: 0.032, 256: 0.222, 1024: 0.349, 8192: 1.057}),
-        ("dgx-b200", "trtllm", "mxfp4", (2880, 2880, 4, 128), {1: 0.025, 64: 0.275, 1024: 0.312, 8192: 0.884}),
-    ],
-)
-def test_listed_kernels_of_experts(
-    machine: str, program: str, stored: str, shape: tuple[int, int, int, int], measured_ms: dict[int, float]
-) -> None:
-    """Shapes of GLM-5, Kimi K2, DeepSeek-R1 and gpt-oss-120b, evenly loaded (ai-dynamo/aiconfigurator
-    moe_perf.parquet; DeepSeek-R1's of the same kernels as vLLM 0.19 calls them, where its router keeps all groups).
-    """
-    hidden, width, chosen, experts = shape
-    kernels = Kernels(gpu=cluster(machine, 1).slowest_kind, weights=stored, program=program)
-    rows = chosen * np.array([float(count) for count in measured_ms])
-    found = kernels.experts_s(rows, np.minimum(rows, experts), experts, hidden, width, 2)
-    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.30)
-
-
-@pytest.mark.parametrize(("ranks", "measured_ms"), [(4, {1024: 0.116, 8192: 0.409}), (8, {1024: 0.085, 8192: 0.321})])
-def test_experts_of_a_rank_pass_the_tokens_of_others(ranks: int, measured_ms: dict[int, float]) -> None:
-    """DeepSeek-R1's experts in nvfp4, each cut over four GPUs, SGLang 0.5.14 on B300 (ai-dynamo/aiconfigurator
-    @095f58a5, moe_perf.parquet, power_law_1.01): a rank with an eighth of the experts is not eight times as quick.
-    """
-    kernels = Kernels(gpu=gpu_kind("B300 SXM"), weights="float4", program="sglang")
-    tokens = np.array([float(count) for count in measured_ms])
-    here = 256 / ranks
-    own = kernels.experts_s(8 * tokens / ranks, np.full(2, here), here, 7168, 2048 // 4, 2)
-    found = own + kernels.passed_by_s(tokens * (1 - 1 / ranks), 7168)
-
-    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.35)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "bits", "measured_us"),
-    [
-        ("B200 SXM", 8, {8: 105, 16: 105, 32: 159, 64: 138, 128: 164}),
-        ("B200 SXM", 16, {8: 224, 16: 228, 32: 326, 64: 240, 128: 288}),
-    ],
-)
-def test_latent_attention_by_heads(gpu: str, bits: int, measured_us: dict[int, float]) -> None:
-    """128 answers with 8,192 keys each, SGLang 0.5.14 (ai-dynamo/aiconfigurator @095f58a5,
-    generation_mla_perf.parquet): 32 heads take longer than 64. Of each 9 us are the kernel with hardly any keys.
-    """
-    kernels = Kernels(gpu=gpu_kind(gpu), weights="float8", program="sglang")
-    for heads, measured in measured_us.items():
-        found = 128 * 8192 * kernels.latent_key_s(heads, 2.0 * heads * 1088, 576 * bits / 8, bits)
-        assert 1e6 * found + 9 == pytest.approx(measured, rel=0.12)
-
-
 def test_parts_add_up_to_the_step() -> None:
     steps = [{"prompt_tokens": 0, "pairs": 0.0, "sequences": 700, "keys": 7e5}]
     steps += [{"prompt_tokens": 3000, "pairs": 4.5e6, "sequences": 40, "keys": 4e4, "readers": 3}]
@@ -410,7 +331,7 @@ def test_a_prompt_is_scored_for_its_last_token_only() -> None:
 def test_each_rank_of_attention_has_a_scheduler() -> None:
     """Eight ranks with requests of their own, behind one server, share what the host does for each sequence."""
     h200 = cluster("dgx-h200")
-    own = costs("deepseek-v3", h200, engine="trtllm11", pool=Pool(ep=8, dp_attention=8), weights="float8")
+    own = costs("deepseek-v3", h200, engine="vllm013", pool=Pool(ep=8, dp_attention=8), weights="float8")
     step = own.parts(prompt_tokens=0, pairs=0.0, sequences=512, keys=512.0)
     assert step["host"] == pytest.approx(own.engine.host_step_s + 64 * own.engine.host_sequence_s)
     assert "launches" not in own.parts(prompt_tokens=0, pairs=0.0, sequences=4096, keys=4096.0), "512 a rank: one graph"
