@@ -18,6 +18,7 @@ from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from simulator.serving.request_bytes import cache_bytes_per_token
 from simulator.serving.step_collectives import StepCollectives
 from topology.catalog.clusters import cluster, cluster_from_case
+from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster
 
 LLAMA8, LLAMA70, DEEPSEEK = (load_model(name) for name in ("llama3-8b", "llama2-70b", "deepseek-v3"))
