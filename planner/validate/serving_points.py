@@ -180,15 +180,6 @@ def engine_named(backend: str, date: str = "") -> str:
     return "trtllm12" if dynamo else trtllm_of(release, date)
 
 
-def alike_by_default(backend: str) -> bool:
-    """Return whether lengths that a row does not state are taken to be all alike: with TensorRT-LLM 1.0, as its makers'
-    benchmark sends them (`--synthetic-input-tokens-stddev 0`, ai-dynamo/aiconfigurator @095f58a5
-    generator/sflow.py); benchmarks of later releases by others vary them.
-    """
-    release = _said(backend, "")[1]
-    return release.startswith("1.0") and engine_named(backend) == "trtllm11"
-
-
 def _said(backend: str, date: str) -> tuple[str, str, str]:
     """Return the name, the release and the day in a source's words; a year in parentheses is a day."""
     word, said, *_ = [*(backend.lower().split() or [""]), ""]
@@ -335,8 +326,6 @@ def _traffic(
     kind = row.metric_kind
     if "80-100" in kind:
         prompt, output = replace(prompt, low=STATED), replace(output, low=STATED)
-    elif row.concurrency and "static" not in kind and alike_by_default(row.backend or ""):
-        assumed.append("lengths: all alike, as the benchmark of TensorRT-LLM's makers sends them")
     elif row.concurrency and "static" not in kind:
         prompt, output = replace(prompt, low=UNSAID), replace(output, low=UNSAID)
         assumed.append(f"lengths: {UNSAID:.0%} to 100% of those stated")
