@@ -61,7 +61,7 @@ def answers_of_rank(clients: int, pool: Pool, architecture: str) -> int:
 
     So it is in 148 of the 158 recipes with one number of clients for networks without drafted tokens
     (NVIDIA/srt-slurm @c88ef731 recipes/trtllm, max_batch_size and concurrencies; 16 of 16 that are filled exactly on
-    H200 have 2 to 64 times the room, and 36 of 40 on Blackwell none).
+    H200 have 2 to 64 times the room, and 33 of 39 on Blackwell none).
     """
     ranks = pool.engines * pool.dp_attention
     places = min(MOST_ANSWERS, max(1, clients // ranks))

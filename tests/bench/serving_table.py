@@ -27,11 +27,9 @@ TEXT = """# Serving: predictions compared with published points
 Points of public sources, each predicted from datasheets by simulating its requests: aiconfigurator's accuracy sample
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,
 LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made. Fitted to them are
-times of TensorRT-LLM's hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` of 1.0 and 1.1 by hand to time
-per token of Llama 3.1 8B on H100 (with products and all-reduces priced shorter than they are now),
-`host_request_s` of 1.0 to the same and of 1.2 to gpt-oss-120b on B200 with four clients, `host_launch_s` by hand to first tokens
-of Llama 3.1 8B, Qwen3 235B and gpt-oss-120b; and `first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang,
-TensorRT-LLM 1.1 and 1.3; 1.2 between them). Hosts of vLLM and SGLang and of TensorRT-LLM from 1.2 on are as their makers and others
+`host_request_s` and `host_launch_s` of TensorRT-LLM from 1.0 on (`simulator/serving/engines.toml`), by hand to first tokens of
+gpt-oss-120b on B200 with few clients, and `first_burst_s` to what mean and median of DeepSeek-R1 on H200 differ by (SGLang,
+TensorRT-LLM 1.1 and 1.3; 1.2 between them). All other times of hosts are as their makers and others
 measured them by themselves. Kernels are priced from datasheets and from kernels measured by themselves, not from these points.
 The other groups are a test of the rest of the model, not a prediction made before the fact. GLM-5 was first predicted after its
 attention had been described; launches, hosts and sums of SGLang changed afterwards, by what others measured.
@@ -61,6 +59,7 @@ stated), medians and means of absolute errors:
 | ranks wait for the fullest as groups of experts make it (below) | 8.3 (14.4) %, joint engines; separated ones 7.9 (10.8) to 7.0 (10.3) | DeepSeek-R1 with TensorRT-LLM on H200 4.6 to 2.8 %, separated there 12 to 8; worse: with SGLang on B300 15 to 17, separated on H100 12 to 17 |
 | the output of latent attention in 4 bits (below) | 8.3 (14.4) to 8.1 (14.2), joint engines; separated ones: first tokens 46 (53) to 41 (46) % | in nvfp4: separated on B300 tokens 5 to 2 %, first tokens 81 (87) to 12 (26); DeepSeek-R1 with TensorRT-LLM on B200 35 to 33, with SGLang there 8.5 to 7.7, on B300 18 to 15; Kimi K2.5 on B300 10 to 9 |
 | ranks' rows differ by how popular their experts are (below) | separated ones: first tokens 41 (46) to 30 (41) %, tokens 6.7 (10.0) to 6.7 (9.4); first tokens, joint engines 18.3 (27.2) to 18.1 (27.0) | first tokens of DeepSeek-R1 with TensorRT-LLM on H200 14 to 11 %, separated there 42 to 37, on B300 11 to 8; its throughput offline on H200 47 to 36; worse: Qwen3 235B offline on H200 2 to 8 |
+| TensorRT-LLM by release, uneven experts in Cutlass' kernels, places of separated engines (below), no fitted host | 8.7 (14.6), joint engines; separated ones: first tokens 30 (41) to 21 (34) %, tokens 6.7 (9.4) to 5.7 (8.8), throughput 11.0 (16.0) to 7.5 (9.8) | throughput of DeepSeek-R1 with TensorRT-LLM, separated, on H200 14 to 5 %, on H100 39 to 11; gpt-oss-120b offline with TensorRT-LLM 1.x on H200 23 to 36 |
 
 The largest term of what is off, by group:
 
@@ -84,15 +83,20 @@ The largest term of what is off, by group:
   attention by themselves are priced within 7 % of mla_generation_module_perf.parquet of TensorRT-LLM there, and 8 us a layer too long on B200.
 - **The format of latent attention's output**: NVIDIA's checkpoints of DeepSeek-R1 in nvfp4 since version 2 have its weights in 4 bits (model cards
   of nvidia/DeepSeek-R1-FP4-v2 and DeepSeek-R1-0528-FP4-v2), which 393.6 B numbers in the files confirm; GLM-5's has 16 bits.
-- **TensorRT-LLM 1.0**: Qwen3 235B is 11 to 13 % late. What a token takes longer with short answers, by prompts and clients, shows what was
-  run: prompts that come together and are read two a step of 1,024 tokens, three of 512, whatever the number of GPUs. So NVIDIA's generator
-  of configurations limits a step (ai-dynamo/aiconfigurator @efcae124 and since: the prompt, the clients and 1,500 tokens), which is assumed
-  now where a row of these releases states no limit (InferenceX had the prompt, the clients and 64 then, @ec90f3fe); and so its benchmark
-  sends lengths that do not vary. With lengths that do not vary, which no row states, tokens would be 8 % off instead of 14,
-  and with the host of 1.2 as well, of which nothing was fitted, 4 %, first tokens 15 %; Llama 3.1 8B then 14 and 39 %, since what an answer of its
-  short steps takes in the server's process (below) is not described. Points of 1.1 on H200 state lengths that vary
-  by a fifth, so the release does not tell, and the fitted host stays. Its ranges are the
-  widest that its points have with a group left out (a token's 21 %, the first token's 92 %).
+- **TensorRT-LLM 1.0 and 1.1** have the host that was measured of 1.2 (NVIDIA/TensorRT-LLM pull request 10273). With a host fitted to
+  Llama 3.1 8B that model was 7 (9) and is 10 % (11) late, first tokens 39 and 41; Qwen3 235B is 14 % off with either. What a token
+  takes longer with short answers, by prompts and clients, shows what was run: prompts that come together and are read two a step of
+  1,024 tokens, three of 512, whatever the number of GPUs. So NVIDIA's generator of configurations limits a step
+  (ai-dynamo/aiconfigurator @efcae124 and since: the prompt, the clients and 1,500 tokens), which is assumed where a row of these
+  releases states no limit (InferenceX had the prompt, the clients and 64 then, @ec90f3fe); and its benchmark sends lengths that do
+  not vary, which no row states and nothing here takes from the release: with such lengths tokens of Qwen3 235B are 4 % off.
+- **TensorRT-LLM 1.2 on Hopper** takes 13 us a layer longer for experts in 8-bit blocks and 10 to 15 us for latent attention of answers
+  than 1.3, by tables of both (`EARLIER` in `simulator/serving/kernels.py`); on B200 attention of both takes as long.
+- **Experts by Cutlass' kernels** take the longer of reading and multiplying each: popular ones have rows to multiply while others are
+  read. Tables of uneven loads (1.3.0rc20) are 1 to 14 % off so from 1,024 tokens on, 8 to 29 % if all are alike.
+- **Places of separated engines** follow NVIDIA's recipes (NVIDIA/srt-slurm @c88ef731): on Hopper a decoding rank has room for many more
+  answers than clients where all places would be filled exactly. Requests are counted rightly (Little's law closes within 4 %); what
+  is off there is the rate of prompts on H100 (154 clients of 8,192 tokens: throughput +68 %).
 - **Shared experts** are computed next to the routed ones, on a stream of their own, with few tokens (`shared_beside` of `engines.toml`), and
   cost what they read; they were priced one after the other. By itself that made tokens early wherever it was right, so something else of
   every layer was missing by as much. On Blackwell it is the norm in FlashInfer's sums, 12 us a layer with eight GPUs (`reduce_kernels.toml`),
