@@ -212,7 +212,9 @@ def _windows(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:
     copied = np.where((ranks.heads > 1) & (ranks.alike > 0), np.minimum(layer, head), head)
     yield window(head, waiting=before, buffer=copied)
     before = np.where(last, head * (prefetch > 0), np.minimum(np.maximum(ranks.alike - 1, 0), prefetch) * layer)
-    yield window(layer, waiting=before, buffer=np.where(last, head, layer), before=head)
+    # A stage's last layer stays gathered from pass to pass; where it is the only one of its size, none is copied later.
+    copied = np.where(last, head, np.where(ranks.alike > 1, layer, 0.0))
+    yield window(layer, waiting=before, buffer=copied, before=head)
     yield window(layer, waiting=head)
 
 
