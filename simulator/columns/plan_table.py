@@ -270,17 +270,21 @@ def axis_sizes(
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
-        ranks = ExpertRanks(
-            tp=tp,
-            ep=table["ep"],
-            etp=table["etp"],
-            apart=table.sequence_parallel,
-            capacity=table.capacity_factor,
-            pads=pads,
-            domain=domain,
-        )
+        ranks = _expert_ranks(table, pads=pads, domain=domain)
         sizes |= expert_sizes(workload, model.moe, ranks, tokens=u, gate=gate, spread=expert_spread)
     return {name: value * ones for name, value in sizes.items()}
+
+
+def _expert_ranks(table: PlanTable, *, pads: bool, domain: int) -> ExpertRanks:
+    return ExpertRanks(
+        tp=table["tp"],
+        ep=table["ep"],
+        etp=table["etp"],
+        apart=table.sequence_parallel,
+        capacity=table.capacity_factor,
+        pads=pads,
+        domain=domain,
+    )
 
 
 def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[str, Floats | float]:
