@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.adapter import LORA
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows
 from simulator.runtimes.library import recompute_stops_early
@@ -36,10 +37,16 @@ def run_again(
     if not recompute_stops_early(runtime):
         return named
     needed = np.zeros(len(table))  # 1 where a later operator saves a tensor
+    without = needed  # the same, without the adapters of the product at hand
+    adapter = runtime.adapter
+    compiled_lora = runtime.compile and adapter is not None and adapter.kind == LORA
     again: list[Floats] = []
     for operator, rows in zip(reversed(operators), reversed(named), strict=True):
         saves = active_rows(operator, table) * bool(operator.saves)
-        # A product saves its inputs, before it runs; others may save their results.
-        again.append(rows * (needed if operator.matmul else np.maximum(needed, saves)))
+        # A product saves its inputs, before it runs; others may save their results. What LoRA saves beside a product
+        # depends on the product's input alone: a compiler sees that, early stopping goes by the order of operators.
+        later = without if compiled_lora and not operator.adapter else needed
+        again.append(rows * (later if operator.matmul else np.maximum(needed, saves)))
         needed = np.maximum(needed, saves)
+        without = without if operator.adapter else needed
     return again[::-1]

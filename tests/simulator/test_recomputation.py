@@ -4,6 +4,7 @@ import pytest
 
 from simulator.analytical.scenario import Scenario
 from simulator.columns.plan_table import plan_table
+from simulator.config.adapter import Adapter
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -46,6 +47,17 @@ def test_the_last_product_runs_again_only_where_checkpoints_run_whole(runtime, e
     skipped = not_again(runtime)
     assert ("w2" in skipped) == early
     assert skipped <= {"w2", "reduce", "add_input_gradients", "residual"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled", "dropped"), [("lora", True, True), ("lora", False, False), ("dora", True, False)]
+)
+def test_a_compiler_drops_the_last_product_beside_an_adapter_that_reads_its_input(kind, compiled, dropped):
+    """The adapter runs after its product, which an eager checkpoint therefore repeats; DoRA's magnitude reads results."""
+    adapter = Adapter(kind=kind, rank=16, target_modules=("all-linear",))
+    skipped = not_again(Runtime(name="meshwright", compile=compiled, adapter=adapter))
+    assert ("w2" in skipped) == dropped
+    assert "w2_lora_a" not in skipped
 
 
 def test_the_collective_behind_the_last_product_goes_with_it():
