@@ -45,6 +45,9 @@ def test_what_two_ranks_on_one_gpu_cannot_do_is_said() -> None:
     assert {"TP fused", "TP copy_engine", "TP fused and copy_engine", "DDP", "FSDP", "EP"} <= set(plans.TWO) - left_out
 
 
+PEAKS = [{"peak_allocated_bytes": 2**30}, {"peak_allocated_bytes": 5 * 2**30}]
+
+
 def report(**changes: Any) -> dict[str, Any]:
     exact = {"gradient": 6e-16, "tolerance": 2.3e-13}
     types = {"gradients_compared": True, "dtype": "bfloat16", "gradient": 0.01, "allowed": 0.1}
@@ -55,8 +58,11 @@ def report(**changes: Any) -> dict[str, Any]:
         "verified": exact,
         "verified_types": types,
         "kernels": [{"difference": 0.02, "tolerance": 0.1}, {"difference": 0.05, "tolerance": 0.1}],
-        "predicted": {"step_s": {"value": 1.1, "low": 0.9, "high": 1.2}},
-        "measured": {"step_s": {"median": 1.0}},
+        "predicted": {
+            "step_s": {"value": 1.1, "low": 0.9, "high": 1.2},
+            "memory": {"peak_bytes": {"value": 3 * 2**30, "low": 2**31, "high": 2**32}},
+        },
+        "measured": {"step_s": {"median": 1.0}, "memory_by_rank": PEAKS},
     }
     return found | changes
 
@@ -67,12 +73,13 @@ def test_a_run_becomes_a_row() -> None:
     assert (row.result, row.said) == (OK, "")
     assert row.numbers == "6.0e-16 (2.3e-13); bfloat16 1.0e-02 (1.0e-01); kernels 50%"
     assert row.step == "1.1 (0.9 to 1.2), 1: +10.0%"
+    assert row.memory == "3 (2 to 4), 5: -40.0%, outside"  # of the rank that needs most
 
     wrong = plans.row_of("plans", "a", report(status="wrong_numbers", failure={"message": "worst at w"}))
     assert (wrong.result, wrong.said) == (FAILED, "wrong_numbers: worst at w")
     endless = plans.row_of("plans", "a", report(verified={"gradient": None, "tolerance": 1e-3}, verified_types=None))
     assert endless.numbers.startswith("infinite (1.0e-03)")
-    slow = plans.row_of("plans", "a", report(measured={"step_s": {"median": 2.0}}))
+    slow = plans.row_of("plans", "a", report(measured={"step_s": {"median": 2.0}, "memory_by_rank": PEAKS}))
     assert slow.step.endswith("-45.0%, outside")
     # A run that is to fail, and one for which there was no time.
     full = report(status="out_of_memory", failure={"message": "memory is full"})

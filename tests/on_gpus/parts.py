@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, step_in_words
+from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, compared
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ["--model", "llama3.2-1b", "--seq-len", "2048"]
@@ -280,8 +280,8 @@ def exports(place: Place, tell: Tell) -> None:
     for one in found:
         result = {"ok": OK, "not run": NO_TIME}.get(one["status"], FAILED)
         seconds, measured = one.get("seconds", 0.0), (one.get("measured") or {}).get("step_s")
-        compared = step_in_words(one["predicted"]["datasheet"]["step_s"], measured) if measured else ""
-        tell(Row(part="exports", what=f"{one['id']}, {one['target']}", result=result, step=compared, seconds=seconds))
+        step = compared(one["predicted"]["datasheet"]["step_s"], measured) if measured else ""
+        tell(Row(part="exports", what=f"{one['id']}, {one['target']}", result=result, step=step, seconds=seconds))
     if not found or code is None:
         tell(row(place, "exports", "the rest" if found else "all", code, text, seconds, fine=False))
 

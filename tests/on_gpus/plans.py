@@ -23,7 +23,7 @@ from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.savers import ACTIVATION_OFFLOAD, CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
 from simulator.config.workload import Workload
-from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, step_in_words
+from tests.on_gpus.rows import FAILED, NO_TIME, NOT_RUN, OK, Row, compared
 from tests.short_models import shortened
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
@@ -32,7 +32,7 @@ from topology.cluster import Cluster
 from topology.errors import PlannerError
 from topology.health.diagnose import diagnose
 
-STEPS, WARM_UP = 5, 2
+STEPS, WARM_UP, GIB = 5, 2, 2**30
 NARROW = {"layers": 2, "hidden": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn": 4096, "vocab": 8192}
 BUDGET_ENDED = "the budget ended"  # as the executor says of what its budget cut
 SHARED_WORKER = "tests.on_gpus.shared_worker"
@@ -49,11 +49,13 @@ class Case:
     experts: bool = False
     adapter: Adapter | None = None
     savers: tuple[str, ...] = ()
+    narrow: bool = False  # parameters, gradients and moments in bfloat16
     ends: str = "finished"
 
     @property
     def runtime(self) -> Runtime:
-        return Runtime(name="meshwright", compile=self.compiled, adapter=self.adapter, savers=self.savers)
+        plain = Runtime(name="meshwright", compile=self.compiled, adapter=self.adapter, savers=self.savers)
+        return replace(plain, param_dtype="bfloat16", reduce_dtype="bfloat16") if self.narrow else plain
 
     @property
     def model(self) -> Model:
@@ -90,6 +92,7 @@ OVERLAPPED = {
     **{f"TP {mode}": Case(plan=Plan(tp_overlap=mode, **SP)) for mode in ALL_MODES},
     **{f"TP {name}": Case(plan=Plan(tp_overlap=text, **SP)) for name, text in MIXED.items()},
     "TP fused, operations recomputed": Case(plan=Plan(tp_overlap="fused", recompute="selective-op", **SP)),
+    "TP fused, bfloat16": Case(plan=Plan(tp_overlap="fused", **SP), narrow=True),
     "TP copy_engine, blocks recomputed": Case(plan=Plan(tp_overlap="copy_engine", recompute="full", **SP)),
 }
 PLAIN = {
@@ -226,6 +229,7 @@ def row_of(part: str, name: str, document: Mapping[str, Any], ends: str = "finis
         said=said,
         numbers=numbers(document),
         step=step(document),
+        memory=memory(document),
         seconds=document["seconds"],
     )
 
@@ -253,4 +257,13 @@ def step(document: Mapping[str, Any]) -> str:
     predicted = (document["predicted"] or {}).get("step_s")
     if not measured or not predicted:
         return ""
-    return step_in_words(predicted, measured["median"])
+    return compared(predicted, measured["median"])
+
+
+def memory(document: Mapping[str, Any]) -> str:
+    """Return the peak of the rank that needs most, predicted and measured, and whether it is inside the range."""
+    peaks = [rank["peak_allocated_bytes"] for rank in document["measured"]["memory_by_rank"]]
+    predicted = (document["predicted"] or {}).get("memory")
+    if not document["measured"]["step_s"] or not predicted or not any(peaks):
+        return ""
+    return compared(predicted["peak_bytes"], max(peaks), GIB)

@@ -27,7 +27,8 @@ class Row:
     """One line of the table.
 
     `result` is OK, FAILED, NOT_RUN (which needs what is not here) or NO_TIME; `said` is why, or figures. `numbers` are
-    differences from one process or float64 with what is allowed; `step` is what was predicted and measured.
+    differences from one process or float64 with what is allowed; `step` and `memory`, of the rank that needs most, are
+    what was predicted and measured.
     """
 
     part: str
@@ -36,14 +37,16 @@ class Row:
     said: str = ""
     numbers: str = ""
     step: str = ""
+    memory: str = ""
     seconds: float = 0.0
 
 
-def step_in_words(predicted: Mapping[str, float], measured_s: float) -> str:
-    """Return a predicted step with its range, the measured one, and how far apart they are."""
-    value, low, high = (predicted[name] for name in ("value", "low", "high"))
-    inside = "" if low <= measured_s <= high else ", outside"
-    return f"{value:.3g} ({low:.3g} to {high:.3g}), {measured_s:.3g}: {value / measured_s - 1:+.1%}{inside}"
+def compared(predicted: Mapping[str, float], measured: float, unit: float = 1.0) -> str:
+    """Return a prediction with its range, what was measured, both in `unit`, and how far apart they are."""
+    value, low, high = (predicted[name] / unit for name in ("value", "low", "high"))
+    measured /= unit
+    inside = "" if low <= measured <= high else ", outside"
+    return f"{value:.3g} ({low:.3g} to {high:.3g}), {measured:.3g}: {value / measured - 1:+.1%}{inside}"
 
 
 def read(path: Path) -> list[tuple[Machine, str, Row]]:
@@ -93,8 +96,8 @@ def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
         "`sh tests/on_gpus.sh OUT`, then `python -m tests.on_gpus keep OUT`, which writes this page. Plans are those of",
         "`tests/on_gpus/plans.py`, run as `planner apply` runs them. Numbers: the largest difference of a gradient from one",
         "process in float64 (allowed), then in the plan's types, then the worst of the kernels that were compared on their own, as a",
-        "part of what is allowed. Step: predicted from datasheets, its 80 % range, measured. Where one GPU is shared by two ranks, over gloo,",
-        "numbers are checked and times mean nothing.",
+        "part of what is allowed. Step (s) and peak memory (GiB): predicted from datasheets, its 80 % range, measured. Where one GPU",
+        "is shared by two ranks, over gloo, numbers are checked and times mean nothing.",
         "",
     ]
     if entries and max(machine.gpus for machine, _, _ in entries) < 2:
@@ -112,13 +115,13 @@ def page(entries: Sequence[tuple[Machine, str, Row]]) -> str:
             "",
             f"{'; '.join(made)}. {len(ran) - bad} ok, {bad} failed, {len(mine) - len(ran)} not run.",
             "",
-            "| part | what | result | numbers | step | took s | date, commit |",
-            "|---|---|---|---|---|--:|---|",
+            "| part | what | result | numbers | step | memory | took s | date, commit |",
+            "|---|---|---|---|---|---|--:|---|",
         ]
         for machine, date, row in ran:
             result = row.result + (f": {row.said}" if row.said else "")
             took = f"{row.seconds:.0f}" if row.seconds else ""
-            cells = (row.part, row.what, result, row.numbers, row.step, took, f"{date}, {machine.commit}")
+            cells = (row.part, row.what, result, row.numbers, row.step, row.memory, took, f"{date}, {machine.commit}")
             lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", "/") for cell in cells) + " |")
         lines.append("")
         left: dict[str, list[str]] = {}
