@@ -72,7 +72,8 @@ class Results:
         waited = [entry for entry in self.entries if entry[0] == self.machine and entry[2] == out_of_time(row.part)]
         self.entries = [entry for entry in self.entries if entry not in waited] + [(self.machine, date, row)]
         rows.write(self.path, self.entries)
-        print(f"{row.part}: {row.what}: {row.result} {row.said} {row.numbers} {row.step} {row.memory}".rstrip(), flush=True)
+        found = f"{row.result} {row.said} {row.numbers} {row.step} {row.memory}"
+        print(f"{row.part}: {row.what}: {found}".rstrip(), flush=True)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ def test_the_last_product_runs_again_only_where_checkpoints_run_whole(runtime, e
     ("kind", "compiled", "dropped"), [("lora", True, True), ("lora", False, False), ("dora", True, False)]
 )
 def test_a_compiler_drops_the_last_product_beside_an_adapter_that_reads_its_input(kind, compiled, dropped):
-    """The adapter runs after its product, which an eager checkpoint therefore repeats; DoRA's magnitude reads results."""
+    """The adapter runs after its product, which an eager checkpoint repeats; DoRA's magnitude reads results."""
     adapter = Adapter(kind=kind, rank=16, target_modules=("all-linear",))
     skipped = not_again(Runtime(name="meshwright", compile=compiled, adapter=adapter))
     assert ("w2" in skipped) == dropped
