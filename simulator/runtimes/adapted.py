@@ -90,12 +90,20 @@ def adapted(
         still = adapter.freezes_all or ("experts" if routed else own[0]) in frozen
         product = replace(operator, weight_gradient=False) if still else operator
         unpacked = _unpacked(product, adapter) if still and adapter.packed and own != ("router",) else [product]
-        # The gradient of the input is the sum of those from the product and from each adapter.
-        given = " ".join(parse_matmul(operator.matmul)[0])
-        sums = [_backward_only(f"{operator.name}_lora_sum", operator, (f"2*{given}",), (given,))] if adds else []
+        sums = [_sum_of_gradients(operator, compiled=compiled)] if adds else []
         before, after = _vectors(operator, own, model, adapter)
         found += [*sums, *before, *unpacked, *adds, *after]
     return _keeping_what_is_needed(found, own_copy=wide or adapter.dropout > 0)
+
+
+def _sum_of_gradients(product: OperatorSpec, *, compiled: bool) -> OperatorSpec:
+    """Return the sum of the gradients of an input from its product and from its adapter. A compiler adds them in the
+    kernel that needs the sum, which reads one tensor more.
+    """
+    given, name = " ".join(parse_matmul(product.matmul)[0]), f"{product.name}_lora_sum"
+    if compiled:
+        return replace(_backward_only(name, product, (given,), ()), backward_launches=0.0)
+    return _backward_only(name, product, (f"2*{given}",), (given,))
 
 
 def _frozen_norm(norm: OperatorSpec) -> OperatorSpec:
@@ -176,7 +184,9 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
     add = replace(base, name=f"{name}_add", reads=(f"2*{result}",), writes=(result,))
     if adapter.kind == DORA:
         return [*found, scale, *_norm_of_columns(base, name, product, result)]
-    return [*found, replace(add, name=f"{name}_scale_add")] if compiled else [*found, scale, add]
+    # A compiler scales and adds in the kernel that needs the sum, which reads one tensor more.
+    beside = replace(base, name=f"{name}_scale_add", reads=(result,), launches=0.0)
+    return [*found, beside] if compiled else [*found, scale, add]
 
 
 def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[OperatorSpec]:
