@@ -250,7 +250,8 @@ class LeastTraffic:
         if matrices is not None:
             of_stage = matrices.of_stage(self.layout)
             of_matrices = np.asarray(sum(held / shard for held, shard in zip(of_stage, shards, strict=True)))
-        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices)
+        wide = whole if any(runtime.wide_layers) else 0.0  # at most
+        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices, wide=wide)
         seconds = np.asarray(moved / update_rate(runtime, context.roofline))
         if away.any():
             seconds = (

@@ -151,12 +151,14 @@ class StepWalk:
         self._wait_for_tensors(rank, units)
         owned = self._owned(units)
         runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
+        wide = sum(u.repeats * u.trained.all for u in units if u.wide)
         matrices = self._orthogonalise(rank, data, units)
         if self.traffic.updates_on_host:
-            rank.update(update_bytes(runtime, 0.0, whole), owned)
+            rank.update(update_bytes(runtime, 0.0, whole, wide=wide), owned)
             data.update_on_host(owned, host_update_bytes(runtime, owned))
         else:
-            rank.update(update_bytes(runtime, owned, whole, matrices, self.context.table.micro_batches), owned)
+            micro_batches = self.context.table.micro_batches
+            rank.update(update_bytes(runtime, owned, whole, matrices, micro_batches, wide), owned)
         data.redistribute(units)
         if self.loads_ahead:
             rank.host_work("loading", loading_host_s(self.spec.host, self.context))
