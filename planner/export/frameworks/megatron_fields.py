@@ -69,8 +69,8 @@ _TYPES = (
     "--grad-reduce-in-bf16",
 )
 # Layers that stay in 16 bits, with the number of each end, by default one (megatron/training/arguments.py).
-_WIDE = "--first-last-layers-bf16"
-_WIDE_ENDS = ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+WIDE = "--first-last-layers-bf16"
+WIDE_ENDS = ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
 # Recipes of float8 by its words; the default is delayed.
 FP8_RECIPES = {"delayed": "delayed", "current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
 
@@ -374,13 +374,13 @@ def _write_types(facts: Facts) -> Settings:
 def _write_wide(facts: Facts) -> Settings:
     if facts["compute_dtype"] not in LOW_PRECISION or not any(facts["wide_layers"]):
         return {}
-    return {_WIDE: True, **dict(zip(_WIDE_ENDS, facts["wide_layers"], strict=True))}
+    return {WIDE: True, **dict(zip(WIDE_ENDS, facts["wide_layers"], strict=True))}
 
 
 def _read_wide(settings: Settings, _: Facts) -> Facts:
-    if not truth(settings, _WIDE):
+    if not truth(settings, WIDE):
         return {"wide_layers": (0, 0)}
-    return {"wide_layers": tuple(whole(settings, flag, 1, least=0) for flag in _WIDE_ENDS)}
+    return {"wide_layers": tuple(whole(settings, flag, 1, least=0) for flag in WIDE_ENDS)}
 
 
 def _read_types(settings: Settings, _: Facts) -> Facts:
@@ -454,7 +454,7 @@ TABLE: Table = (
         read=_read_overlap,
     ),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
-    Entry(keys=(_WIDE, *_WIDE_ENDS), write=_write_wide, read=_read_wide),
+    Entry(keys=(WIDE, *WIDE_ENDS), write=_write_wide, read=_read_wide),
     Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
     Entry(read=lambda *_: {"compile": False}),
 )
