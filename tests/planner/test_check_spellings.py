@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.configs.asked import Asked, ask
-from planner.configs.formats.bridge import precision_flags
+from planner.configs.formats.bridge import flags_of, precision_flags
 from planner.configs.formats.configuration import CheckFlags, did_you_mean
 from planner.export.job import ExportJob
 from planner.export.mapping import NotStated
@@ -303,3 +303,12 @@ def test_recipes_of_low_precision_are_read_and_written(flags: str, word: str, re
         runtime = one.question.runtime
         assert (runtime.compute_dtype, runtime.low_precision_recipe, runtime.wide_layers) == recipe
         assert one.question.legal(one.plan)
+
+
+def test_fields_of_a_precision_go_before_what_its_name_means() -> None:
+    named = {"mixed_precision": "bf16_with_fp8_current_scaling_mixed"}
+    flags, _ = flags_of(named)
+    without, _ = flags_of({**named, "mixed_precision.first_last_layers_bf16": False})
+
+    assert flags["--first-last-layers-bf16"]
+    assert "--first-last-layers-bf16" not in without

@@ -91,6 +91,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
             flag = by_field.get(name, f"--{name.replace('_', '-')}")
         if value is False and flag not in paths:
             paths[flag] = path
+            flags.pop(flag, None)  # of a precision's name
             continue
         flags[flag], paths[flag] = value, path
     if settings.get("model.fp8") is True:
