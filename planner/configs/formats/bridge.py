@@ -6,7 +6,7 @@ underscores; those with another name or the opposite meaning are below.
 
 from __future__ import annotations
 
-from planner.export.frameworks.megatron_fields import WIDE, WIDE_ENDS
+from planner.export.frameworks.megatron_types import WIDE, WIDE_ENDS
 from planner.export.mapping import Settings
 from topology.codec import JsonObject
 
