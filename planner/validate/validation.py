@@ -193,9 +193,9 @@ def _beyond_the_peak(case: Case, estimate: Estimate, step_s: float) -> str:
     rate = flops * question.workload.tokens_per_step / case.plan.gpus / step_s
     if rate <= estimate.peak_flops:
         return ""
-    gpu = question.cluster.slowest_kind.name
+    gpu, most = question.cluster.slowest_kind.name, estimate.peak_flops / 1e12
     return (
-        f"not compared: products at {rate / 1e12:.0f} TFLOP/s, where the peak of {gpu} is {estimate.peak_flops / 1e12:.0f};"
+        f"not compared: products at {rate / 1e12:.0f} TFLOP/s, where the peak of {gpu} is {most:.0f};"
         " cluster.gpu, plan.recompute or the measurement is of another run"
     )
 
