@@ -162,7 +162,7 @@ def _compare(row: ValidationRow, case: Case, estimate: Estimate) -> None:
     }
     peak = _number(case.measured.get("peak_memory_gib"))
     if peak is not None and peak * GIB > case.question.cluster.gpu_memory_bytes:
-        row["memory_is"] += "; more than the GPU has, so no run showed it"
+        row["memory_is"] = f"{row['memory_is']}; more than the GPU has, so no run showed it"
     elif case.outcome in {"ok", "oom"}:
         row["outcome_right"] = memory.fits == (case.outcome == "ok")
     step, row["convention"] = measured_step_s(case)
