@@ -185,6 +185,8 @@ def runtime_line(runtime: Runtime, title: str) -> str:
     trained += "".join(f"; {TITLES[word]}" for word in runtime.savers)
     if runtime.cuda_graph:
         trained += "; CUDA graphs" + (f" of {', '.join(runtime.graph_scopes)}" if runtime.graph_scopes else "")
+    if runtime.low and any(runtime.wide_layers):
+        trained += "; first {} and last {} layers in 16 bits".format(*runtime.wide_layers)
     trained += "; re-entrant checkpoints" if runtime.reentrant else ""
     trained += "; every step logged" if runtime.logs_each_step else ""
     name = f"{plain}{runtime.version}" if runtime.version and plain != title else title

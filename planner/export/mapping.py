@@ -30,6 +30,7 @@ RUNTIME_FACTS = frozenset(
         "param_dtype",
         "compute_dtype",
         "low_precision_recipe",
+        "wide_layers",
         "reduce_dtype",
         "optimizer",
         "adapter",

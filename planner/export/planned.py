@@ -39,6 +39,7 @@ _DEFAULTS = {one.name: one.default for one in fields(Plan) if one.name not in _S
     "reentrant": None,
     "logs_each_step": False,
     "low_precision_recipe": "",
+    "wide_layers": (0, 0),
     "document_len": 0,
     "routing": "",
 }

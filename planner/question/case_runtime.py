@@ -10,7 +10,14 @@ from typing import Any
 
 from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
-from planner.question.notes import bf16_moments_noted, compile_noted, float8_noted, graph_scopes_noted, month_of
+from planner.question.notes import (
+    bf16_moments_noted,
+    compile_noted,
+    float8_noted,
+    graph_scopes_noted,
+    low_layers_noted,
+    month_of,
+)
 from simulator.config.optimizers import canonical_optimizer
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.runtime import DEFAULT_RUNTIME, FUSED_KERNELS, LOW_PRECISION, Runtime
@@ -74,7 +81,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
     for key, value in stated.items():
         if unsaid(value) or key in {"adapter", "noted_savers"}:
             continue
-        if key in {"savers", "graph_scopes", "fused"}:
+        if key == "wide_layers":
+            stated[key] = _wide_layers(value, f"case {name}: runtime.{key}")
+        elif key in {"savers", "graph_scopes", "fused"}:
             stated[key] = words_of(value, f"case {name}: runtime.{key}")
         elif key in {"compile", "cuda_graph", "reentrant", "logs_each_step"}:
             flag(value, f"case {name}: runtime.{key}")
@@ -165,6 +174,28 @@ def _fused(said: Any, where: str, assumed: list[str]) -> JsonObject:
     if not parts:
         assumed.append(f"runtime.kernels {said}: what they fuse is not described, costed without them")
     return {"fused": parts}
+
+
+def _wide_layers(stated: Any, where: str) -> tuple[int, int]:
+    """Return how many layers stay in 16 bits, of the first and of the last. Raises BadPlan."""
+    counts = stated if isinstance(stated, (list, tuple)) else ()
+    if len(counts) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in counts):
+        raise BadPlan(
+            f"{where} is {shown(stated)}",
+            why="it must be two whole numbers: how many of the first and of the last layers stay in 16 bits",
+            remedy="[0, 6]",
+        )
+    return counts[0], counts[1]
+
+
+def noted_wide_layers(runtime: Mapping[str, Any], note: str, layers: int, assumed: list[str]) -> JsonObject:
+    """Return the layers that stay in 16 bits if only the note says that others are in the stated low type."""
+    found = low_layers_noted(note, {str(runtime.get(key)) for key in ("compute_dtype", "low_precision_recipe")})
+    if found is None or not unsaid(runtime.get("wide_layers")) or not found[0] <= found[1] < layers:
+        return {}
+    wide = found[0], layers - 1 - found[1]
+    assumed.append(f"runtime.wide_layers = {wide[0]}, {wide[1]} (the note says so)")
+    return {"wide_layers": wide}
 
 
 def _adapter_section(stated: Any, where: str) -> JsonObject:

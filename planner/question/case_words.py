@@ -32,6 +32,7 @@ RUNTIME_KEYS = (
     "optimizer",
     "release",
     "low_precision_recipe",
+    "wide_layers",
     "cuda_graph",
     "kernels",
     "adapter",

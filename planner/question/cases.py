@@ -30,6 +30,7 @@ from planner.question.case_fields import (
 from planner.question.case_runtime import (
     described_runtime,
     implied_runtime,
+    noted_wide_layers,
     refuse_compile,
     resolve_runtime,
     runtime_section,
@@ -123,6 +124,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     assumed += from_note
     if data.get("source") and unsaid(section_of(data, "runtime", name).get("version")):
         stated_plan |= published_recompute(stated_plan.get("recompute"), stated_runtime["name"], assumed)
+    stated_runtime |= noted_wide_layers(stated_runtime, note, model.layers, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     if all(unsaid(stated_plan.get(axis)) for axis in ("dp_replicate", "dp_shard")):
         assumed += fill_gpus(stated_plan, framework, cluster.gpu_count)

@@ -14,6 +14,7 @@ _PACKED = re.compile(r"(?<!not )\bpacked\b")
 _WATTS = re.compile(r"\b(\d{3,4}) ?W\b")
 _CARD = re.compile(r"\b(\d{2,3}) ?GiB (?:card|GPU)s?\b")
 _FLOAT8 = re.compile(r"\b(?:compile|fsdp2?|tp)[ +]+float8\b")
+_LOW_LAYERS = re.compile(r"\b(float8|float4|mxfp8|nvfp4) in layers (\d{1,4})-(\d{1,4}) only\b")
 _MONTHS = (  # 2024-12 or 202412, and the number of a paper, whose first four digits are year and month
     re.compile(r"(?<![0-9A-Za-z])(20[12]\d)-?(0[1-9]|1[0-2])(?![0-9A-Za-z])"),
     re.compile(r"\barXiv[: ]?([12]\d)(0[1-9]|1[0-2])\.\d{4,5}\b"),
@@ -40,6 +41,12 @@ def compile_noted(note: str) -> bool:
 def float8_noted(note: str) -> bool:
     """Return whether a note lists float8 among what a run used, as in FSDP+compile+Float8."""
     return _FLOAT8.search(note.lower()) is not None
+
+
+def low_layers_noted(note: str, types: set[str]) -> tuple[int, int] | None:
+    """Return the first and the last layer of those that alone are in one of the low `types` according to a note."""
+    found = _LOW_LAYERS.search(note.lower())
+    return (int(found[2]), int(found[3])) if found and found[1] in types else None
 
 
 def routing_noted(note: str) -> str:

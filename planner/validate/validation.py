@@ -1,7 +1,8 @@
 """Compare predictions with measured runs, row by row: signed errors, interval coverage, and what was skipped and why.
 
 Errors are `predicted / measured - 1` of step time and of peak memory. Where a source states only throughput or FLOP/s,
-the step time is computed from it, and the row names the convention.
+the step time is computed from it, and the row names the convention. What no run can have shown is not compared: a step
+in which products alone would be above the GPU's peak, and an outcome with more memory than the GPU has.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
+from simulator.step.frozen import trained_flops_per_token
 from topology.errors import PlannerError
 from topology.units import GIB
 
@@ -158,13 +160,17 @@ def _compare(row: ValidationRow, case: Case, estimate: Estimate) -> None:
         "reserved_bytes": memory.reserved_bytes,
         "fits": memory.fits,
     }
-    if case.outcome in {"ok", "oom"}:
+    peak = _number(case.measured.get("peak_memory_gib"))
+    if peak is not None and peak * GIB > case.question.cluster.gpu_memory_bytes:
+        row["memory_is"] = f"{row['memory_is']}; more than the GPU has, so no run showed it"
+    elif case.outcome in {"ok", "oom"}:
         row["outcome_right"] = memory.fits == (case.outcome == "ok")
     step, row["convention"] = measured_step_s(case)
+    if step is not None and (beyond := _beyond_the_peak(case, estimate, step)):
+        step, row["convention"] = None, beyond
     if step is not None:
         row["error"]["step"] = estimate.step_s.value / step - 1
         row["within"]["step"] = estimate.step_s.low <= step <= estimate.step_s.high
-    peak = _number(case.measured.get("peak_memory_gib"))
     if peak is not None:
         # The interval is stated for allocated bytes; reserved memory carries the same relative width.
         ratio = compared / memory.peak_bytes.value if memory.peak_bytes.value else 1.0
@@ -173,7 +179,25 @@ def _compare(row: ValidationRow, case: Case, estimate: Estimate) -> None:
     within = [value for value in row["within"].values() if value is not None]
     row["within_interval"] = all(within) if within else None
     if step is None and peak is None and row["outcome_right"] is None:
-        row["skipped"] = "the source states nothing to compare: no time, throughput, FLOP/s, memory or outcome"
+        nothing = "the source states nothing to compare: no time, throughput, FLOP/s, memory or outcome"
+        row["skipped"] = row["convention"] or nothing
+
+
+def _beyond_the_peak(case: Case, estimate: Estimate, step_s: float) -> str:
+    """Return why no run on such GPUs can have been so quick: its products alone, with the recomputation that is stated,
+    would be above their peak. Empty if one can.
+    """
+    model, question = case.question.model, case.question
+    flops = trained_flops_per_token(model, question.runtime.adapter, seq_len=1)
+    flops += 2.0 * model.layer_matmul_parameters * (case.plan.recompute == "full")
+    rate = flops * question.workload.tokens_per_step / case.plan.gpus / step_s
+    if rate <= estimate.peak_flops:
+        return ""
+    gpu, most = question.cluster.slowest_kind.name, estimate.peak_flops / 1e12
+    return (
+        f"not compared: products at {rate / 1e12:.0f} TFLOP/s, where the peak of {gpu} is {most:.0f};"
+        " cluster.gpu, plan.recompute or the measurement is of another run"
+    )
 
 
 def _reserved_on(case: Case, memory: MemoryEstimate) -> float:

@@ -29,7 +29,7 @@ from simulator.pipeline.schedule_walk import period_of, shown, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
-from simulator.runtimes.model_operators import ModelOperators
+from simulator.runtimes.model_operators import ModelOperators, layer_code
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import sharded_sends, traffic_kinds
@@ -131,10 +131,10 @@ def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], A
 
 def shares_of(inputs: AccountInputs) -> Shares:
     """Return the shares of kernel time that matrix products and attention take, each of shape (plans,)."""
-    model = inputs.scenario.model
-    sparse = sum(kind.sparse for kind in model.layer_kinds)
-    layers = {"dense": model.layers - sparse, "moe": sparse, "embedding": 1, "head": 1}
-    return kernel_shares(inputs.blocks, {name: count for name, count in layers.items() if count})
+    model, runtime = inputs.scenario.model, inputs.scenario.runtime
+    codes = [layer_code(model, runtime, layer) for layer in range(model.layers)]
+    layers = {code: codes.count(code) for code in dict.fromkeys(codes)}
+    return kernel_shares(inputs.blocks, {**layers, "embedding": 1, "head": 1})
 
 
 # Axes along which communication can be exposed.

@@ -82,7 +82,7 @@ class BlockTimes:
         batch.
         """
         paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
-        key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
+        key = (unit.code, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
             self._known[key] = self._paired(unit, which) if paired else self._times(unit, which)
         return self._known[key]
@@ -91,7 +91,7 @@ class BlockTimes:
         """Return a pass of a layer with experts whose token exchanges run while a layer of another micro batch
         computes.
         """
-        block = self.blocks[unit.block]
+        block = self.blocks[unit.code]
         forward, backward = self.of(unit, Pass.FORWARD), self.of(unit, Pass.BACKWARD)
         waits = np.zeros(self.rows, dtype=bool) if block.forward.waits is None else block.forward.waits.rows
         parts = self._parts(forward, block.forward, waits), self._parts(backward, block.backward, waits)
@@ -129,7 +129,7 @@ class BlockTimes:
         )
 
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
-        block = self.blocks[unit.block]
+        block = self.blocks[unit.code]
         forward_s, backward_s = (
             layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
             if unit.block in {"dense", "moe"}

@@ -397,18 +397,17 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
 def network_blocks(
     operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
 ) -> dict[str, BlockCost]:
-    """Return the costs of the model's blocks (`dense`, `moe`, `embedding`, `head`), with every recompute mode given for
-    layers.
+    """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), with every
+    recompute mode given for layers.
     """
-    layers = context.in_layers
-    blocks = {
-        "dense": block_cost(operators.dense_layer, layers, recompute),
+    layers = {
+        code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
+        for code, of_layer in operators.layers(moe=moe).items()
+    }
+    return layers | {
         "embedding": block_cost(operators.embedding, context),
         "head": block_cost(operators.head, context),
     }
-    if moe:
-        blocks["moe"] = block_cost(operators.moe_layer, layers, recompute)
-    return blocks
 
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
@@ -15,6 +15,7 @@ from simulator.kernels.operators import OperatorSpec, WorkKind
 from simulator.kernels.roofline import FITTED, MEASURED
 from simulator.passes.block import block_passes
 from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Step, Transfer, Wait
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
@@ -161,9 +162,11 @@ class BlockCost(BlockMemory):
         )
 
 
-def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
-    """Return the cost of a block, and what running it again costs under each mode in `recompute` (layers only)."""
-    modes = {name: context.spec.recompute[name] for name in recompute}
+def block_cost(
+    operators: Sequence[OperatorSpec], context: CostContext, modes: Mapping[str, RecomputeSpec] | None = None
+) -> BlockCost:
+    """Return the cost of a block, and what running it again costs under each of the recompute `modes` (layers only)."""
+    modes = modes or {}
     passes = block_passes(operators, context, modes)
     everything = tensors_bytes(operators, context)
     return BlockCost(

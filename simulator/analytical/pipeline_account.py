@@ -121,7 +121,7 @@ class Counter:
     def _counted_before(self, kinds: set[Local], walk: StepWalk, stage: int) -> Mapping[Local, PassCounts]:
         if self._known_before is None:
             return self._passes(kinds, walk, stage)
-        units = tuple((unit.block, unit.wrapped, unit.repeats, str(unit.words[0])) for unit in walk.stages[stage])
+        units = tuple((unit.code, unit.wrapped, unit.repeats, str(unit.words[0])) for unit in walk.stages[stage])
         key = units, frozenset(kinds), stage == 0
         if key not in self._known_before:
             self._known_before[key] = self._passes(kinds, walk, stage)
@@ -184,10 +184,10 @@ def _counts_of_each(which: Ints, passes: Sequence[PassCounts]) -> PassCounts:
 
 
 def shape_of(units: Sequence[Unit]) -> tuple[tuple[str, bool, int, int], ...]:
-    """Return a key that is equal for stages with equal units: the block of each, whether it is wrapped, how often it
+    """Return a key that is equal for stages with equal units: the code of each, whether it is wrapped, how often it
     repeats, and which recompute modes it has.
     """
-    return tuple((unit.block, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
+    return tuple((unit.code, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
 
 
 def local_kind(kind: PassKind) -> Local:

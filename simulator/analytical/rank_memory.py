@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.layer_cost import BlockMemory
+from simulator.analytical.wide_layers import least_memory
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
@@ -65,7 +66,7 @@ class RankMemory:
         parameters: Parameters,
     ) -> None:
         self.model, self.operators, self.context = model, operators, context
-        self.layout, self.blocks, self.parameters = layout, blocks, parameters
+        self.layout, self.blocks, self.parameters = layout, least_memory(blocks), parameters
         self.bounds = blocks["dense"].bounds  # whether to find the least of all recompute modes and of resharding
         self.spec, self.table = operators.spec, context.table
         self.shared, self.experts = parameters.of_stage(layout)

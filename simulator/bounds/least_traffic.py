@@ -250,7 +250,10 @@ class LeastTraffic:
         if matrices is not None:
             of_stage = matrices.of_stage(self.layout)
             of_matrices = np.asarray(sum(held / shard for held, shard in zip(of_stage, shards, strict=True)))
-        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices)
+        (first, _), (last, _) = (self._blocks[end] for end in ("embedding", "head"))
+        layers = whole - self._first * first[:, None] - self._last * last[:, None]
+        quantised = 0.0 if any(runtime.wide_layers) else layers  # at least
+        moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices, quantised=quantised)
         seconds = np.asarray(moved / update_rate(runtime, context.roofline))
         if away.any():
             seconds = (

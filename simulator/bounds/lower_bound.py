@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from simulator.analytical.clocks import fastest
 from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.wide_layers import least_costs
 from simulator.bounds.least_traffic import LeastTraffic
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats
@@ -29,7 +30,7 @@ from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, r
 from simulator.step.traffic import has_replicas
 from simulator.step.update import NORM_AXES, NORM_BYTES
 
-LAYERS = ("dense", "moe")
+LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
 # (`simulator.pipeline.schedule_walk.walked`).
@@ -82,7 +83,8 @@ class LowerBound:
     ) -> None:
         if context.table.paired.any():  # an exchange may be hidden entirely behind compute
             blocks = {name: _without_exchanges(block, context.table.paired) for name, block in blocks.items()}
-        self.context, self.layout, self.blocks, self.parameters = context, layout, blocks, parameters
+        self._every = blocks  # layers in 16 bits among them
+        self.context, self.layout, self.blocks, self.parameters = context, layout, least_costs(blocks), parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
         self._clocks = fastest(context)
@@ -225,8 +227,8 @@ class LowerBound:
     def _layer_s(self, which: str) -> Floats:
         """Return the most seconds that a layer's pass takes, recomputation included."""
         most = np.zeros(len(self.table))
-        for name, block in self.blocks.items():
-            if name in LAYERS:
+        for name, block in self._every.items():
+            if name not in ENDS:
                 again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
                 share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
                 cost = getattr(block, which)

@@ -172,7 +172,7 @@ class _LeastPasses:
 
     def _busy_s(self, unit: Unit, kind: PassKind) -> tuple[UnitTraffic, Floats]:
         """Return (a unit's traffic, seconds of its pass and the copies of its gradients)."""
-        key = unit.block, unit.wrapped, id(unit.words), kind.action, kind.first, kind.last, kind.paired
+        key = unit.code, unit.wrapped, id(unit.words), kind.action, kind.first, kind.last, kind.paired
         if key not in self._busy:
             traffic = self.units_s[unit.block]
             compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s

@@ -61,7 +61,8 @@ class Runtime:
 
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
     are reduced in. In `tf32` matmuls round float32 tensors to TF32. Where matmuls run in float8 or float4,
-    `low_precision_recipe` says how (`simulator.kernels.low_precision`). With `cuda_graph` kernels are launched by
+    `low_precision_recipe` says how (`simulator.kernels.low_precision`), and so many of the first and of the last layers
+    as `wide_layers` says stay in 16 bits. With `cuda_graph` kernels are launched by
     replaying graphs: all of a layer's, or those of the parts that `graph_scopes` names. `moe_dispatcher` sends tokens
     to experts (`MOE_DISPATCHERS`), `expert_products` multiplies there (`EXPERT_PRODUCTS`); "" is the description's
     default. `fused` are third-party kernels that replace its own (`FUSED_KERNELS`). `adapter` is set where not all
@@ -78,6 +79,7 @@ class Runtime:
     reduce_dtype: str = "float32"
     optimizer: str = "adamw"
     low_precision_recipe: str = ""
+    wide_layers: tuple[int, int] = (0, 0)
     cuda_graph: bool = False
     adapter: Adapter | None = None
     graph_scopes: tuple[str, ...] = ()
@@ -92,6 +94,18 @@ class Runtime:
     def low(self) -> bool:
         """Whether products run in fewer than 16 bits."""
         return self.compute_dtype in LOW_PRECISION
+
+    @property
+    def in_16_bits(self) -> Runtime:
+        """The same with products in 16 bits where they are in fewer."""
+        if not self.low:
+            return self
+        return replace(self, compute_dtype="bfloat16", low_precision_recipe="", wide_layers=(0, 0))
+
+    def is_wide(self, layer: int, layers: int) -> bool:
+        """Return whether the products of a layer, of so many, stay in 16 bits while those of others do not."""
+        first, last = self.wide_layers
+        return self.low and not first <= layer < layers - last
 
     @property
     def all_savers(self) -> tuple[str, ...]:

@@ -170,6 +170,8 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
             raise BadPlan(
                 f"{where}: runtime.{name} is {shown(getattr(runtime, name))}", why=f"known: {', '.join(known)}"
             )
+    for index, count in enumerate(runtime.wide_layers):
+        _whole(count, f"{where}: runtime.wide_layers[{index}]", 0, MAX_LAYERS)
     if runtime.adapter is not None:
         _verify_adapter(runtime.adapter, f"{where}: runtime.adapter")
 

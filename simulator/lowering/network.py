@@ -26,11 +26,11 @@ class Network:
         sustain.
         """
         self.context, self.sustained = context, sustained or context
+        self._modes = operators.modes
         self.operators: Mapping[str, Sequence[OperatorSpec]] = {
-            "dense": operators.dense_layer,
             "embedding": operators.embedding,
             "head": operators.head,
-        } | ({"moe": operators.moe_layer} if model.moe is not None else {})
+        } | operators.layers(moe=model.moe is not None)
         self._blocks: dict[tuple[str, str], BlockCode] = {}
         plan = context.table.plans[0]
         self.stages = UnitMaker(model, self.sustained, local_parameters(model, self.sustained)).stages(plan)
@@ -38,7 +38,7 @@ class Network:
     def code_of(self, unit: Unit) -> BlockCode:
         """Return the code of a unit's passes."""
         word = str(unit.words[0])
-        key = (unit.block, word if unit.wrapped else "")
+        key = (unit.code, word if unit.wrapped else "")
         if key not in self._blocks:
             self._blocks[key] = self._new_block(unit, word)
         return self._blocks[key]
@@ -48,10 +48,10 @@ class Network:
         added = layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
         forward_s, backward_s = (float(seconds[0]) for seconds in added)
         return block_code(
-            f"{unit.block} {word}" if unit.wrapped else unit.block,
-            self.operators[unit.block],
+            f"{unit.code} {word}" if unit.wrapped else unit.code,
+            self.operators[unit.code],
             self.context.in_layers if layer else self.context,
-            replace(self.context.spec.recompute[word], layers=1.0) if unit.wrapped else RecomputeSpec(),
+            replace(self._modes(unit.code)[word], layers=1.0) if unit.wrapped else RecomputeSpec(),
             sparse=unit.block == "moe",
             host_forward_s=forward_s if layer else 0.0,
             host_backward_s=(backward_s if layer else 0.0) + float(update_host_s(self.context, unit.tensors)[0]),

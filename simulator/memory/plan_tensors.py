@@ -81,11 +81,9 @@ class PlanTensors:
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
-            "dense": operators.dense_layer,
-            "moe": operators.moe_layer,
             "embedding": operators.embedding,
             "head": operators.head,
-        }
+        } | operators.layers(moe=True)
 
     @property
     def repeats(self) -> bool:
@@ -102,16 +100,16 @@ class PlanTensors:
         """Return the bytes of 16-bit copies of a recomputed unit's weights: those that its block makes itself, of its
         experts, and the others, which autocast may remember.
         """
-        own = unit.experts[0] if unit.recast[0] and casts_experts(self._of_block[unit.block]) else 0.0
+        own = unit.experts[0] if unit.recast[0] and casts_experts(self._of_block[unit.code]) else 0.0
         width = self.context.dtype_bytes("compute")
         return own * width, (unit.recast[0] - own) * width
 
     def passes(self, unit: Unit) -> Passes:
         """Return the events of a unit's passes."""
         word = str(unit.words[0]) if unit.wrapped else ""
-        key = (unit.block, word)
+        key = (unit.code, word)
         if key not in self._passes:
-            operators = self._of_block[unit.block]
+            operators = self._of_block[unit.code]
             if unit.block == "head":
                 layer, cut = self.context.spec.layer, bool(self.context.table["tp"][0] > 1)
                 peaks = head_peaks(layer, self.context.runtime, cut=cut)
@@ -120,7 +118,7 @@ class PlanTensors:
                     operators, peaks, kept=kept, at_once=turns_at_once(self.context.runtime)
                 )
             else:
-                mode = self.context.spec.recompute[word] if word else RecomputeSpec()
+                mode = self.operators.modes(unit.code)[word] if word else RecomputeSpec()
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
@@ -151,7 +149,7 @@ class PlanTensors:
     @cached_property
     def alike(self) -> list[tuple[Hashable, ...]]:
         """For each stage what its passes follow from: equal for stages that are alike."""
-        return [tuple((u.block, id(u.words), u.wrapped, id(u.trained)) for u in units) for units in self.stages]
+        return [tuple((u.code, id(u.words), u.wrapped, id(u.trained)) for u in units) for units in self.stages]
 
     def keeps_inputs(self, unit: Unit) -> bool:
         """Whether a unit's input and its gradient are kept until the backward pass ends."""

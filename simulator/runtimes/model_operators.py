@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -15,6 +15,7 @@ from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
 from simulator.runtimes.adapted import adapted, adapted_ends, casts_adapters
 from simulator.runtimes.library import RuntimeSpec, attention_implementation, is_mixed_precision, spec_for
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.runtimes.quantized import quantized
 
 
@@ -22,7 +23,8 @@ from simulator.runtimes.quantized import quantized
 class ModelOperators:
     """The operators of one model under one runtime, in execution order, with conditions on the model decided.
 
-    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`).
+    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`). `wide_layers` are those of layers
+    that stay in 16 bits, by the `code` of their units (`simulator.step.units`), and `wide_recompute` their modes.
     """
 
     spec: RuntimeSpec
@@ -31,11 +33,32 @@ class ModelOperators:
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
     features: frozenset[str] = field(default_factory=frozenset)
+    wide_layers: Mapping[str, tuple[OperatorSpec, ...]] = field(default_factory=dict)
+    wide_recompute: Mapping[str, RecomputeSpec] = field(default_factory=dict)
+
+    def layers(self, *, moe: bool) -> dict[str, tuple[OperatorSpec, ...]]:
+        """Return the operators of each kind of layer, by the code of their units."""
+        experts = {"moe": self.moe_layer} if moe else {}
+        return {"dense": self.dense_layer, **experts} | {
+            code: wide for code, wide in self.wide_layers.items() if moe or code != WIDE["moe"]
+        }
+
+    def modes(self, code: str) -> Mapping[str, RecomputeSpec]:
+        """Return the recompute modes of a kind of layer."""
+        return self.wide_recompute if code in self.wide_layers else self.spec.recompute
 
 
+# Codes of layers that stay in 16 bits, by their block.
+WIDE = {"dense": "dense in 16 bits", "moe": "moe in 16 bits"}
 CASTS = frozenset({"cast", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
 _PLAN_SIDE = ("sp", "rows_apart", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
+
+
+def layer_code(model: Model, runtime: Runtime, layer: int) -> str:
+    """Return which operators a layer runs (`ModelOperators.layers`)."""
+    block = "moe" if model.layer_kinds[layer].sparse else "dense"
+    return WIDE[block] if runtime.is_wide(layer, model.layers) else block
 
 
 @lru_cache(maxsize=32)
@@ -56,7 +79,9 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     # Autocast has nothing to cast if parameters are stored in the type of products.
     of_plans = PLAN_CONDITIONS if is_mixed_precision(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
 
-    def active(operators: tuple[OperatorSpec, ...], *, in_layer: bool = False) -> tuple[OperatorSpec, ...]:
+    def active(
+        operators: tuple[OperatorSpec, ...], *, in_layer: bool = False, wide: bool = False
+    ) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
             plan_side = tuple(c for c in operator.when if c in of_plans)
@@ -68,9 +93,9 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
         kept = replayed(kept, [name for scope in runtime.graph_scopes for name in spec.graph_scopes.get(scope, ())])
         recipe = recipe_of(runtime)
         if in_layer and runtime.adapter is not None:
-            wide = casts_adapters(runtime, wide_adapters=spec.wide_adapters)
-            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=wide))
-        if recipe is None or spec.low_precision is None or not in_layer:
+            casts = casts_adapters(runtime, wide_adapters=spec.wide_adapters)
+            return tuple(adapted(kept, model, runtime.adapter, compiled=runtime.compile, wide=casts))
+        if recipe is None or spec.low_precision is None or not in_layer or wide:
             return tuple(kept)
         return quantized(kept, spec.low_precision, recipe, runtime.low_precision_recipe)
 
@@ -78,10 +103,16 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     if runtime.adapter is not None:
         embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
 
+    layers = {"dense": attention + mlp, "moe": attention + spec.layer.moe}
+    some_wide = runtime.low and any(runtime.wide_layers)
     return ModelOperators(
         spec=replace(spec, tp_layer_more={part: s for part, s in spec.tp_layer_more.items() if part in features}),
-        dense_layer=active(attention + mlp, in_layer=True),
-        moe_layer=active(attention + spec.layer.moe, in_layer=True),
+        dense_layer=active(layers["dense"], in_layer=True),
+        moe_layer=active(layers["moe"], in_layer=True),
+        wide_layers={WIDE[block]: active(layer, in_layer=True, wide=True) for block, layer in layers.items()}
+        if some_wide
+        else {},
+        wide_recompute=spec_for(runtime.in_16_bits).recompute if some_wide else {},
         embedding=embedding,
         head=head,
         features=features,

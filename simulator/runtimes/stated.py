@@ -74,7 +74,12 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
     if chosen["compute_dtype"] in LOW_PRECISION:
         recipe, why = _recipe(stated.get("low_precision_recipe"), chosen["compute_dtype"], spec)
         chosen["low_precision_recipe"] = recipe
+        chosen["wide_layers"] = tuple(stated.get("wide_layers") or (0, 0))
         assumed += why
+        if any(chosen["wide_layers"]):
+            assumed.append("parameters of layers in 16 bits are stored and gathered as those of the others")
+    elif any(stated.get("wide_layers") or ()):
+        assumed.append("runtime.wide_layers changes nothing: all products are in 16 bits or more")
     chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
     chosen["reentrant"] = stated.get("reentrant")
     chosen["logs_each_step"] = bool(stated.get("logs_each_step"))

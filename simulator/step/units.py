@@ -16,7 +16,7 @@ from simulator.kernels.operators import parse_matmul
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.adapted import TOKENS
 from simulator.runtimes.library import RuntimeSpec
-from simulator.runtimes.model_operators import operators_for
+from simulator.runtimes.model_operators import WIDE, operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, State
 from simulator.step.muon import Orthogonal, orthogonalised
@@ -45,6 +45,8 @@ class Unit:
     under autocast, and `recast` to recomputed ones. `orthogonal` is the work on its hidden matrices, where an update
     orthogonalises their momentum.
 
+    `wide` layers stay in 16 bits where the products of others do not; `code` tells them apart.
+
     `tensors` is the number of its trained parameters. The unit stands for `repeats` equal units in a row.
     """
 
@@ -61,6 +63,12 @@ class Unit:
     orthogonal: Orthogonal | None = None
     tensors: int = 0
     repeats: int = 1
+    wide: bool = False
+
+    @property
+    def code(self) -> str:
+        """What its passes run: its block, or the same in 16 bits (`ModelOperators.layers`)."""
+        return WIDE[self.block] if self.wide else self.block
 
     @property
     def elements(self) -> Floats:
@@ -128,9 +136,11 @@ class UnitMaker:
         # A mode for a share of the layers wraps every n-th layer, the last of each run of n.
         wrapped = period > 0 and index % period == period - 1
         block = "moe" if self.model.layer_kinds[index].sparse else "dense"
-        kind, key = (block, word, wrapped), (index, word)
+        wide = self.context.runtime.is_wide(index, self.model.layers)
+        kind, key = (block, word, wrapped, wide), (index, word)
         if kind not in self._made:
-            self._made[kind] = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
+            made = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
+            self._made[kind] = replace(made, wide=wide)
         if key not in self._made:
             self._made[key] = replace(self._made[kind], name=f"layer {index}")
         return self._made[key]
@@ -215,7 +225,7 @@ def folded(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _equal(one: Unit, other: Unit) -> bool:
-    return one.block == other.block and one.wrapped == other.wrapped and one.words is other.words
+    return one.code == other.code and one.wrapped == other.wrapped and one.words is other.words
 
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:

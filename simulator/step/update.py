@@ -35,11 +35,12 @@ def update_bytes(
     held: Floats | float,
     matrices: Floats | float = 0.0,
     micro_batches: Floats | float = 1.0,
+    quantised: Floats | float = 0.0,
 ) -> Floats | float:
     """Return the bytes that the end of a step moves: clipping and updating the `owned` parameters of a rank after
     sharding, hidden `matrices` among them, and the runtime's passes over the gradients of the `held` parameters before
-    sharding. Parameters count as float32, whatever type they are stored in. Weights that each of the `micro_batches`
-    quantises count here, too.
+    sharding. Parameters count as float32, whatever type they are stored in. What each of the `micro_batches` moves to
+    cast the `quantised` weights among those held counts here, too.
     """
     state, optimizer = spec_for(runtime).state, OPTIMIZERS[runtime.optimizer]
     wide = float(DTYPE_BYTES[updated_dtype(runtime)])
@@ -53,7 +54,7 @@ def update_bytes(
     passes = state.gradient_passes * DTYPE_BYTES[runtime.reduce_dtype]
     low = spec_for(runtime).low_precision
     casts = weight_cast_bytes(runtime) * (micro_batches if low is not None and low.every_pass else 1.0)
-    return matrices * more + owned * per_owned + held * (passes + casts)
+    return matrices * more + owned * per_owned + held * passes + quantised * casts
 
 
 def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float:

@@ -29,7 +29,7 @@ from simulator.step.host import (
     step_host_s,
 )
 from simulator.step.rank import Pass, Rank, Value
-from simulator.step.traffic import DataTraffic, data_traffic
+from simulator.step.traffic import BLOCKS, DataTraffic, data_traffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes
 
@@ -151,12 +151,14 @@ class StepWalk:
         self._wait_for_tensors(rank, units)
         owned = self._owned(units)
         runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
+        quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
         matrices = self._orthogonalise(rank, data, units)
         if self.traffic.updates_on_host:
-            rank.update(update_bytes(runtime, 0.0, whole), owned)
+            rank.update(update_bytes(runtime, 0.0, whole, quantised=quantised), owned)
             data.update_on_host(owned, host_update_bytes(runtime, owned))
         else:
-            rank.update(update_bytes(runtime, owned, whole, matrices, self.context.table.micro_batches), owned)
+            micro_batches = self.context.table.micro_batches
+            rank.update(update_bytes(runtime, owned, whole, matrices, micro_batches, quantised), owned)
         data.redistribute(units)
         if self.loads_ahead:
             rank.host_work("loading", loading_host_s(self.spec.host, self.context))

@@ -77,6 +77,19 @@ def test_a_recipe_says_the_type_that_a_source_leaves_open():
     assert any("delayed changes nothing" in line for line in plain.assumed)
 
 
+def test_layers_that_stay_in_16_bits_are_stated_or_noted():
+    def wide(note="", **said):
+        case = load_case(changed(note=note, runtime={"compute_dtype": "float8", **said}))
+        return case.question.runtime.wide_layers
+
+    layers = load_case(changed()).question.model.layers
+    assert wide(wide_layers=[2, 4]) == (2, 4)
+    assert wide("Float8 in layers 1-3 only") == (1, layers - 4)
+    assert wide("NVFP4 in layers 1-3 only") == (0, 0)  # of another run of this source
+    with pytest.raises(BadPlan, match="two whole numbers"):
+        wide(wide_layers=4)
+
+
 @pytest.mark.parametrize(
     ("word", "name", "version"),
     [

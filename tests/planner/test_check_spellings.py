@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.configs.asked import Asked, ask
-from planner.configs.formats.bridge import precision_flags
+from planner.configs.formats.bridge import flags_of, precision_flags
 from planner.configs.formats.configuration import CheckFlags, did_you_mean
 from planner.export.job import ExportJob
 from planner.export.mapping import NotStated
@@ -273,15 +273,23 @@ def test_cuda_graphs_of_megatron_are_read_in_all_their_spellings(flags: str, gra
 @pytest.mark.parametrize(
     ("flags", "word", "recipe"),
     [  # the name of the precision in megatron/bridge/training/mixed_precision.py
-        ("", "bf16_mixed", ("bfloat16", "")),
-        ("--fp8-format hybrid", "bf16_with_fp8_delayed_scaling_mixed", ("float8", "delayed")),
-        ("--fp8-format e4m3 --fp8-recipe tensorwise", "bf16_with_fp8_current_scaling_mixed", ("float8", "tensorwise")),
-        ("--fp8-format e4m3 --fp8-recipe blockwise", "bf16_with_fp8_subchannel_scaling_mixed", ("float8", "blockwise")),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed", ("float8", "mxfp8")),
-        ("--fp4-format e2m1 --fp4-recipe nvfp4", "bf16_with_nvfp4_mixed", ("float4", "nvfp4")),
+        ("", "bf16_mixed", ("bfloat16", "", (0, 0))),
+        ("--fp8-format hybrid", "bf16_with_fp8_delayed_scaling_mixed", ("float8", "delayed", (0, 0))),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
+            "bf16_with_fp8_current_scaling_mixed",
+            ("float8", "tensorwise", (1, 1)),
+        ),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise",
+            "bf16_with_fp8_subchannel_scaling_mixed",
+            ("float8", "blockwise", (0, 0)),
+        ),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16_with_mxfp8_mixed", ("float8", "mxfp8", (0, 0))),
+        ("--fp4-format e2m1 --fp4-recipe nvfp4", "bf16_with_nvfp4_mixed", ("float4", "nvfp4", (0, 0))),
     ],
 )
-def test_recipes_of_low_precision_are_read_and_written(flags: str, word: str, recipe: tuple[str, str]) -> None:
+def test_recipes_of_low_precision_are_read_and_written(flags: str, word: str, recipe: tuple) -> None:
     start = "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 4 --vocab-size 32000"
     start += " --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 64"
     named = " ".join(name if value is True else f"{name} {value}" for name, value in precision_flags(word).items())
@@ -292,5 +300,15 @@ def test_recipes_of_low_precision_are_read_and_written(flags: str, word: str, re
     again = asked(export(job, find_target("megatron")).text, "again.sh", cluster="8xB200").case
 
     for one in (case, of_bridge, again):
-        assert (one.question.runtime.compute_dtype, one.question.runtime.low_precision_recipe) == recipe
+        runtime = one.question.runtime
+        assert (runtime.compute_dtype, runtime.low_precision_recipe, runtime.wide_layers) == recipe
         assert one.question.legal(one.plan)
+
+
+def test_fields_of_a_precision_go_before_what_its_name_means() -> None:
+    named = {"mixed_precision": "bf16_with_fp8_current_scaling_mixed"}
+    flags, _ = flags_of(named)
+    without, _ = flags_of({**named, "mixed_precision.first_last_layers_bf16": False})
+
+    assert flags["--first-last-layers-bf16"]
+    assert "--first-last-layers-bf16" not in without

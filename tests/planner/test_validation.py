@@ -84,6 +84,9 @@ def test_an_out_of_memory_run_is_right_when_it_is_predicted():
     assert oom["predicted"]["fits"] is False
     assert fine["outcome_right"] is False
     assert oom["skipped"] is None
+    assert (
+        validate_case(run({"peak_memory_gib": 150.0}, outcome="ok"))["outcome_right"] is None
+    )  # of 80 GB: not run there
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,7 @@ def test_an_out_of_memory_run_is_right_when_it_is_predicted():
         (run({"step_s": 1.0}, model="no-such-model"), "no-such-model"),
         (run({"step_s": 1.0}, workload={"seq_len": None, "global_batch_size": 8}), "seq_len is missing"),
         (run({"step_s": float("inf")}, outcome=None), "nothing to compare"),
+        (run({"step_s": 1e-3}, outcome=None), "the peak of h100-sxm is 989"),
         ({"id": 3}, "model is missing"),
     ],
 )

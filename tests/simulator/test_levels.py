@@ -24,6 +24,7 @@ TITAN, MEGATRON, COMPILED = (
     Runtime(name="megatron-lm", param_dtype="bfloat16"),
     Runtime(name="torchtitan", compile=True),
 )
+FLOAT8 = Runtime(name="megatron-lm", param_dtype="bfloat16", compute_dtype="float8", wide_layers=(1, 3))
 SP = {"tp": 4, "sequence_parallel": True}
 # (what is particular, runtime, plan, micro batches): one stratum each of what a step may be made of.
 DENSE = [
@@ -52,6 +53,7 @@ PIPELINES = [
     ("1F1B, long", TITAN, Plan(**SP, pp=2, schedule="1F1B"), 16),
     ("1F1B of shards", TITAN, Plan(dp_shard=2, pp=4, schedule="1F1B"), 8),
     ("1F1B again", MEGATRON, Plan(dp_replicate=2, pp=4, schedule="1F1B", recompute="full", zero_stage=1), 8),
+    ("1F1B, some in 16 bits", FLOAT8, Plan(dp_replicate=4, pp=2, schedule="1F1B", zero_stage=1), 4),
     ("GPipe", TITAN, Plan(dp_shard=4, pp=2, schedule="GPipe"), 4),
     ("interleaved", MEGATRON, Plan(**SP, pp=2, virtual_stages=2, schedule="Interleaved1F1B", zero_stage=1), 8),
     ("interleaved shards", TITAN, Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="Interleaved1F1B"), 8),

@@ -25,6 +25,7 @@ RUNTIMES = {
     "hosts ahead": Runtime(name="torchtitan", compile=True),
     "hosts behind": Runtime(name="torchtitan"),
     "whole gradients": Runtime(name="megatron-lm", param_dtype="bfloat16"),
+    "some in 16 bits": Runtime(name="megatron-lm", param_dtype="bfloat16", compute_dtype="float8", wide_layers=(0, 5)),
 }
 
 

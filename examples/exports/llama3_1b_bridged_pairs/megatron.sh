@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan ecd4011a58609589, for Megatron-LM 0.19.2
+# meshwright 0.3.0, plan a92ed063daaf8eff, for Megatron-LM 0.19.2
 # model "llama3.2-1b" on "1 x 4 rtx-a6000"
 # 4 = dp 2 (ZeRO-1) x tp 2 x pp 1; micro batch 2, recompute selective, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 1 x 1 x 2, the last fastest

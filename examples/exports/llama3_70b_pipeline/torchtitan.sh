@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan f96dddd49a71e914, for torchtitan 0.3.0
+# meshwright 0.3.0, plan ad1e77f0500a526b, for torchtitan 0.3.0
 # model "llama3-70b" on "4 x 8 h100-sxm"
 # 32 = dp 1 x fsdp 1 x tp 8 x pp 4; micro batch 1, recompute full, sp, Interleaved1F1B x2
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest

@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan 1be8ff863a0600c9, for Megatron-LM 0.19.2
+# meshwright 0.3.0, plan 5344c953691cf60c, for Megatron-LM 0.19.2
 # model "llama3-8b" on "2 x 8 h100-sxm"
 # 16 = dp 2 x fsdp 4 x tp 2 x pp 1; micro batch 1, recompute selective-op, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest

@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan 478b81c48ca31a5a, for Megatron-LM 0.19.2
+# meshwright 0.3.0, plan d3146bdfd7ac2913, for Megatron-LM 0.19.2
 # model "qwen3-30b-a3b" on "dgx-h200"
 # 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest

@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.3.0, plan 72f3394b273fbe88, for torchtitan 0.3.0
+# meshwright 0.3.0, plan b2fb284ed70512af, for torchtitan 0.3.0
 # model "qwen3-8b" on "1 x 8 h100-sxm"
 # 8 = dp 1 x fsdp 4 x tp 2 x pp 1; micro batch 2, recompute selective-op, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 4 x 1 x 2, the last fastest

@@ -6,6 +6,7 @@ underscores; those with another name or the opposite meaning are below.
 
 from __future__ import annotations
 
+from planner.export.frameworks.megatron_types import WIDE, WIDE_ENDS
 from planner.export.mapping import Settings
 from topology.codec import JsonObject
 
@@ -90,6 +91,7 @@ def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
             flag = by_field.get(name, f"--{name.replace('_', '-')}")
         if value is False and flag not in paths:
             paths[flag] = path
+            flags.pop(flag, None)  # of a precision's name
             continue
         flags[flag], paths[flag] = value, path
     if settings.get("model.fp8") is True:
@@ -109,7 +111,13 @@ def _nemo(word: str) -> Settings:
 
 
 # Parts of names of precisions, and Megatron-LM's word for the recipe (Megatron-Bridge, training/mixed_precision.py).
-_SCALINGS = {"current_scaling": "tensorwise", "subchannel_scaling": "blockwise", "mxfp8": "mxfp8"}
+_SCALINGS = {
+    "nanov2": "blockwise",
+    "current_scaling": "tensorwise",
+    "subchannel_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+}
+_TWO_WIDE = ("nemotron_h", "nanov2")
 
 
 def precision_flags(word: str) -> Settings:
@@ -118,7 +126,10 @@ def precision_flags(word: str) -> Settings:
     flags |= {"--fp8-format": "hybrid"} if "fp8" in word else {}
     flags |= {"--fp4-format": "e2m1"} if "fp4" in word else {}
     recipe = next((recipe for part, recipe in _SCALINGS.items() if part in word), None)
-    return flags | ({"--fp8-recipe": recipe} if recipe else {})
+    flags |= {"--fp8-recipe": recipe} if recipe else {}
+    if "current_scaling" in word:  # the first and the last layers stay in 16 bits
+        flags |= {WIDE: True, **dict.fromkeys(WIDE_ENDS, 2 if word.startswith(_TWO_WIDE) else 1)}
+    return flags
 
 
 def fields_of(changes: JsonObject, paths: dict[str, str], *, flat: bool = False) -> JsonObject:

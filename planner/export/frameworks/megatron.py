@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
-from planner.export.frameworks.megatron_fields import FP8_RECIPES, SHARDING, TABLE
+from planner.export.frameworks.megatron_fields import SHARDING, TABLE
 from planner.export.frameworks.megatron_model import model_flags
 from planner.export.frameworks.megatron_numbers import number_flags
+from planner.export.frameworks.megatron_types import FP8_RECIPES
 from planner.export.job import ExportJob, require_legal
 from planner.export.mapping import Settings
 from planner.export.mapping import write as settings_of

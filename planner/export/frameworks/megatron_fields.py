@@ -13,6 +13,7 @@ from planner.export.frameworks.megatron_experts import EXPERT_ENTRIES
 from planner.export.frameworks.megatron_graphs import GRAPH_ENTRY
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.frameworks.megatron_stops import read_stops
+from planner.export.frameworks.megatron_types import TYPE_ENTRIES
 from planner.export.mapping import (
     Entry,
     Facts,
@@ -28,7 +29,6 @@ from planner.export.mapping import (
 )
 from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan, default_schedule
-from simulator.kernels.low_precision import SYNONYMS
 from simulator.pipeline.stages import counted_ends, needs_layout, stage_layers
 from simulator.runtimes.called import RECOMPUTE_SYNONYMS
 from simulator.runtimes.library import are_modules, runtime_spec
@@ -63,12 +63,6 @@ _FRACTION = "--optimizer-offload-fraction"
 _OPTIMIZER = "--optimizer"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _MODULES = "--recompute-modules"
-_TYPES = (
-    *("--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp4-format", "--fp4-recipe"),
-    "--grad-reduce-in-bf16",
-)
-# Recipes of float8 by its words; the default is delayed.
-FP8_RECIPES = {"delayed": "delayed", "current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
 
 
 def pipeline_layout(layers: tuple[int, ...]) -> str:
@@ -351,46 +345,6 @@ def _read_recompute(settings: Settings, facts: Facts) -> Facts:
     return {"recompute": mode}
 
 
-def _write_types(facts: Facts) -> Settings:
-    compute, recipe = facts["compute_dtype"], str(facts.get("low_precision_recipe") or "delayed")
-    recipe = FP8_RECIPES.get(SYNONYMS.get(recipe, recipe), "delayed")
-    return set_flags(
-        {
-            "--bf16": compute in {"bfloat16", "float8", "float4"},
-            "--fp16": compute == "float16",
-            "--fp8-format": "hybrid" if compute == "float8" else None,
-            "--fp8-recipe": recipe if compute == "float8" and recipe != "delayed" else None,
-            "--fp4-format": "e2m1" if compute == "float4" else None,
-            "--fp8-param-gather": compute == "float8" and bool(facts["zero_stage"]),
-            "--grad-reduce-in-bf16": facts["reduce_dtype"] == "bfloat16",
-        }
-    )
-
-
-def _read_types(settings: Settings, _: Facts) -> Facts:
-    bf16, fp16 = truth(settings, "--bf16"), truth(settings, "--fp16")
-    if bf16 and fp16:
-        raise BadInput("--bf16 and --fp16 exclude each other")
-    stored = "bfloat16" if bf16 else "float16" if fp16 else "float32"
-    low, lower = "--fp8-format" in settings or "--fp8-hybrid" in settings, bool(settings.get("--fp4-format"))
-    if low and lower:
-        raise BadInput("--fp8-format and --fp4-format exclude each other")
-    # arguments.py: gradients are accumulated and reduced in float32 with bf16 by default.
-    reduce = "bfloat16" if truth(settings, "--grad-reduce-in-bf16") else "float16" if fp16 else "float32"
-    if truth(settings, "--accumulate-allreduce-grads-in-fp32"):
-        reduce = "float32"
-    found = {"param_dtype": stored, "compute_dtype": stored, "reduce_dtype": reduce}
-    if not low and not lower:
-        return found
-    flag, words = ("--fp8-recipe", [*FP8_RECIPES.values()]) if low else ("--fp4-recipe", ["nvfp4"])
-    recipe = settings.get(flag)
-    if recipe is not None and recipe not in words:
-        raise NotModelled(f"{flag} {str(recipe)[:40]} is not modelled", remedy=f"known: {', '.join(words)}")
-    return (
-        found | {"compute_dtype": "float8" if low else "float4"} | ({"low_precision_recipe": recipe} if recipe else {})
-    )
-
-
 def _read_overlap(settings: Settings, _: Facts) -> Facts:
     return {"tp_overlap": USERBUFFERS if truth(settings, "--tp-comm-overlap") else NONE}
 
@@ -437,7 +391,7 @@ TABLE: Table = (
         write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},
         read=_read_overlap,
     ),
-    Entry(keys=_TYPES, write=_write_types, read=_read_types),
+    *TYPE_ENTRIES,
     Entry(keys=(_OPTIMIZER,), read=_read_optimizer),
     Entry(read=lambda *_: {"compile": False}),
 )

@@ -40,8 +40,12 @@ def _not_expressed(job: ExportJob) -> Iterator[str]:
         yield f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages"
     if runtime.reduce_dtype != "float32":
         yield f"gradients reduced in {runtime.reduce_dtype}: {TITLE} reduces in float32"
-    if runtime.compute_dtype == "float8":
-        yield "float8 products: add the converter of your torchao version to model.converters"
+    if runtime.low:
+        wide = "; let it leave out the first {} and the last {} layers".format(*runtime.wide_layers)
+        yield (
+            f"{runtime.compute_dtype} products: add the converter of your torchao version to model.converters"
+            f"{wide if any(runtime.wide_layers) else ''}"
+        )
     if runtime.optimizer != "adamw":
         yield f"optimizer {runtime.optimizer}: left at {TITLE}'s AdamW"
 

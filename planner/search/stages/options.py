@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AccountInputs
 from simulator.analytical.memory import memory_columns
+from simulator.bounds.lower_bound import ENDS
 from simulator.bounds.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns
 from simulator.columns.plan_table import Floats
@@ -225,7 +226,7 @@ def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...
 
 def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
     """Return the largest number of layers of a rank whose kernels take no more than `cutoff_s`."""
-    blocks = [single.blocks[name] for name in ("dense", "moe") if name in single.blocks]
+    blocks = [block for name, block in single.blocks.items() if name not in ENDS]
     fastest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
     calibration = single.context.calibration
     burst = calibration.burst if calibration is not None else 1.0
