@@ -34,7 +34,7 @@ from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
-from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
+from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, OtherBatch, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
@@ -91,6 +91,7 @@ def suggest(
     the simulated plans before their reasons are known. Raises Infeasible (exit 3) when no plan is legal or none fits.
     """
     options = options or SearchOptions()
+    by_time = options.objective not in {"memory", "pareto"}
     started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
     if options.objective not in OBJECTIVES:
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
@@ -107,8 +108,14 @@ def suggest(
             plans=_rank(question, listed, options, reasons=reasons and options.flips),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
             assumed=assumed,
-            likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),
+            likely=_likely(listed, finalists) if by_time else (),
+            other_batch=batch_that_divides(listed[0]) if reasons and by_time and "global-batch" in rejected else None,
         )
+
+    def batch_that_divides(best: Finalist) -> OtherBatch | None:
+        from planner.search.other_batch import other_batch  # noqa: PLC0415 - most batches divide
+
+        return other_batch(question, options.bounds, best, deadline)
 
     def preliminary(explored: Explored) -> SearchResult:
         plans = _listed_plans(explored, AssignedPipelines(), options, question.cluster)
@@ -131,7 +138,7 @@ def suggest(
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
-        free = options.objective not in {"memory", "pareto"} and "fsdp_exchange" not in options.bounds.stated
+        free = by_time and "fsdp_exchange" not in options.bounds.stated
         finalists = counted_finalists(question, found.plans, found.may_fit, replays, exchanges=free)
     simulated: list[Finalist] | None = finalists
     if options.simulate:
