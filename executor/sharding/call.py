@@ -172,10 +172,9 @@ class Run(torch.autograd.Function):
             # a gradient shared by copies of an output counts once
             first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
             seeds[name] = gradient if first and gradient is not None else sharded.ranks.zeros(name, output)
-        sharded.ranks.backward(state, seeds)
-        reached = sharded.ranks.reached(given)
+        sharded.ranks.backward(state, seeds, given)
         of_input = {
-            program.inputs[tensor]: state.at.get(buffer) if buffer in reached else None
+            program.inputs[tensor]: None if buffer in state.without_loss else state.at.get(buffer)
             for tensor, buffer in program.gradients.items()
         }
         ctx.state = State(at={})

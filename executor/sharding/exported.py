@@ -2,12 +2,13 @@
 
 | what a module has | what becomes of it |
 |---|---|
-| `detach`, frozen parameters | kept: no gradient passes them |
+| `detach`, reads of `data`, frozen parameters | kept: no gradient passes them |
 | `no_grad`, `enable_grad` | kept: results of a region without autograd are detached where they leave it |
+| the same inside an autocast of the module | refused: torch.export drops the switch |
 | autocast, in the module or around `shard` | kept: casts are operators, as the results' dtypes say |
 | in-place writes to intermediate tensors | kept, where autograd is on: operators that make new tensors |
 | `detach_` | kept: `detach` |
-| writes through `detach()` into a tensor that is read again | refused: its gradient would pass other values |
+| writes through `detach()` or `data` into a tensor that is read again | refused: its gradient would pass other values |
 | `vmap`, `torch.func.jvp`, `torch.autograd.grad` with `create_graph` | kept: their operators |
 | `torch.func.grad` and `vjp`, `torch.cond` and other functions of functions | refused |
 | tied parameters | kept: one tensor |
@@ -46,8 +47,8 @@ from torch.export.graph_signature import InputKind
 from executor.sharding.in_place import (
     detach_in_place,
     detach_operands,
+    is_view,
     line_of,
-    root_of,
     separate_detached_writes,
     writes_in_place,
 )
@@ -237,10 +238,16 @@ def _traced(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @contextmanager
 def _recorded() -> Iterator[None]:
-    """Switch autograd on, as in training, since only then regions without it are recorded. Refuse functions with their
-    own backward, and hooks of tensors: torch.export keeps computations only.
+    """Switch autograd on, as in training, since only then regions without it are recorded. Refuse what torch.export
+    would drop: functions with their own backward, hooks of tensors, and switches of autograd inside autocast.
     """
-    applied, register = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    applied = torch.autograd.Function.__dict__["apply"]
+    autocasts: list[torch.autocast] = []
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
+            raise _own_backward(cls)
+        return applied.__get__(None, cls)(*args, **kwargs)
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
         del tensor
@@ -250,35 +257,88 @@ def _recorded() -> Iterator[None]:
             remedy="operators that autograd knows",
         )
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
-            raise UserError(
-                f"{cls.__qualname__} is an autograd.Function with a backward of its own",
-                why="torch.export keeps what it computes and drops its backward",
-                remedy="checkpoint(..., use_reentrant=False)"
-                if cls.__name__ == "CheckpointFunction"
-                else "a torch.library.custom_op with register_autograd, or operators that autograd knows",
-            )
-        return applied.__get__(None, cls)(*args, **kwargs)
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    switch, enable = torch.set_grad_enabled.__init__, torch.enable_grad.__enter__
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    def entered(autocast: torch.autocast) -> Any:
+        autocasts.append(autocast)
+        return enter(autocast)
+
+    def left(autocast: torch.autocast, *raised: Any) -> Any:
+        autocasts.pop()
+        return leave(autocast, *raised)
+
+    def switched(one: torch.set_grad_enabled, mode: bool) -> None:
+        _refuse_switch(mode, autocasts)
+        switch(one, mode)
+
+    def enabled(one: torch.enable_grad) -> None:
+        _refuse_switch(True, autocasts)
+        enable(one)
+
+    replaced = (
+        (torch.autograd.Function, "apply", classmethod(apply)),
+        (torch.Tensor, "register_hook", register_hook),
+        (torch.autocast, "__enter__", entered),
+        (torch.autocast, "__exit__", left),
+        (torch.set_grad_enabled, "__init__", switched),
+        (torch.enable_grad, "__enter__", enabled),
+        (torch.Tensor, "data", property(torch.Tensor.detach, _refuse_assigned)),  # otherwise a constant without values
+    )
+    originals = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in replaced]
     try:
+        for owner, name, one in replaced:
+            setattr(owner, name, one)
         with torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
-        torch.autograd.Function.apply = applied  # type: ignore[method-assign]
-        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+        for owner, name, original in originals:
+            if original is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _own_backward(cls: Any) -> UserError:
+    return UserError(
+        f"{cls.__qualname__} is an autograd.Function with a backward of its own",
+        why="torch.export keeps what it computes and drops its backward",
+        remedy="checkpoint(..., use_reentrant=False)"
+        if cls.__name__ == "CheckpointFunction"
+        else "a torch.library.custom_op with register_autograd, or operators that autograd knows",
+    )
+
+
+def _refuse_assigned(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    del tensor, value
+    raise UserError(
+        "a tensor's data is assigned",
+        why="torch.export does not record it",
+        remedy="y = y + (new - y).detach(), which has the new values and passes the gradient",
+    )
+
+
+def _refuse_switch(mode: bool, autocasts: Collection[torch.autocast]) -> None:
+    """Raise UserError for a switch of autograd to `mode` inside an autocast that the module has entered."""
+    if autocasts and mode != torch.is_grad_enabled():
+        raise UserError(
+            f"autograd is switched {'on' if mode else 'off'} inside torch.autocast",
+            why="torch.export drops the switch, and gradients would pass",
+            remedy="torch.autocast inside torch.no_grad(), or y.detach() of what is computed",
+        )
 
 
 def _nodes(module: nn.Module) -> Sequence[torch.fx.Node]:
     return list(module.graph.nodes) if isinstance(module, torch.fx.GraphModule) else []
 
 
-def _detach_regions(module: torch.fx.GraphModule, buffers: Collection[str], *, graded: bool) -> None:
-    """Detach the results of regions without autograd, in place, and what they write into `buffers`, the placeholders of
-    buffers by name. Raises UserError if such a region writes into another tensor.
+def _detach_regions(module: torch.fx.GraphModule, buffers: Collection[str], *, graded: bool) -> set[int]:
+    """Detach the results of regions without autograd, in place, and what they write into `buffers`, the nodes of
+    buffers by name. Return the numbers of the results that are buffers.
+
+    Raises UserError if such a region writes into another tensor.
     """
+    known, same = set(buffers), dict[str, set[int]]()  # results of inner regions that are buffers
     for node in _nodes(module):
         op = str(node.target)
         if op in _REGIONS:
@@ -286,18 +346,30 @@ def _detach_regions(module: torch.fx.GraphModule, buffers: Collection[str], *, g
             region = attribute_of(module, str(cast("torch.fx.Node", node.args[at]).target))
             places = (one.name for one in region.graph.nodes if one.op == "placeholder")
             given = zip(places, node.args[at + 1 :], strict=True)
-            _detach_regions(region, {place for place, one in given if _is_of(one, buffers)}, graded=bool(switch))
-        elif not graded and writes_in_place(node.target) and _is_of(node.args[0], buffers):
+            inside = {place for place, one in given if _is_of(one, known)}
+            same[node.name] = _detach_regions(region, inside, graded=bool(switch))
+        elif _takes(node, same):
+            known.add(node.name)
+        elif not graded and writes_in_place(node.target) and _is_of(node.args[0], known):
             detach_operands(node)
         elif not graded and node.op == "call_function":
             _detach_uses(module.graph, node)
     module.recompile()
+    results = cast("Sequence[Any]", module.graph.output_node().args[0])
+    return {number for number, one in enumerate(results) if _is_of(one, known)}
+
+
+def _takes(node: torch.fx.Node, same: Mapping[str, set[int]]) -> bool:
+    """Return whether a node takes one of the results in `same`, numbers by the node of their region."""
+    taken = getattr(node.target, "__name__", "") == "getitem"
+    return taken and node.args[1] in same.get(str(node.args[0]), ())
 
 
 def _is_of(node: Any, buffers: Collection[str]) -> bool:
-    """Return whether a node is a buffer or a view of one."""
-    root = root_of(node)
-    return isinstance(root, torch.fx.Node) and root.op == "placeholder" and root.name in buffers
+    """Return whether a node is one of `buffers` by name, or a view of one."""
+    while isinstance(node, torch.fx.Node) and node.name not in buffers:
+        node = node.args[0] if is_view(node) else None
+    return isinstance(node, torch.fx.Node)
 
 
 def _detach_uses(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

@@ -48,9 +48,9 @@ def separate_detached_writes(nodes: Sequence[torch.fx.Node]) -> None:
             continue
         if any(root_of(one, _DETACHES) is of and later & set(one.users) for one in nodes[:number]):
             raise UserError(
-                f"{node.name} writes through detach() into {of.name}, which is read again{line_of(node)}",
+                f"{node.name} writes through detach() or data into {of.name}, which is read again{line_of(node)}",
                 why="gradients would end at what is written",
-                remedy="detach().clone() in the place of detach()",
+                remedy="y = y + (new - y).detach() for what is read again, else a write into y.detach().clone()",
             )
         _copied(detached)
 
@@ -81,12 +81,12 @@ def _operand(node: torch.fx.Node) -> torch.fx.Node:
 
 def root_of(node: Any, until: Any = None) -> Any:
     """Return the node whose memory a view shows, or on the way to it the first call of `until`."""
-    while isinstance(node, torch.fx.Node) and _is_view(node) and node.target is not until:
+    while isinstance(node, torch.fx.Node) and is_view(node) and node.target is not until:
         node = node.args[0]
     return node
 
 
-def _is_view(node: torch.fx.Node) -> bool:
+def is_view(node: torch.fx.Node) -> bool:
     """Return whether a node's result lies in the memory of its first operand, or may do so."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return False

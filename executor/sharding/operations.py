@@ -35,7 +35,9 @@ def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Cont
         return _PLACED[kernel.op](context, *args)
     if kernel.op in _CONVOLUTIONS and not kernel.kwargs and is_of_patches(kernel, args[0].shape, args[1].shape):
         return _patches(*args[:3])
-    function = by_rows(_aten(kernel.op)) if kernel.op in OF_ROWS else _aten(kernel.op)
+    function = _DIFFERENTIABLE.get(kernel.op) or _aten(kernel.op)
+    if kernel.op in OF_ROWS:
+        function = by_rows(function)
     found = function(*args, **{name: _given(value, values) for name, value in kernel.kwargs.items()})
     return found if kernel.index is None else found[kernel.index]
 
@@ -84,6 +86,14 @@ def _only_computes(overload: Any) -> bool:
     return takes and gives and not (schema.is_mutable or draws) and (core or not name.startswith("_"))
 
 
+def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:  # noqa: N803 - torch's
+    """Powers of the elements of `x`; torch.vander writes them in place, and its own backward pass refuses that."""
+    columns = len(x) if N is None else N
+    rising: torch.Tensor = torch.linalg.vander(x, N=max(columns, 2))[:, :columns]
+    return rising if increasing else rising.flip(-1)
+
+
+_DIFFERENTIABLE = {"aten.vander.default": _vander}  # in the place of operators that autograd cannot differentiate
 RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 _WITHOUT_DROPOUT = {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}  # captured without it only
 _CONVOLUTIONS = frozenset(("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default"))

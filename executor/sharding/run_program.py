@@ -50,6 +50,7 @@ class State:
     tapes: dict[str, _Tape] = field(default_factory=dict)
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
     sent: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)  # messages in flight, and their tensors
+    without_loss: frozenset[str] = frozenset()  # gradients that depend on no gradient that was given
 
 
 @dataclass(slots=True)
@@ -178,9 +179,14 @@ class RankProgram:
         orders = {name: self.program.buffers[name].order for name in values}
         return {name: in_order(value, orders[name]) if orders[name] else value for name, value in values.items()}
 
-    def backward(self, state: State, seeds: Mapping[str, torch.Tensor]) -> None:
-        """Run the backward pass from pieces of the outputs' gradients; then the state has the inputs' gradients."""
+    def backward(self, state: State, seeds: Mapping[str, torch.Tensor], given: Collection[str] | None = None) -> None:
+        """Run the backward pass from pieces of the outputs' gradients; then the state has the inputs' gradients.
+
+        `given` names the seeds that a loss depends on, all unless stated; `state.without_loss` has what no other
+        reaches.
+        """
         state.at.update({name: seeds[name] for name in self.program.seeds if name in self.used})
+        state.without_loss = self._without_loss(self.program.seeds if given is None else given)
         self._run(self._backward_start, len(self._code), state)
 
     @property
@@ -188,15 +194,19 @@ class RankProgram:
         """The group of all ranks of the mesh; None for the default one."""
         return None if self.mesh is None else group_of(self.mesh, self.mesh.mesh_dim_names or ())
 
-    def reached(self, seeds: Collection[str]) -> set[str]:
-        """Return the buffers of the backward pass that depend on any of the given gradients of outputs."""
-        found = set(seeds)
-        if len(found) == len(self.program.seeds):
-            return found | set(self.program.gradients.values())
-        for one in self._code[self._backward_start :]:
-            if isinstance(one, Launch | Collective | Send | Recv) and found.intersection(one.reads):
-                found.update(one.writes)
-        return found
+    def _without_loss(self, given: Collection[str]) -> frozenset[str]:
+        """Return the buffers of the backward pass, on all stages, that depend on no `given` gradient of an output."""
+        found, left = set(given), set(self.program.seeds).difference(given)
+        if not left:
+            return frozenset()
+        for data in self.program.instructions[self.program.backward_start :]:
+            # the buffer that a message is received in has its tag
+            written = (data["tag"],) if data["do"] == "send" else data.get("writes", ())
+            if found.intersection(data.get("reads", ())):
+                found.update(written)
+            else:
+                left.update(written)
+        return frozenset(left - found)
 
     def zeros(self, name: str, output: str) -> torch.Tensor:
         """Return a gradient of zeros for an output, in its dtype."""
@@ -238,7 +248,7 @@ class RankProgram:
                     self._streams[instruction.stream].wait_event(events[instruction.event])
                 case Launch() | Collective():
                     with torch.cuda.stream(self._streams.get(instruction.stream)):
-                        self._do(instruction, state.at, state.tapes)
+                        self._do(instruction, state)
                 case Send() | Recv():
                     with torch.cuda.stream(self._streams.get(instruction.stream)):
                         self._message(instruction, state)
@@ -276,8 +286,8 @@ class RankProgram:
             for stream in self._streams.values():
                 value.record_stream(stream)
 
-    def _do(self, instruction: Launch | Collective, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]) -> None:
-        work = self.program.work[instruction.writes[0]]
+    def _do(self, instruction: Launch | Collective, state: State) -> None:
+        work, at = self.program.work[instruction.writes[0]], state.at
         if isinstance(work, Exchange):
             x, *others = (at[name] for name in instruction.reads)
             pieces = Pieces(
@@ -285,9 +295,9 @@ class RankProgram:
             )
             at[instruction.writes[0]] = exchange(work, x, self.groups[work.axes], pieces, self.members, *others)
         elif work.op == "backward":
-            self._backward(instruction, work, at, tapes)
+            self._backward(instruction, work, state)
         else:
-            self._forward(instruction, work, at, tapes)
+            self._forward(instruction, work, at, state.tapes)
 
     def _forward(
         self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]
@@ -323,17 +333,16 @@ class RankProgram:
             return run_route(work, operands, self.groups)
         return run_kernel(work, operands, context)
 
-    def _backward(
-        self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]
-    ) -> None:
+    def _backward(self, instruction: Launch | Collective, work: Kernel, state: State) -> None:
         forward, wanted = work.args
-        tape = tapes.pop(forward)
+        at, tape = state.at, state.tapes.pop(forward)
         if tape.saved is not None:
             tape.saved.restore({name: at[again] for name, again in self._differentiated[forward].items()})
         incoming = at[instruction.reads[0]].to(tape.dtype)
         edges = [tape.operands[name] for name in wanted]
         found: Sequence[torch.Tensor | None] = [None] * len(edges)
-        if tape.result is not None:
+        # without a loss there is no gradient: zeros times infinity would make it NaN
+        if tape.result is not None and instruction.reads[0] not in state.without_loss:
             found = torch.autograd.grad(tape.result, edges, incoming, allow_unused=True)
         for name, gradient in zip(instruction.writes, found, strict=True):
             buffer = self.program.buffers[name]

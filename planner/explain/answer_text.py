@@ -22,12 +22,13 @@ from planner.explain.tables import (
     vendor_text,
     workload_line,
 )
-from planner.io.figures import count_text, gib_text, interval_text, last_digit_s, rate_text, seconds_text
+from planner.io.figures import change_text, count_text, gib_text, interval_text, last_digit_s, rate_text, seconds_text
 from planner.io.grids import console, grid
 from planner.io.plan_words import (
     approach_text,
     degrees_text,
     differences_text,
+    plan_in_words,
     plan_settings,
     policy_text,
     short_degrees,
@@ -64,7 +65,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         for flip in ranked.flips:
             flips.setdefault(vendor_text(flip_text(flip), question.cluster), []).append(f"#{ranked.rank}")
     print()
-    print_lines(console(), [*why, *run_lines(best.plan, question, out)])
+    print_lines(console(), [*why, *run_lines(best.plan, question, out), *_other_batch_lines(result)])
     if best.cost_per_million_tokens is not None and not result.by_gpus:
         print_lines(console(), [f"cost      {best.cost_per_million_tokens:.3g} per million tokens, at the given price"])
     print()
@@ -184,6 +185,15 @@ def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _other_batch_lines(result: SearchResult) -> list[str]:
+    other = result.other_batch
+    if other is None:
+        return []
+    rate = f"about {two_digits(other.tokens_per_s_per_gpu)} tokens/s/GPU ({change_text(other.gain)}), fits"
+    said = f"--global-batch {other.global_batch_size}, which the GPUs divide: {plan_in_words(other.plan)}"
+    return [f"instead   {said}, {rate}"]
 
 
 def print_plans(plans: Sequence[RankedPlan], question: Question, likely: Sequence[MayFit] = ()) -> None:

@@ -34,6 +34,7 @@ def search_document(result: SearchResult) -> JsonObject:
         "rejected": result.rejected,
         "may_fit": codec.to_builtins(result.may_fit),
         "likely": codec.to_builtins(result.likely),
+        "other_batch": codec.to_builtins(result.other_batch),
         "by_gpus": codec.to_builtins(result.by_gpus),
     }
 

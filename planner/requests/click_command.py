@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import EnumType
 from functools import partial
@@ -117,7 +118,7 @@ def _type(flag: Flag) -> click.ParamType[Any] | Callable[[str], Any] | None:
     if flag.item is Path:
         return click.Path(path_type=Path)
     if flag.kind is int:
-        return click.INT if bounds == (None, None) else click.IntRange(*bounds)
+        return click.INT if bounds == (None, None) else _Whole(*bounds)
     if flag.kind is float:
         return click.FLOAT if bounds == (None, None) else click.FloatRange(*bounds)
     return click.STRING
@@ -132,6 +133,18 @@ class _Word(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self.words(super().convert(value, param, ctx))
+
+
+class _Whole(click.IntRange):
+    """A whole number. Of 128k it says which two numbers that may be, and takes none of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        rounded = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([kKmM])", str(value).strip())
+        if rounded:
+            power = "km".index(rounded[2].lower()) + 1
+            two = " or ".join(f"{float(rounded[1]) * size**power:.0f}" for size in (1024, 1000))
+            self.fail(f"{value!r} may be {two}: write the one that is meant.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def percent(text: str) -> float:

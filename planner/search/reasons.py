@@ -1,11 +1,16 @@
-"""Why a plan is listed after the first: it may not fit, it ties, or the terms in which it is slower."""
+"""Why a plan is listed after the first: it may not fit, it ties, or the terms in which it is slower; and the plans that
+are faster than the first and may not fit.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
 from planner.io.plan_words import listed
 from planner.search.finalists import Finalist, certainty, mechanisms
-from simulator.config.estimate import Estimate, chance
+from planner.search.result import MayFit
+from simulator.config.estimate import SURE, Estimate, Fit, chance
 from topology.units import GIB
 
 LEAST_TERM = 0.01  # share of the better plan's step below which a difference in a term is not named
@@ -23,6 +28,24 @@ def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
     if objective not in {"memory", "pareto"} and best.tie == other.tie:
         return _tie_text(best, other)
     return lost_because(best.estimate, other.estimate, objective=objective)
+
+
+def faster_unsure(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[MayFit, ...]:
+    """Return the plans that may fit and are faster than the first, which surely fits: the fastest, and slower ones that
+    are more likely to fit.
+    """
+    first = listed[0].estimate
+    if first.memory.fit_probability < SURE:
+        return ()
+    unsure = [one for one in finalists if one.estimate.memory.fit is Fit.LIKELY]
+    found: list[MayFit] = []
+    for one in sorted(unsure, key=lambda one: one.estimate.step_s.value):
+        likely, faster = one.estimate.memory.fit_probability, 1 - one.estimate.step_s.value / first.step_s.value
+        if faster > 0 and (not found or likely > found[-1].fit_probability):
+            found.append(
+                MayFit(plan=one.plan, estimate=one.estimate, method=one.method, fit_probability=likely, faster=faster)
+            )
+    return tuple(found)
 
 
 def _tie_text(best: Finalist, other: Finalist) -> str:

@@ -100,6 +100,16 @@ class SearchStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherBatch:
+    """A batch whose best plan has `gain` more throughput than the best plan of the batch that was asked for."""
+
+    global_batch_size: int
+    plan: Plan
+    tokens_per_s_per_gpu: float
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """The listed plans, best first, and an account of all others.
 
@@ -114,6 +124,7 @@ class SearchResult:
     assumed: tuple[str, ...] = field(default=())
     by_gpus: tuple[GpuCountRow, ...] = ()  # if several GPU counts were compared
     likely: tuple[MayFit, ...] = ()
+    other_batch: OtherBatch | None = None  # near the one that was asked for, with a faster plan
 
     @property
     def may_fit(self) -> MayFit | None:

@@ -33,13 +33,13 @@ from planner.search.plan_space.collected import ListedTies
 from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
-from planner.search.reasons import why_it_lost
-from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
+from planner.search.reasons import faster_unsure, why_it_lost
+from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import RATHER_SURE, SURE, Fit
+from simulator.config.estimate import RATHER_SURE, SURE
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -91,6 +91,7 @@ def suggest(
     the simulated plans before their reasons are known. Raises Infeasible (exit 3) when no plan is legal or none fits.
     """
     options = options or SearchOptions()
+    by_time = options.objective not in {"memory", "pareto"}
     started, deadline = time.monotonic(), deadline_of(options.time_limit_s)
     if options.objective not in OBJECTIVES:
         raise UserError(f"unknown objective {options.objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
@@ -107,8 +108,14 @@ def suggest(
             plans=_rank(question, listed, options, reasons=reasons and options.flips),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
             assumed=assumed,
-            likely=_likely(listed, finalists) if options.objective not in {"memory", "pareto"} else (),
+            likely=faster_unsure(listed, finalists) if by_time else (),
+            other_batch=batch_that_divides(listed[0]) if reasons and by_time and "global-batch" in rejected else None,
         )
+
+    def batch_that_divides(best: Finalist) -> OtherBatch | None:
+        from planner.search.other_batch import other_batch  # noqa: PLC0415 - most batches divide
+
+        return other_batch(question, options.bounds, best, deadline)
 
     def preliminary(explored: Explored) -> SearchResult:
         plans = _listed_plans(explored, AssignedPipelines(), options, question.cluster)
@@ -131,7 +138,7 @@ def suggest(
     if not found.plans:
         raise _no_plan(question, nodes, options, found, grow=grow, deadline=deadline)
     with limited(None):
-        free = options.objective not in {"memory", "pareto"} and "fsdp_exchange" not in options.bounds.stated
+        free = by_time and "fsdp_exchange" not in options.bounds.stated
         finalists = counted_finalists(question, found.plans, found.may_fit, replays, exchanges=free)
     simulated: list[Finalist] | None = finalists
     if options.simulate:
@@ -324,24 +331,6 @@ def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
             plan if options.all_variants else tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep", "etp")), plan
         )
     return list(first.values())
-
-
-def _likely(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[MayFit, ...]:
-    """Return the plans that may fit and are faster than the first, which surely fits: the fastest, and slower ones that
-    are more likely to fit.
-    """
-    first = listed[0].estimate
-    if first.memory.fit_probability < SURE:
-        return ()
-    unsure = [one for one in finalists if one.estimate.memory.fit is Fit.LIKELY]
-    found: list[MayFit] = []
-    for one in sorted(unsure, key=lambda one: one.estimate.step_s.value):
-        likely, faster = one.estimate.memory.fit_probability, 1 - one.estimate.step_s.value / first.step_s.value
-        if faster > 0 and (not found or likely > found[-1].fit_probability):
-            found.append(
-                MayFit(plan=one.plan, estimate=one.estimate, method=one.method, fit_probability=likely, faster=faster)
-            )
-    return tuple(found)
 
 
 def _rank(

@@ -29,6 +29,11 @@ def _sharding(c: PlanColumns) -> NDArray[np.int64]:
     return np.where(c.zero_stage < 0, 3, c.zero_stage)
 
 
+def _replicated_alone(c: PlanColumns) -> NDArray[np.bool_]:
+    """Return whether nothing but replicas divides a step, as in DDP."""
+    return np.asarray((c.dp_replicate > 1) & (c.dp_shard * c.cp * c.tp * c.pp == 1))
+
+
 def _split(c: PlanColumns, q: RuleFacts) -> NDArray[np.int64]:
     """Return the number of ranks that split each expert."""
     return expert_split(c, q.splits_experts)
@@ -310,7 +315,12 @@ DATA_RULES: list[Rule] = [
         "offload-parameters",
         lambda c, q: (
             (c.offload == "parameters")
-            & ((_sharding(c) < 3) | ((c.dp_shard * c.cp == 1) & (c.zero_stage < 0) & (not q.framework.wraps_one_rank)))
+            & (
+                (_sharding(c) < 3)
+                | (c.zero_stage < 0)
+                & (c.dp_shard * c.cp == 1)
+                & (_replicated_alone(c) | (not q.framework.wraps_one_rank))  # DDP keeps all of them on the GPU
+            )
         ),
         lambda p, q: (
             f"offload parameters needs sharded parameters: {q.framework.title} has them with "

@@ -99,6 +99,14 @@ def test_a_missing_folder_is_refused_before_the_work(planner, tmp_path, command)
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize(("said", "numbers"), [("128k", "131072 or 128000"), ("1.5M", "1572864 or 1500000")])
+def test_a_rounded_number_of_tokens_is_answered_with_what_it_may_be(planner, said, numbers):
+    done = planner("estimate", "--model", "llama3-8b", "--seq-len", said)
+
+    assert done.returncode == 2
+    assert f"'{said}' may be {numbers}" in done.stderr
+
+
 def test_a_path_below_a_file_is_refused_without_advice_that_cannot_help(planner, tmp_path):
     (tmp_path / "plan.json").touch()
     done = planner("probe", "--out", tmp_path / "plan.json" / "below" / "file.json")

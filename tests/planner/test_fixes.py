@@ -15,10 +15,13 @@ from planner.question.cases import case_from_flags
 from planner.question.flags import Flags
 from planner.question.prediction import predict
 from planner.question.question import default_runtime, question_of
+from planner.search.finalists import Finalist
 from planner.search.fixes import find_fixes, memory_text
+from planner.search.other_batch import other_batch
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Fit, Interval, MemoryEstimate
+from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import TORCHTITAN
@@ -172,6 +175,25 @@ def test_the_first_plan_surely_fits_and_what_a_faster_one_would_gain_is_said(lla
     assert may_fit.fit_probability < SURE
     assert may_fit.estimate.step_s.value == pytest.approx(first.estimate.step_s.value * (1 - may_fit.faster))
     assert may_fit.faster > 0
+
+
+def test_a_batch_that_the_gpus_divide_is_named_where_it_is_faster():
+    """Asked for, the named batch has the named plan and gain, and nothing more to gain."""
+    bounds = Bounds(max_tp=1, max_cp=1, max_pp=1, max_micro_batch=1)
+    workload = Workload(seq_len=2048, global_batch_size=16)
+    question = question_of(load_model("llama3.2-1b"), make_cluster(1, 6), workload)
+    piped = Plan(dp_shard=2, pp=3)
+    best = Finalist(plan=piped, estimate=predict(question, piped).estimate)
+    named = other_batch(question, bounds, best, None)
+    other = replace(question, workload=replace(workload, global_batch_size=named.global_batch_size))
+    first = suggest(other, SearchOptions(top=1, bounds=bounds, reasons=False)).plans[0]
+    faster = Finalist(plan=first.plan, estimate=first.estimate)
+
+    assert named.global_batch_size == 18
+    assert named.plan == first.plan
+    rates = [one.tokens_per_s_per_gpu for one in (first.estimate, best.estimate)]
+    assert named.gain == pytest.approx(rates[0] / rates[1] - 1)
+    assert other_batch(other, bounds, faster, None) is None
 
 
 def test_commands_say_how_sure_it_is(planner):

@@ -43,7 +43,8 @@ def test_each_framework_offloads_what_it_can(framework, words):
         ("torchtitan", Plan(dp_shard=8, offload="parameters"), ""),
         ("torchtitan", Plan(dp_shard=8, offload="optimizer"), "keeps nothing of that in host memory"),
         ("torchtitan", Plan(dp_replicate=8, offload="parameters"), "needs sharded parameters"),
-        ("pytorch", Plan(dp_replicate=8, dp_shard=1, offload="parameters"), ""),
+        ("pytorch", Plan(dp_replicate=8, dp_shard=1, offload="parameters"), "needs sharded parameters"),  # DDP
+        ("pytorch", Plan(dp_replicate=4, dp_shard=1, tp=2, offload="parameters"), ""),
         ("deepspeed", Plan(dp_replicate=8, zero_stage=1, offload="optimizer"), ""),
         ("deepspeed", Plan(dp_replicate=8, zero_stage=0, offload="optimizer"), "needs a sharded optimizer"),
         ("deepspeed", Plan(dp_replicate=8, zero_stage=2, offload="parameters"), "needs sharded parameters"),

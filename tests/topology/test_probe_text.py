@@ -286,3 +286,10 @@ def test_what_the_whole_machine_carries_is_said():
 
     assert "the slowest pair is 0-2" in pair
     assert switched["bisection"]["bytes_per_s"] == pytest.approx(4 * 18 * 25e9, rel=0.07)
+
+
+def test_a_table_of_peer_access_alone_lists_its_gpus_and_asks_for_their_paths() -> None:
+    cluster = probe(text("topo/p2p/h100_8gpu_p2p_r_ok.txt"))
+
+    assert [gpu.index for gpu in node(cluster).gpus] == list(range(8))
+    assert any("topo -m" in one.remedy for one in found(cluster, Severity.WARNING, "no_nvlink"))

@@ -323,11 +323,12 @@ def _bridges(machine: Machine, wirings: list[NvlinkWiring]) -> Iterator[Finding]
 def _expected_links(machine: Machine, wirings: list[NvlinkWiring], kinds: dict[int, GpuKind]) -> Iterator[Finding]:
     """Fewer or slower links than the datasheet has, where the model is known."""
     able = [index for index, kind in sorted(kinds.items()) if kind.nvlink_links]
-    if len(able) > 1 and not machine.pairs and not machine.hides_nvlink:
+    unknown = sorted(machine.gpus.keys() - kinds.keys())
+    if len(able) + len(unknown) > 1 and not machine.pairs and not machine.hides_nvlink:
         yield finding(
             "no_nvlink",
             WARNING,
-            f"whether NVLink joins the GPUs was not read ({kinds[able[0]].title})",
+            f"whether NVLink joins the GPUs was not read ({kinds[able[0]].title if able else 'model unknown'})",
             "no table of pairs, list of links or NCCL topology is among the sources",
             "the cluster has none: collectives run over PCIe and the host",
             "read `nvidia-smi topo -m` as well",

@@ -69,7 +69,7 @@ def probe_text(texts: Sequence[tuple[str, str]], *, gpu: str | None = None) -> C
             raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
     found = build(evidence, gpu=gpu, name="probed")
-    if not found.gpu_count and evidence.nccl is None and not any(table.status for table in evidence.p2p):
+    if not found.gpu_count and evidence.nccl is None:
         raise BadInput(
             "no text lists the GPUs of a machine",
             why=f"{', '.join(label for label, _ in texts)} was read and names none",

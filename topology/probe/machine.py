@@ -146,6 +146,9 @@ def combine_sources(evidence: Evidence) -> Machine:
     _from_nvml(machine, evidence.nvml, evidence.findings)
     _from_nccl(machine, evidence.nccl)
     _from_sysfs(machine, evidence.sysfs, evidence.findings)
+    if not machine.gpus:  # tables of peer access alone
+        for index in (index for table in evidence.p2p if table.status for index in table.gpus):
+            _gpu(machine, index)
     _add_path_classes(machine)
     _detect_switches(machine)
     _add_switched_pairs(machine)

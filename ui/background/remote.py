@@ -11,7 +11,7 @@ from planner.io.output import SCHEMA_VERSION
 from planner.question.flags import Flags
 from planner.remote.errors import ENDED, ServiceError, error_of
 from planner.search.answer import search_question
-from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult, SearchStats
+from planner.search.result import GpuCountRow, MayFit, OtherBatch, RankedPlan, SearchResult, SearchStats
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
@@ -102,6 +102,7 @@ def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchRes
     )
     besides = {"traffic", "above_published"}
     plans = [{key: value for key, value in one.items() if key not in besides} for one in document["plans"]]
+    other = document["other_batch"]
     return SearchResult(
         question=question,
         search=codec.convert(document["search"], SearchStats, where="search"),
@@ -110,4 +111,5 @@ def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchRes
         assumed=tuple(map(str, document["assumed"])),
         by_gpus=tuple(codec.convert(one, GpuCountRow, where="by_gpus") for one in document["by_gpus"]),
         likely=tuple(codec.convert(one, MayFit, where="likely") for one in document["likely"]),
+        other_batch=codec.convert(other, OtherBatch, where="other_batch") if other else None,
     )

@@ -95,8 +95,9 @@ def hold_orders(name):
     """Every piece lies in memory in the order that the program says of its buffer."""
     plain, ordered = RankProgram._do, set()
 
-    def do(self, instruction, at, tapes):
-        plain(self, instruction, at, tapes)
+    def do(self, instruction, state):
+        plain(self, instruction, state)
+        at = state.at
         for one in set(instruction.writes) & set(at):
             said = self.program.buffers[one].order
             assert lies_in(at[one].shape, order_of(tuple(at[one].shape), at[one].stride()), said), f"{name}: {one}"

@@ -122,6 +122,8 @@ KEPT = (
     "slope",
     "filled_diagonal",
     "complex_factor",
+    "read_data",
+    "result_without_loss",
 )
 PLACED = [{"x": ["S(0)"]}, {"x": ["S(1)"]}, {"*.weight": ["S(0)"]}, {"a.weight": ["S(1)"], "x": ["S(2)"]}]
 
@@ -158,6 +160,49 @@ def complex_factor(self, x):
     return (self.a(x) * 2j - (1 + 1j)).imag * self.b(x) / float("inf") + self.a(x)
 
 
+def read_data(self, x):
+    return self.a(x) * self.b(x).data + self.b.weight.data.abs().sum(0)
+
+
+def result_without_loss(self, x):
+    """Its gradient is zero times infinity where it is taken for zeros."""
+    y = self.a(x)
+    return self.b(y), y * self.b(x) * float("inf")
+
+
+def result_of_a_stage(self, x):
+    y = self.a(x)
+    return y.sin(), self.b(y)
+
+
+def powers(self, x):
+    return self.b(torch.vander(self.a(x)[0, 0], 8))
+
+
+def products(self, x):
+    """What `powers` is, of operators that torch differentiates: vander's own backward pass raises an error."""
+    return self.b(self.a(x)[0, 0].unsqueeze(-1) ** torch.arange(8).flip(0))
+
+
+class Averaged(Two):
+    """Its buffer is written in two regions without autograd, in one of them through a view, and after them."""
+
+    def __init__(self) -> None:
+        super().__init__("averaged")
+        self.register_buffer("mean", torch.ones(8, dtype=torch.float64))
+
+
+def averaged(self, x):
+    y = self.a(x)
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(y.mean((0, 1)))
+    z = self.b(y) + self.mean
+    with torch.no_grad():
+        self.mean[2:].add_(z.std((0, 1))[2:])
+    self.mean.mul_(2)
+    return z + self.mean
+
+
 def frozen():
     module = Two("in_a_row")
     module.a.requires_grad_(False)
@@ -171,6 +216,8 @@ def test_gradients_pass_where_they_do_on_one_process() -> None:
         for placed in (PLACED[number % 4], PLACED[(number + 1) % 4])
     ]
     cases += [Case(f"frozen, {placed}", frozen(), (X,), {"d": 2}, {"placements": placed}) for placed in PLACED[:2]]
+    stages = {"stages": {"axis": "d", "of": {"b": 1}, "micro_batches": 2}}
+    cases += [Case("stages", Two("result_of_a_stage"), (X,), {"d": 2}, {"placements": {"x": ["R"]}, **stages})]
     run(cases, 2)
 
 
@@ -242,6 +289,27 @@ def _calls_worker():
 
 def test_a_call_is_the_one_that_was_captured() -> None:
     ranks._on_ranks(_calls_worker, 2)
+
+
+def _equal_worker():
+    """A sharded module is as `alone`, in its result, its gradients and its buffers, in two calls."""
+    api.plan = ranks.planned_here
+    for module, alone in ((Averaged(), Averaged()), (Two("powers"), Two("products"))):
+        alone.load_state_dict(module.state_dict())
+        sharded = api.shard(module, (X,), mesh={"d": 2}, placements={"x": ["S(1)"]})
+        for _ in range(2):
+            expected, found = alone(X), sharded(X).full_tensor()
+            torch.testing.assert_close(found, expected)
+            expected.sum().backward()
+            found.sum().backward()
+        for (name, one), other in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)
+        for one, other in zip(sharded.buffers(), alone.buffers(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_buffers_written_twice_and_powers_are_those_of_one_process() -> None:
+    ranks._on_ranks(_equal_worker, 2)
 
 
 class Reversed(torch.autograd.Function):
@@ -341,6 +409,30 @@ def written_through_detach(self, x):
     return y * x
 
 
+def written_data(self, x):
+    y = self.a(x)
+    y.data.clamp_(0, 1)
+    return self.b(y)
+
+
+def assigned_data(self, x):
+    y = self.a(x)
+    y.data = y.clamp(0, 1)
+    return self.b(y)
+
+
+def without_grad_in_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        y = self.b(x)
+    return self.a(x) * y
+
+
+def with_grad_in_autocast(self, x):
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+        y = self.b(x)
+    return self.a(x) * y
+
+
 def differentiated(self, x):
     return torch.func.grad(lambda y: y.sin().sum())(self.a(x)) * x
 
@@ -361,7 +453,11 @@ def places_in_memory(self, x):
 @pytest.mark.parametrize(
     ("module", "what"),
     [
-        (Two("written_through_detach"), "writes through detach()"),
+        (Two("written_through_detach"), "writes through detach() or data"),
+        (Two("written_data"), "writes through detach() or data"),
+        (Two("assigned_data"), "data is assigned"),
+        (Two("without_grad_in_autocast"), "switched off inside torch.autocast"),
+        (Two("with_grad_in_autocast"), "switched on inside torch.autocast"),
         (Two("differentiated"), "torch.func differentiates"),
         (Two("branches"), "cond is no operator"),
         (Two("kept_statistics"), "running statistics of an instance norm"),
