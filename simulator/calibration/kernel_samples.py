@@ -47,7 +47,7 @@ MOVEMENTS = (
     Movement(name="residual", operators=("residual",), axes=("u", "h")),
     Movement(name="embedding", operators=("tok_embeddings", "embedding"), axes=("t", "v", "h")),
     Movement(name="cross_entropy", operators=("to_float", "log_softmax", "nll", "loss"), axes=("t", "v")),
-    Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax"), axes=("t", "v")),
+    Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax", "loss_slope"), axes=("t", "v")),
 )
 # Kernels outside the layers' lists: FSDP's packing and the optimizer; their axes are a layer's parameters and the ranks
 # that share them.

@@ -33,7 +33,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-CASTS = frozenset({"cast", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
+CASTS = frozenset({"cast", "narrowed", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
 _PLAN_SIDE = ("sp", "rows_apart", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
