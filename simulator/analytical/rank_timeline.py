@@ -13,6 +13,7 @@ import numpy as np
 
 from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, Stretch, TrafficTimes
 from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import Packing
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.rank import Pass, Value
@@ -217,10 +218,14 @@ class RankTimeline:
         name: str,  # noqa: ARG002 - a Rank is given names
         moved_bytes: Value,
         *,
-        module_bytes: Value | None = None,
+        packing: Packing | None = None,
+        stream: str = COMPUTE,
     ) -> None:
-        rate = self.traffic.copy_bytes_per_s(module_bytes)
+        rate = self.traffic.copy_bytes_per_s(packing)
         seconds = np.asarray(moved_bytes / rate)
+        if stream != COMPUTE:
+            self._send(self.traffic.copying(seconds), stream)
+            return
         self._wait(COMPUTE, self.host, "host")
         stretched = self._beside_traffic(
             self.compute,
@@ -255,7 +260,9 @@ class RankTimeline:
             self._wait(COMPUTE, self.host, "optimizer")
 
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
-        cost = self.traffic.cost(op, family, nbytes)
+        self._send(self.traffic.cost(op, family, nbytes), stream, times)
+
+    def _send(self, cost: Background, stream: str, times: Value = 1.0) -> None:
         if not cost.runs:
             return
         self._sends = True
@@ -373,7 +380,7 @@ class RankTimeline:
             together = share * np.minimum(working, left / (1.0 - share * stretch.behind))
             lost = together * stretch.lost
             longer = lost if longer is None else longer + lost
-            if until is self._clock(stream):
+            if until is self._until(stream):
                 self._delay(stream, start, together * stretch.behind)
         return longer
 
@@ -386,7 +393,11 @@ class RankTimeline:
             else:
                 del self._earlier[stream]
         for stream, cost in self._beside.items():
-            until = self._clock(stream)
+            until = self._until(stream)
             if (until > start).any():
                 found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
         return found
+
+    def _until(self, stream: str) -> Floats:
+        """Return when what a stream has under way ends; its clock may be later, if it waits for another stream then."""
+        return self._busy[stream][1] if stream in self._busy else self._clock(stream)
