@@ -38,6 +38,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
+from simulator.kernels.roofline import PACKING
 from simulator.lowering.training import lower_training
 from simulator.program.program import Collective, Send
 from simulator.runtimes.library import runtime_spec

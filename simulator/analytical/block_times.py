@@ -331,7 +331,8 @@ class TrafficTimes:
         """Return the bytes/s of copies, or of one of FSDP's."""
         if packing is None:
             return self._hbm
-        key = packing.kernel, *(np.asarray(x).tobytes() for x in (packing.widened_bytes, packing.module_bytes))
+        sizes = (np.asarray(size).tobytes() for size in (packing.widened_bytes, packing.module_bytes))
+        key: tuple[str | bytes, ...] = (packing.kernel, *sizes)
         if key not in self._rates:
             rate = self.context.roofline.packing_bytes_per_s(packing)
             self._rates[key] = np.broadcast_to(rate, (len(self.context.table),))

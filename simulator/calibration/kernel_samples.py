@@ -50,8 +50,8 @@ MOVEMENTS = (
     Movement(name="cross_entropy", operators=("to_float", "log_softmax", "nll", "loss"), axes=("t", "v")),
     Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax", "loss_slope"), axes=("t", "v")),
 )
-# Kernels outside the layers' lists: FSDP's copies (`PACKING`) and the optimizer; their axes are a layer's parameters and the ranks
-# that share them.
+# Kernels outside the layers' lists: FSDP's copies (`PACKING`) and the optimizer; their axes are a layer's parameters
+# and the ranks that share them.
 UPDATES = ("adamw", "clip")
 PARAMETER_AXES = ("h", "q", "kv", "f")
 

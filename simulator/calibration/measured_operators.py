@@ -23,8 +23,8 @@ from simulator.kernels.roofline import DATASHEET, FITTED, MEASURED, REDUCE_PACK,
 class MeasuredOperators:
     """`exact` maps a product or an attention to seconds (`simulator.fitting.step_samples.exact_key`); curves are by
     dtype, by (dtype, head width, direction) and by (runtime, operator). `stream` is a plain copy, `packing` FSDP's
-    copies by kernel over the bytes counted for them, `update_rates` bytes per second that clipping and updating reach, by
-    parameter dtype.
+    copies by kernel over the bytes counted for them, `update_rates` bytes per second that clipping and updating reach,
+    by parameter dtype.
     """
 
     exact: dict[tuple[Any, ...], float] = field(default_factory=dict)

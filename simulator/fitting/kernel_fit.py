@@ -6,7 +6,6 @@ Only valid, sustained samples are used; samples from inside steps only for shape
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 

@@ -187,8 +187,8 @@ def grouped_tile_factor(work: Work) -> Floats | float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """One of FSDP's copies of a module of `module_bytes` as products read it. `widened_bytes` are moved for each element
-    that is cast to a wider type, one at a time; 0 where none is.
+    """One of FSDP's copies of a module of `module_bytes` as products read it. `widened_bytes` are moved for each
+    element that is cast to a wider type, one at a time; 0 where none is.
     """
 
     kernel: str
@@ -306,6 +306,11 @@ class Roofline:
         return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
 
     @property
+    def listed_bytes_per_s(self) -> float:
+        """The rate of kernels that go through many tensors at once."""
+        return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
+
+    @property
     def in_layers(self) -> Roofline:
         """The roofline for kernels of layers."""
         return (
@@ -343,7 +348,7 @@ class Roofline:
     def packing_bytes_per_s(self, packing: Packing) -> Floats:
         """Return the bytes/s of one of FSDP's copies, in terms of the bytes counted for it."""
         known, rate = efficiency(self.gpu.architecture), self.memory_bytes_per_s
-        usual: Floats | float = 1.0 / known.updated
+        usual: Floats | float = rate / self.listed_bytes_per_s
         if np.any(packing.widened_bytes):
             one_by_one = known.unit_s["packed"] * rate / self.gpu.sm_count
             usual = np.maximum(usual, one_by_one / np.where(packing.widened_bytes, packing.widened_bytes, np.inf))
@@ -361,7 +366,7 @@ class Roofline:
             # Half the bytes, but the same float32 arithmetic.
             arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
             return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
-        return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
+        return self.listed_bytes_per_s
 
     def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from simulator.lowering.block_code import Detail, merged
 from simulator.kernels.roofline import Packing
+from simulator.lowering.block_code import Detail, merged
 from simulator.lowering.network import Network
 from simulator.lowering.steps import KernelStep, Step, TransferStep
 from simulator.lowering.writing import StepWriter
@@ -169,9 +169,7 @@ class CodeRank:
         self.units.steps.write(self.code, self.units.passed(unit, which))
         self._mark()
 
-    def copy(
-        self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE
-    ) -> None:
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         moved, roofline = _number(moved_bytes), self.units.network.sustained.roofline
         rate = roofline.memory_bytes_per_s if packing is None else _number(roofline.packing_bytes_per_s(packing))
         if stream == COMPUTE:

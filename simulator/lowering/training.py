@@ -231,9 +231,7 @@ class SendingRank(CodeRank):
     def run(self, unit: Unit, which: Pass) -> None:
         self.code.extend(self.units.sent(unit, which))
 
-    def copy(
-        self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE
-    ) -> None:
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         """Within the GPU."""
 
     def update(self, moved_bytes: Value, elements: Value) -> None:

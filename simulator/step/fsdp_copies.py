@@ -26,11 +26,10 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import GATHER_PACK, GATHER_UNPACK, REDUCE_PACK, Packing
 from simulator.step.context import CostContext
 
-
-# Of the time that copies take next to compute, what they take from it: products leave them next to nothing and lose as
-# little (-7 to 6 %), kernels that move memory lose 70 %, and copies wait for those. Source: one H200, casts and copies of
-# 109 million elements on a stream of high priority next to 10 to 21 products and to 40 products of elements
-# (torch 2.11, 2026-12-01).
+# Of the time that copies take next to compute, what they take from it: next to products they hardly move, nor do they
+# slow these (-10 to 6 % of their time), and kernels that move memory lose 70 % of it. Source: one H200, casts and
+# copies of 109 million elements on a stream of high priority next to 10 to 21 products and next to 40 products of
+# elements (torch 2.11; examples/validation/kernels.md).
 TAKEN = 0.7
 
 
@@ -119,7 +118,9 @@ class FsdpCopies:
     ) -> Move:
         nbytes = np.zeros_like(shared) if self.none else shared * each(self.ranks) + experts * each(self.expert_ranks)
         module_bytes = (shared + experts) * self.gathered
-        return Move(nbytes=nbytes, packing=Packing(kernel=kernel, module_bytes=module_bytes, widened_bytes=widened_bytes))
+        return Move(
+            nbytes=nbytes, packing=Packing(kernel=kernel, module_bytes=module_bytes, widened_bytes=widened_bytes)
+        )
 
 
 def fsdp_copies(context: CostContext) -> FsdpCopies:

@@ -51,9 +51,7 @@ class Rank(Protocol):
     def run(self, unit: Unit, which: Pass) -> None:
         """Run a pass of a unit's block: its kernels and its own collectives."""
 
-    def copy(
-        self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE
-    ) -> None:
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         """Move bytes within the GPU, as one of FSDP's copies if `packing` says how."""
 
     def update(self, moved_bytes: Value, elements: Value) -> None:
