@@ -368,8 +368,8 @@ class RankTimeline:
         self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch], *, part: str
     ) -> Floats | None:
         """Return by how much traffic under way at `start` lengthens compute of `total_s`, count that to a `part`, and
-        delay that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which traffic has the GPU to
-        itself.
+        delay that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which
+        traffic has the GPU to itself.
         """
         longer = None
         for stream, alongside, since, until in self._under_way(start):

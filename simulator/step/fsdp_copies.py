@@ -26,8 +26,8 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import GATHER_PACK, GATHER_UNPACK, REDUCE_PACK, Packing
 from simulator.step.context import CostContext
 
-# Of the time that copies take next to compute, what they take from it: next to products they hardly move, nor do they
-# slow these (-10 to 6 % of their time), and kernels that move memory lose 70 % of it. Source: one H200, casts and
+# Of the time that copies take next to compute, what they take from it: next to products they hardly move and slow
+# nothing (products take -8 to +2 % longer), and kernels that move memory lose 70 % of it. Source: one H200, casts and
 # copies of 109 million elements on a stream of high priority next to 10 to 21 products and next to 40 products of
 # elements (torch 2.11; examples/validation/kernels.md).
 TAKEN = 0.7
