@@ -33,11 +33,12 @@ from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.items import CollectiveItem, ContentionItem, LayerItem, OperatorItem, OverlapItem
-from simulator.calibration.kernel_samples import PACKING, UPDATES
+from simulator.calibration.kernel_samples import UPDATES
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
+from simulator.kernels.roofline import PACKING
 from simulator.lowering.training import lower_training
 from simulator.program.program import Collective, Send
 from simulator.runtimes.library import runtime_spec

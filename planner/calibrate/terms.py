@@ -26,6 +26,7 @@ from simulator.config.runtime import Runtime
 from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCHES, LEAST_S, spread_of, usual_costs
 from simulator.fitting.runtime_fit import INSIDE_SPREAD
 from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.roofline import Packing
 from simulator.runtimes.library import runtime_spec
 from simulator.step.host import costs_in
 from topology.rates.groups import GroupShape
@@ -104,8 +105,8 @@ class _RaisedOperators(MeasuredOperators):
         seconds, source = self.base.seconds(work, datasheet, dtype=dtype, runtime=runtime)
         return (seconds * self.factor if work.kind is self.kind else seconds), source
 
-    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        found = self.base.packing_factor(nbytes, usual)
+    def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
+        found = self.base.packing_factor(packing, usual)
         return found if self.kind is not None else found * self.factor
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:

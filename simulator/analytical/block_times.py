@@ -13,9 +13,10 @@ from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.roofline import Packing, efficiency
 from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_lost_and_stalled_s
 from simulator.step.context import CostContext
+from simulator.step.fsdp_copies import TAKEN
 from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s, update_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
@@ -315,7 +316,7 @@ class TrafficTimes:
     _hbm: Floats = field(init=False)
     _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
     _seconds: dict[tuple[str, str, bytes | float], tuple[Floats, Floats]] = field(default_factory=dict)
-    _rates: dict[bytes | float, Floats] = field(default_factory=dict)
+    _rates: dict[tuple[str | bytes, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         roofline = self.context.roofline
@@ -326,17 +327,30 @@ class TrafficTimes:
         self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm
         self.update_bytes_per_s = update_rate(self.context.runtime, roofline)
 
-    def copy_bytes_per_s(self, module_bytes: Value | None) -> Floats:
-        """Return the bytes/s of copies; with `module_bytes`, of copies into and out of the flat buffer of such a
-        module.
-        """
-        rows, roofline = len(self.context.table), self.context.roofline
-        if module_bytes is None:
+    def copy_bytes_per_s(self, packing: Packing | None) -> Floats:
+        """Return the bytes/s of copies, or of one of FSDP's."""
+        if packing is None:
             return self._hbm
-        key = module_bytes.tobytes() if isinstance(module_bytes, np.ndarray) else module_bytes
+        sizes = (np.asarray(size).tobytes() for size in (packing.widened_bytes, packing.module_bytes))
+        key: tuple[str | bytes, ...] = (packing.kernel, *sizes)
         if key not in self._rates:
-            self._rates[key] = np.broadcast_to(roofline.packing_bytes_per_s(module_bytes), (rows,))
+            rate = self.context.roofline.packing_bytes_per_s(packing)
+            self._rates[key] = np.broadcast_to(rate, (len(self.context.table),))
         return self._rates[key]
+
+    def copying(self, seconds: Floats) -> Background:
+        """Return the cost of a copy within the GPU that takes `seconds` next to compute."""
+        there, nothing = seconds > 0, np.zeros(len(self.context.table))
+        return Background(
+            seconds=seconds,
+            host_s=nothing,
+            sms=np.where(there, TAKEN * self.sms, 0.0),
+            bytes_per_s=nothing,
+            across=nothing > 0,
+            asks=nothing,
+            runs=bool(there.any()),
+            everywhere=bool(there.all()),
+        )
 
     def look_up(self, sends: Iterable[tuple[str, str, Floats]]) -> None:
         """Find what collectives (op, family, bytes of each plan) cost, all sizes of a kind at once: `cost` of each is

@@ -227,6 +227,7 @@ def _breakdown(account: Account) -> dict[str, Floats]:
     exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
     parts = {**account.parts_s, "exposed_communication": exposed_s}
     parts["optimizer"] = parts["optimizer"] + parts["orthogonal"]
+    parts["copies"] = parts["copies"] + parts["packing"]
     return {name: parts[name] for name in BREAKDOWN}
 
 

@@ -13,18 +13,20 @@ import numpy as np
 
 from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, Stretch, TrafficTimes
 from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import Packing
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.rank import Pass, Value
-from simulator.step.traffic import REPLICAS, STREAM, WIRES
+from simulator.step.traffic import COPIES, REPLICAS, STREAM, SUMS, WIRES
 from simulator.step.units import Unit
 
-# Parts of a step, in seconds of the compute stream. `dp` is waiting for data-parallel traffic; `orthogonal` is matrix
-# products of an update, `optimizer` the rest of it.
+# Parts of a step, in seconds of the compute stream. `dp` is waiting for data-parallel traffic; `packing` is what copies
+# next to compute take from it; `orthogonal` is matrix products of an update, `optimizer` the rest of it.
 PARTS = (
     *("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer"),
-    "orthogonal",
+    *("packing", "orthogonal"),
 )
+LOST = ("contention", "packing")
 
 
 # Streams whose collectives may run at once: sharding, and sums over replicas of the shards.
@@ -157,15 +159,16 @@ class RankTimeline:
         """Repeat a unit that sends nothing itself. Traffic that runs alongside it ends at some point, and delays only
         the repetitions until then.
         """
-        lost = self.parts["contention"] - since[3]["contention"]
+        lost = {name: self.parts[name] - since[3][name] for name in LOST}
         left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
         lasting = np.clip(left / np.maximum(self.compute - since[2][COMPUTE], TINY), 0.0, times)
         wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
         self.repeat(since, times)
         for name, clock in wires.items():
             self.clocks[name] = clock + lasting * (clock - since[2].get(name, self._zero))
-        self.clocks[COMPUTE] = self.compute - (times - lasting) * lost
-        self.parts["contention"] = self.parts["contention"] - (times - lasting) * lost
+        for name, seconds in lost.items():
+            self.clocks[COMPUTE] = self.compute - (times - lasting) * seconds
+            self.parts[name] = self.parts[name] - (times - lasting) * seconds
 
     def begin_pair(self) -> None:
         self.paired = True
@@ -194,12 +197,13 @@ class RankTimeline:
         device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
         idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
-        stretched = self._beside_traffic(start, times.device_s, idle_s, lambda cost: self._stretch(cost, times))
+        stretched = self._beside_traffic(
+            start, times.device_s, idle_s, lambda cost: self._stretch(cost, times), part="contention"
+        )
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + advance.device_s, advance.late_s
         if stretched is not None:
-            self.parts["contention"] = self.parts["contention"] + stretched
             longer = stretched
             done, late_s = done + stretched, np.maximum(late_s, advance.device_s + stretched)
         end = np.maximum(done, self.host + late_s)
@@ -217,20 +221,24 @@ class RankTimeline:
         name: str,  # noqa: ARG002 - a Rank is given names
         moved_bytes: Value,
         *,
-        module_bytes: Value | None = None,
+        packing: Packing | None = None,
+        stream: str = COMPUTE,
     ) -> None:
-        rate = self.traffic.copy_bytes_per_s(module_bytes)
+        rate = self.traffic.copy_bytes_per_s(packing)
         seconds = np.asarray(moved_bytes / rate)
+        if stream != COMPUTE:
+            self._send(self.traffic.copying(seconds), stream, part="packing")
+            return
         self._wait(COMPUTE, self.host, "host")
         stretched = self._beside_traffic(
             self.compute,
             seconds,
             self._zero,
             lambda cost: cost.stretch(seconds, self._zero, rate, self.traffic, copies=True),
+            part="copies",
         )
-        seconds = seconds if stretched is None else seconds + stretched
         self.parts["copies"] = self.parts["copies"] + seconds
-        self.clocks[COMPUTE] = self.compute + seconds
+        self.clocks[COMPUTE] = self.compute + (seconds if stretched is None else seconds + stretched)
 
     def update(self, moved_bytes: Value, elements: Value) -> None:  # noqa: ARG002 - time is that of the bytes
         self._wait(COMPUTE, self.host, "host")
@@ -255,7 +263,9 @@ class RankTimeline:
             self._wait(COMPUTE, self.host, "optimizer")
 
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
-        cost = self.traffic.cost(op, family, nbytes)
+        self._send(self.traffic.cost(op, family, nbytes), stream, times)
+
+    def _send(self, cost: Background, stream: str, times: Value = 1.0, *, part: str = "contention") -> None:
         if not cost.runs:
             return
         self._sends = True
@@ -264,7 +274,7 @@ class RankTimeline:
         now = self._clock(stream)
         start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
         end = start + seconds
-        self._hold_up(start, end, cost)
+        self._hold_up(start, end, cost, part)
         if stream in self.sent_s:
             self.sent_s[stream] = self.sent_s[stream] + seconds
         if stream in CONCURRENT and (other := self._beside.get(CONCURRENT[stream])) is not None:
@@ -316,14 +326,14 @@ class RankTimeline:
             self.parts[part] = self.parts[part] + (later - now)
         self.clocks[stream] = later
 
-    def _hold_up(self, start: Floats, end: Floats, cost: Background) -> None:
+    def _hold_up(self, start: Floats, end: Floats, cost: Background, part: str) -> None:
         """Lengthen the last pass, already counted, by a collective that begins before the pass ends."""
         if self._last is None or not (start < self.compute).any():
             return
         begun, times = self._last
         together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
         lost = together * self._stretch(cost, times).lost
-        self.parts["contention"] = self.parts["contention"] + lost
+        self.parts[part] = self.parts[part] + lost
         self.clocks[COMPUTE] = self.compute + lost
 
     def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
@@ -355,11 +365,11 @@ class RankTimeline:
         return self._stretches[key][0]
 
     def _beside_traffic(
-        self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch]
+        self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch], *, part: str
     ) -> Floats | None:
-        """Return by how much traffic under way at `start` lengthens compute of `total_s`, and delay that traffic as
-        well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which traffic has the GPU to
-        itself.
+        """Return by how much traffic under way at `start` lengthens compute of `total_s`, count that to a `part`, and
+        delay that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which
+        traffic has the GPU to itself.
         """
         longer = None
         for stream, alongside, since, until in self._under_way(start):
@@ -372,8 +382,10 @@ class RankTimeline:
             share = busy / np.maximum(working, TINY)
             together = share * np.minimum(working, left / (1.0 - share * stretch.behind))
             lost = together * stretch.lost
+            here = "packing" if stream in {COPIES, SUMS} else part
+            self.parts[here] = self.parts[here] + lost
             longer = lost if longer is None else longer + lost
-            if until is self._clock(stream):
+            if until is self._until(stream):
                 self._delay(stream, start, together * stretch.behind)
         return longer
 
@@ -386,7 +398,11 @@ class RankTimeline:
             else:
                 del self._earlier[stream]
         for stream, cost in self._beside.items():
-            until = self._clock(stream)
+            until = self._until(stream)
             if (until > start).any():
                 found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
         return found
+
+    def _until(self, stream: str) -> Floats:
+        """Return when what a stream has under way ends; its clock may be later, if it waits for another stream then."""
+        return self._busy[stream][1] if stream in self._busy else self._clock(stream)

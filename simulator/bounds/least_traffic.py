@@ -14,6 +14,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout
 from simulator.step.context import CostContext
+from simulator.step.fsdp_copies import fsdp_copies
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import BLOCKS, has_replicas
@@ -35,6 +36,7 @@ class LeastTraffic:
         self.parameters = parameters
         trained, rows = parameters.of("gradients"), np.zeros(len(self.table))
         self.shared, self.experts = trained.of_stage(layout)
+        self.copies = fsdp_copies(context)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         dense, moe = layout.layers
         used, self._blocks = (
@@ -319,13 +321,11 @@ class _Sharded:
         context, table = traffic.context, traffic.table
         compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         shared, experts = trained
-        out_rate, in_rate = (
-            context.roofline.packing_bytes_per_s((one + other) * compute) for one, other in (used, trained)
+        copies = traffic.copies
+        self.out_s, self.in_s = (
+            move.nbytes / context.roofline.packing_bytes_per_s(move.packing)
+            for move in (copies.after_gather(*used), copies.before_reduction(*trained, further=False))
         )
-        whole = np.where(table["pp"] > 1, reduce, context.dtype_bytes(context.spec.state.unsharded_gradient_dtype))
-        copies = 1.0 if context.spec.fsdp.copy_in_copy_out else 0.0
-        self.out_s = copies * sum(used) * 2 * compute / out_rate
-        self.in_s = copies * sum(trained) * (whole + reduce) / in_rate
         pushed = table.pushed & (block in BLOCKS)
 
         def exchange_s(op: str, elements: tuple[Floats, Floats], width: float) -> Floats:

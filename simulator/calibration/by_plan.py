@@ -18,7 +18,7 @@ from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.model import Model
 from simulator.kernels.operators import Work
-from simulator.kernels.roofline import Roofline
+from simulator.kernels.roofline import Packing, Roofline
 from simulator.runtimes.parts import HostSpec
 
 Rows = NDArray[np.intp]
@@ -39,8 +39,8 @@ class OperatorsByPlan(MeasuredOperators):
         found = [part.seconds(work, lambda: plain, dtype=dtype, runtime=runtime) for part in self.parts]
         return self._of_each([seconds for seconds, _ in found]), self._of_each([source for _, source in found])
 
-    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        return self._of_each([part.packing_factor(nbytes, usual) for part in self.parts])
+    def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
+        return self._of_each([part.packing_factor(packing, usual) for part in self.parts])
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
         return self.parts[0].update_bytes_per_s(param_dtype)  # the calibrations of one table never differ in this

@@ -20,7 +20,7 @@ from simulator.config.overlap_sites import modes_in
 from simulator.config.runtime import TF32, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work
-from simulator.kernels.roofline import Roofline
+from simulator.kernels.roofline import Packing, Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
 from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
 from simulator.runtimes.parts import HostSpec
@@ -162,11 +162,9 @@ class Calibration:
         """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
         return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
 
-    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return the measured time of FSDP's packing of modules of `nbytes` over its counted time; `usual` where not
-        measured.
-        """
-        return self.operators.packing_factor(nbytes, usual)
+    def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
+        """Return the measured time of one of FSDP's copies over its counted time; `usual` where not measured."""
+        return self.operators.packing_factor(packing, usual)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
         """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not

@@ -20,6 +20,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.kernels.roofline import PACKING
 from simulator.runtimes.library import runtime_spec
 from simulator.runtimes.model_operators import operators_for
 
@@ -47,11 +48,10 @@ MOVEMENTS = (
     Movement(name="residual", operators=("residual",), axes=("u", "h")),
     Movement(name="embedding", operators=("tok_embeddings", "embedding"), axes=("t", "v", "h")),
     Movement(name="cross_entropy", operators=("to_float", "log_softmax", "nll", "loss"), axes=("t", "v")),
-    Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax"), axes=("t", "v")),
+    Movement(name="loss_in_parts", operators=("loss_to_float", "loss_softmax", "loss_slope"), axes=("t", "v")),
 )
-# Kernels outside the layers' lists: FSDP's packing and the optimizer; their axes are a layer's parameters and the ranks
-# that share them.
-PACKING = ("gather_pack", "gather_unpack", "reduce_pack")
+# Kernels outside the layers' lists: FSDP's copies (`PACKING`) and the optimizer; their axes are a layer's parameters
+# and the ranks that share them.
 UPDATES = ("adamw", "clip")
 PARAMETER_AXES = ("h", "q", "kv", "f")
 

@@ -16,15 +16,15 @@ import numpy as np
 from simulator.calibration.kernel_samples import direction_of
 from simulator.calibration.operator_curves import AttentionCurve, Floats, MatmulCurve, MoveCurve, attention_flops
 from simulator.kernels.operators import ATTENTION_BACKWARD, Work, WorkKind
-from simulator.kernels.roofline import DATASHEET, FITTED, MEASURED
+from simulator.kernels.roofline import DATASHEET, FITTED, MEASURED, REDUCE_PACK, Packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOperators:
     """`exact` maps a product or an attention to seconds (`simulator.fitting.step_samples.exact_key`); curves are by
     dtype, by (dtype, head width, direction) and by (runtime, operator). `stream` is a plain copy, `packing` FSDP's
-    copies over the bytes counted for them, `update_rates` bytes per second that clipping and updating reach, by
-    parameter dtype.
+    copies by kernel over the bytes counted for them, `update_rates` bytes per second that clipping and updating reach,
+    by parameter dtype.
     """
 
     exact: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class MeasuredOperators:
     attention: dict[tuple[str, int, str], AttentionCurve] = field(default_factory=dict)
     moves: dict[tuple[str, str], MoveCurve] = field(default_factory=dict)
     stream: MoveCurve | None = None
-    packing: MoveCurve | None = None
+    packing: dict[str, MoveCurve] = field(default_factory=dict)
     update_rates: dict[str, float] = field(default_factory=dict)
     _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -52,13 +52,16 @@ class MeasuredOperators:
             return plain, np.full(plain.shape, DATASHEET)
         return found
 
-    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return the measured time of FSDP's packing of modules of `nbytes`, divided by the predicted one; `usual`
-        where not measured.
+    def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
+        """Return the measured time of one of FSDP's copies over its counted time; `usual` where not measured. Gradients
+        are measured as they are packed in a wider type.
         """
-        if self.packing is None:
-            return np.full(1, usual)
-        return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))
+        curve = self.packing.get(packing.kernel)
+        if curve is None:
+            return np.atleast_1d(usual)
+        found = curve.ratio(np.asarray(packing.module_bytes, dtype=np.float64))
+        alike = np.asarray(packing.kernel != REDUCE_PACK) | (np.asarray(packing.widened_bytes) > 0)
+        return np.where(alike, found, usual)
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
         """Return the bytes/s of clipping and updating, in terms of the bytes counted for them; None where not

@@ -65,7 +65,7 @@ def shares(
         found[Source.DATASHEET] = found[Source.DATASHEET] + breakdown_s["copies"] + breakdown_s["optimizer"]
         found[Source.ASSUMED] = found[Source.ASSUMED] + breakdown_s["contention"] + breakdown_s["host"]
         return Shares(seconds=found)
-    book("copies", Source.FITTED if calibration.operators.packing is not None else Source.DATASHEET)
+    book("copies", Source.FITTED if calibration.operators.packing else Source.DATASHEET)
     book("contention", Source.FITTED if calibration.contention else Source.ASSUMED)
     book("optimizer", Source.FITTED if calibration.operators.update_rates else Source.DATASHEET)
     ran = calibration.runtime(runtime.name, compiled=runtime.compile).runs > 0

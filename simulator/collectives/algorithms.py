@@ -45,7 +45,7 @@ def evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorith
         return _fastest({("p2p", "Simple"): times})
     if comm.nodes > 1:
         candidates = multi_node_s(comm, op, sizes)
-        if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
+        if algorithm is None and op == "all_reduce" and ("tree", "Simple") in candidates:
             return _tree_or_ring_on_any_slower_ports(comm, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
         chosen = _as_nccl_chooses(comm, op, sizes, int8=int8)
@@ -95,18 +95,25 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) 
 
 def _tree_or_ring(comm: Communicator, sizes: Floats) -> Options:
     """Cost an all-reduce between nodes without NVLS: NCCL's formulas change from tree to ring for large messages,
-    although on a few nodes the tree sends less. Low-latency protocols cost the same for both.
+    although on a few nodes the tree sends less. For small messages the faster of the low-latency protocols runs.
+
+    Our costs of the two need not meet where NCCL changes, so no message takes longer than parts that the tree sends.
     """
     starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
     ring = np.array([line.algorithm == "ring" for line in lines])
     piece = np.searchsorted(starts, sizes, side="right") - 1
-    candidates = multi_node_s(comm, "all_reduce", np.concatenate([sizes, starts]))
+    at = np.concatenate([sizes, starts])
+    candidates = multi_node_s(comm, "all_reduce", at)
     rings = ring[np.concatenate([chosen[piece], chosen])]
-    bulk = np.where(rings, candidates["ring", "Simple"], candidates["tree", "Simple"])
-    small = candidates["tree", "LL"]
-    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))[: len(sizes)]
-    times = _no_more_than_behind(np.minimum(small, bulk), piece)
-    return Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), times, pick)
+    trees = np.flatnonzero(~ring[chosen])
+    if len(trees) and trees[-1] + 1 < len(starts):
+        parts = np.maximum(np.ceil(at / starts[trees[-1] + 1]), 1.0)
+        in_parts = parts * multi_node_s(comm, "all_reduce", at / parts)["tree", "Simple"]
+        candidates["ring", "Simple"] = np.minimum(candidates["ring", "Simple"], in_parts)
+    candidates["ring", "Simple"] = np.where(rings, candidates["ring", "Simple"], np.inf)
+    candidates["tree", "Simple"] = np.where(rings, np.inf, candidates["tree", "Simple"])
+    fastest = _fastest(candidates)
+    return replace(fastest, time_s=_no_more_than_behind(fastest.time_s, piece), pick=fastest.pick[: len(sizes)])
 
 
 def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> Options:
@@ -119,7 +126,8 @@ def _tree_or_ring_on_any_slower_ports(comm: Communicator, sizes: Floats) -> Opti
     options = _tree_or_ring(comm, sizes)
     late = options.time_s > np.min(list(multi_node_s(comm, "all_reduce", sizes).values()), axis=0) * (1 + 1e-9)
     for nccl, tree_until, ring_until in _machines_that_switch_otherwise(comm.nccl) if late.any() else ():
-        other = np.array([max(tree_until, ring_until), tree_until, ring_until])[options.pick]
+        until = {("tree", "Simple"): ring_until, ("ring", "Simple"): math.inf}  # in parts, by a tree over those ports
+        other = np.array([until.get(name, max(tree_until, ring_until)) for name in options.names])[options.pick]
         if (here := late & (sizes < other)).any():
             slower = _tree_or_ring(on_slower_ports(comm, nccl.nic / comm.nccl.nic), sizes[here])
             options.time_s[here] = np.minimum(options.time_s[here], slower.time_s)

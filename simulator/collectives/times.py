@@ -163,43 +163,44 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     # A flag goes with every word of LL, over the network too (NCCL, src/graph/tuning.cc: busBw * .5).
     ll_rate = min(LL_CAP[0][1 if k == 2 else 2] * 1e9, network / 2)
     doublings = math.log2(k)
-    inside = steps_and_share(op, ppn)
+    found = _rings(comm, op, size)
     if op == "all_reduce":
+        inside = steps_and_share(op, ppn)
         chain = low.base_s + low.reduce_step_s * inside[0]
-        small = chain + 2 * doublings * hop + size * share / ll_rate
-        local = np.zeros_like(size)
-        algorithm = "tree"
-        if ppn > 1:
-            nvls = curves.get("nvls/Simple") if comm.nvls else None
-            algorithm = "nvls_tree" if nvls else "tree"
-            cost = (nvls or bulk).bytes[op]
-            local = size * (cost.sent_s * inside[1] + cost.buffer_s)
+        found["tree", "LL"] = chain + 2 * doublings * hop + size * share / ll_rate
+        nvls = curves.get("nvls/Simple") if comm.nvls and ppn > 1 else None
+        cost = (nvls or bulk).bytes[op]
+        local = size * (cost.sent_s * inside[1] + cost.buffer_s) if ppn > 1 else np.zeros_like(size)
         outside = size * 2 * (k - 1) / k / (network * NET_REDUCE)
         start = NET_BULK_BASE_S + NET_BULK_DOUBLING_S * doublings
-        found = {("tree", "LL"): small, (algorithm, "Simple"): np.asarray(start + _both(local, outside))}
-        if algorithm == "tree":
-            crossings = 2 * (k - 1)
-            local = size * (bulk.bytes[op].sent_s * share + bulk.bytes[op].buffer_s) if ppn > 1 else np.zeros_like(size)
-            start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
-            found["ring", "Simple"] = np.asarray(start + _both(local, size * share / (network * NET_REDUCE)))
+        found["nvls_tree" if nvls else "tree", "Simple"] = np.asarray(start + _both(local, outside))
         return found
-    crossings = k - 1
-    latency = low.base_s + low.step_s * (steps - crossings) + crossings * hop
-    small = latency + size * share / ll_rate
-    cost = bulk.bytes[op]
-    local = size * (cost.sent_s * share + cost.buffer_s) if ppn > 1 else np.zeros_like(size)
-    outside = size * share / (network * NET_RING)
-    start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
-    found = {("ring", "LL"): small, ("ring", "Simple"): np.asarray(start + _both(local, outside))}
-    if ppn > 1 and (lines := curves.get("ring/LL128")):
-        cost = lines.bytes[op]
-        local = size * (cost.sent_s * share + cost.buffer_s)
-        start = lines.base_s + lines.step_s * (steps - crossings) + crossings * hop
-        found["ring", "LL128"] = np.asarray(start + _both(local, outside / NET_LL128))
+    latency = low.base_s + low.step_s * (steps - (k - 1)) + (k - 1) * hop
+    found["ring", "LL"] = latency + size * share / ll_rate
     if ppn == 1 and op in {"all_gather", "reduce_scatter"}:
         found["pat", "Simple"] = np.asarray(
             bulk.base_s + doublings * 2 * hop + size * share / (network * NET_RING * 0.75)
         )
+    return found
+
+
+def _rings(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, str], Floats]:
+    """Return the seconds of rings over several nodes for large messages, and with several ranks a node for those
+    between (LL128). An all-reduce goes around twice: it scatters sums, then gathers them.
+    """
+    curves, (steps, share) = curves_of(comm), steps_and_share(op, comm.ranks)
+    rounds = 2 if op == "all_reduce" else 1
+    crossings, hop = rounds * (comm.nodes - 1), NET_STEP_S + comm.hop_s
+    outside = size * share / (comm.inter_bytes_per_s * (NET_REDUCE if op == "all_reduce" else NET_RING))
+    found = {}
+    for protocol, hops, payload in (("Simple", 2, 1.0), ("LL128", 1, NET_LL128)):
+        curve = curves.get(f"ring/{protocol}")
+        if curve is None or (protocol == "LL128" and comm.ranks_per_node == 1):
+            continue
+        cost = curve.bytes[op]
+        local = size * (cost.sent_s * share + cost.buffer_s) if comm.ranks_per_node > 1 else np.zeros_like(size)
+        start = curve.base_s + curve.step_s * (steps - crossings) + hops * crossings * hop
+        found["ring", protocol] = np.asarray(start + _both(local, outside / payload))
     return found
 
 

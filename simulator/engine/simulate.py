@@ -341,6 +341,8 @@ class _Rank:
         cost = op.cost
         shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
         crosses_links = bool(cost.link_bytes_per_s) and isinstance(op.instruction, Copy)
+        if cost.sms and isinstance(op.instruction, Copy):
+            return self._holding(cost)
         if not (shares_sms or crosses_links or cost.hbm_bytes_per_s):
             return self.env.timeout(cost.seconds)
         uses = [(self.hbm, cost.hbm_bytes_per_s)] if cost.hbm_bytes_per_s else []
@@ -350,6 +352,14 @@ class _Rank:
             rate = cost.link_bytes_per_s * self.rank_class.copy_share or rate
         gpu = self.index if shares_sms else None
         return self.machine.contention.start(Activity(cost.seconds, tuple(uses), rate, gpu, cost.sms))
+
+    def _holding(self, cost: Cost) -> simpy.Event:
+        """Begin a copy within the GPU that takes SMs from kernels while it lasts."""
+        contention = self.machine.contention
+        contention.hold(self.index, cost.sms)
+        end = self.env.timeout(cost.seconds)
+        end.callbacks.append(lambda _: contention.hold(self.index, -cost.sms))
+        return end
 
     def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:
         self.machine.spans.append(tr.Span(self.number, stream or op.stream, op.name, start_s, end_s, category))

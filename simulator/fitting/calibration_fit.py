@@ -153,8 +153,8 @@ def fit_errors(profile: Profile) -> list[FitError]:
     if moves:
         mean = float(np.mean([curve.error for curve in moves.values()]))
         errors.append(FitError(what="kernels that move memory", samples=len(moves), mean_abs=mean))
-    if found.packing is not None:
-        errors.append(FitError(what="packing", samples=len(found.packing.points), mean_abs=found.packing.error))
+    for kernel, curve in found.packing.items():
+        errors.append(FitError(what=kernel, samples=len(curve.points), mean_abs=curve.error))
     pairs = current_samples(profile).contention
     together = left_out_errors(pairs)
     if together is not None:

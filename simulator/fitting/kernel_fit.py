@@ -6,18 +6,17 @@ Only valid, sustained samples are used; samples from inside steps only for shape
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from simulator.calibration.kernel_samples import MOVEMENTS, PACKING, UPDATES, movement_of
+from simulator.calibration.kernel_samples import MOVEMENTS, UPDATES, movement_of
 from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.calibration.operator_curves import MatmulCurve, MoveCurve
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.fitting.operator_fit import by_key, fit_attention, fit_matmul, fit_move
 from simulator.fitting.step_samples import StandaloneTimes, exact_key, standalone_from_steps
 from simulator.kernels.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.roofline import GATHER_PACK, PACKING, Roofline, efficiency
 from simulator.runtimes.library import RuntimeSpec, runtime_names, runtime_spec
 from simulator.step.update import ADAM_BYTES, CLIP_BYTES
 from topology.cluster import GpuKind
@@ -179,26 +178,22 @@ def layer_elements(shape: Mapping[str, int]) -> float:
     return 2 * h * q + 2 * h * kv + 3 * h * f
 
 
-def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
-    """Return the curve of FSDP's packing time over its counted time, by the bytes of a layer's parameters.
+def _packing(samples: list[OperatorSample], kind: GpuKind) -> dict[str, MoveCurve]:
+    """Return the curve of each of FSDP's copies over its counted time, by the bytes of a layer's parameters in 16 bits.
 
-    The count has two passes over the whole parameters in the compute type for each gather, and for each reduction one
-    pass over gradients in the compute type and one in the reduction's type.
+    A rank casts its shard from float32, unpacks all parameters, and packs all gradients in float32.
     """
     rate = Roofline(gpu=kind).memory_bytes_per_s
-    by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
-    for s in samples:
-        if s.name in PACKING:
-            by_shape.setdefault(tuple(sorted(s.shape.items())), {})[s.name] = s.seconds
-    sizes, counted, measured = [], [], []
-    for key, times in by_shape.items():
-        if len(times) < len(PACKING):
-            continue
-        elements = layer_elements(dict(key))
-        sizes.append(2 * elements)
-        counted.append((2 * 2 * elements * 2 + elements * 6) / rate)
-        measured.append(2 * (times["gather_pack"] + times["gather_unpack"]) + times["reduce_pack"])
-    return fit_move(sizes, counted, measured)
+    found = {}
+    for kernel, width in zip(PACKING, (4.0 + 2.0, 2.0 + 2.0, 2.0 + 4.0), strict=True):
+        mine = [s for s in samples if s.name == kernel]
+        elements = [layer_elements(s.shape) for s in mine]
+        shares = [1.0 / s.shape["ranks"] if kernel == GATHER_PACK else 1.0 for s in mine]
+        counted = [count * share * width / rate for count, share in zip(elements, shares, strict=True)]
+        curve = fit_move([2 * count for count in elements], counted, [s.seconds for s in mine])
+        if curve is not None:
+            found[kernel] = curve
+    return found
 
 
 def _update_rates(samples: list[OperatorSample]) -> dict[str, float]:

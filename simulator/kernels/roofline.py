@@ -112,6 +112,9 @@ UNALIGNED = 0.045
 # examples/validation/fresh.jsonl: `multi_tensor_apply`).
 UPDATE_BYTES = 40.0
 UPDATE_FLOPS = 560.0
+# Kernels of FSDP's copies, as they are measured: shards cast and packed for a gather, parameters unpacked from it,
+# gradients packed for a reduction.
+PACKING = GATHER_PACK, GATHER_UNPACK, REDUCE_PACK = "gather_pack", "gather_unpack", "reduce_pack"
 # Sources of a kernel's time, best first.
 MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
@@ -182,6 +185,17 @@ def grouped_tile_factor(work: Work) -> Floats | float:
     return np.asarray(1.0 + GROUPED_TILE / 2 / np.maximum(work.grouped_rows, GROUPED_TILE))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """One of FSDP's copies of a module of `module_bytes` as products read it. `widened_bytes` are moved for each
+    element that is cast to a wider type, one at a time; 0 where none is.
+    """
+
+    kernel: str
+    module_bytes: Floats | float
+    widened_bytes: Floats | float = 0.0
+
+
 class MeasuredKernels(Protocol):
     """The interface of measurements, whose times a roofline prefers to the datasheet's."""
 
@@ -191,10 +205,8 @@ class MeasuredKernels(Protocol):
         """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
         ...
 
-    def packing_factor(self, nbytes: Floats | float, usual: float) -> Floats:
-        """Return the time of FSDP's packing of modules of `nbytes` over its counted time; `usual` where not
-        measured.
-        """
+    def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
+        """Return the time of one of FSDP's copies over its counted time; `usual` where not measured."""
         ...
 
     def update_bytes_per_s(self, param_dtype: str) -> float | None:
@@ -294,6 +306,11 @@ class Roofline:
         return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
 
     @property
+    def listed_bytes_per_s(self) -> float:
+        """The rate of kernels that go through many tensors at once."""
+        return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
+
+    @property
     def in_layers(self) -> Roofline:
         """The roofline for kernels of layers."""
         return (
@@ -328,13 +345,14 @@ class Roofline:
         """Return the type in which a kernel was measured."""
         return TF32 if self.tf32 and work.kind is WorkKind.MATMUL else self.dtype
 
-    def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
-        """Return the bytes/s at which FSDP packs and unpacks modules of `nbytes`, in terms of the bytes counted
-        for it.
-        """
+    def packing_bytes_per_s(self, packing: Packing) -> Floats:
+        """Return the bytes/s of one of FSDP's copies, in terms of the bytes counted for it."""
         known, rate = efficiency(self.gpu.architecture), self.memory_bytes_per_s
-        usual = max(1.0, known.unit_s["packed"] * rate / self.gpu.sm_count)
-        factor = self.measured.packing_factor(nbytes, usual) if self.measured is not None else usual
+        usual: Floats | float = rate / self.listed_bytes_per_s
+        if np.any(packing.widened_bytes):
+            one_by_one = known.unit_s["packed"] * rate / self.gpu.sm_count
+            usual = np.maximum(usual, one_by_one / np.where(packing.widened_bytes, packing.widened_bytes, np.inf))
+        factor = self.measured.packing_factor(packing, usual) if self.measured is not None else usual
         return np.asarray(rate / (factor * self.kernel_factor))
 
     def update_bytes_per_s(self, param_dtype: str) -> float:
@@ -348,7 +366,7 @@ class Roofline:
             # Half the bytes, but the same float32 arithmetic.
             arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
             return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
-        return self.memory_bytes_per_s * efficiency(self.gpu.architecture).updated
+        return self.listed_bytes_per_s
 
     def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:

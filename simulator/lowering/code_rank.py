@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from simulator.kernels.roofline import Packing
 from simulator.lowering.block_code import Detail, merged
 from simulator.lowering.network import Network
 from simulator.lowering.steps import KernelStep, Step, TransferStep
@@ -168,13 +169,14 @@ class CodeRank:
         self.units.steps.write(self.code, self.units.passed(unit, which))
         self._mark()
 
-    def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         moved, roofline = _number(moved_bytes), self.units.network.sustained.roofline
-        rate = roofline.memory_bytes_per_s
-        if module_bytes is not None:
-            rate = _number(roofline.packing_bytes_per_s(module_bytes))
-        cost = Cost(seconds=moved / rate, sms=0.0, hbm_bytes_per_s=rate)
-        self._launch(KernelStep(key=(name, (round(moved),), "copy"), cost=cost, host_s=0.0))
+        rate = roofline.memory_bytes_per_s if packing is None else _number(roofline.packing_bytes_per_s(packing))
+        if stream == COMPUTE:
+            cost = Cost(seconds=moved / rate, sms=0.0, hbm_bytes_per_s=rate)
+            self._launch(KernelStep(key=(name, (round(moved),), "copy"), cost=cost, host_s=0.0))
+        elif size := round(moved):
+            self.units.steps.copy(self.code, name.split(" ", maxsplit=1)[0], size, size / rate, stream=stream)
 
     def update(self, moved_bytes: Value, elements: Value) -> None:
         context = self.units.context

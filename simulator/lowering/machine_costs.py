@@ -16,6 +16,7 @@ from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
 from simulator.program.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
+from simulator.step.fsdp_copies import TAKEN
 from simulator.step.host import QUEUED_LAUNCHES
 from simulator.step.traffic import DATA_FAMILIES
 from topology.cluster import Cluster
@@ -51,6 +52,7 @@ class MachineCosts:
     placement: tuple[int, ...] = ()
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
+    own_copies: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (kind, bytes) -> seconds
     host_copy_bytes_per_s: float = 0.0  # between host and GPU
     held_sms: Mapping[str, float] = field(default_factory=dict)  # by op of the groups in `held_by`, where measured
     held_by: Container[str] = DATA_FAMILIES
@@ -75,6 +77,9 @@ class MachineCosts:
                 seconds = self.peer_copies[instruction.nbytes]
                 rate = instruction.nbytes / seconds if seconds else 0.0
                 return Cost(seconds=seconds, hbm_bytes_per_s=rate, link_bytes_per_s=rate)
+            own_s = self.own_copies.get((instruction.kind, instruction.nbytes))
+            if own_s is not None:
+                return Cost(seconds=own_s, sms=TAKEN * self.cluster.slowest_kind.sm_count)
             rate = self.host_copy_bytes_per_s
             return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"

@@ -15,6 +15,7 @@ from simulator.analytical.scenario import Scenario
 from simulator.collectives.pushed import PUSHED
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
+from simulator.kernels.roofline import Packing
 from simulator.lowering.block_code import Detail
 from simulator.lowering.code_rank import CodeOfUnits, CodeRank
 from simulator.lowering.machine_costs import MachineCosts
@@ -23,7 +24,7 @@ from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
-from simulator.program.program import CodeWriter, Groups, Instruction, Launch, Program
+from simulator.program.program import COMPUTE, CodeWriter, Groups, Instruction, Launch, Program
 from simulator.runtimes.library import wraps_one
 from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
@@ -144,6 +145,7 @@ class _Lowering:
             placement=self.plan.placement,
             families={name: self.context.groups.shape(name) for name in FAMILIES},
             peer_copies=self.steps.peer_copies,
+            own_copies=self.steps.own_copies,
             host_copy_bytes_per_s=float(copy_bytes_per_s(self.context)[0]),
             held_sms={op: sms for op in DATA_OPS if (sms := self.context.held_sms(op)) is not None},
             factor=float(self.context.groups.factor),
@@ -229,7 +231,7 @@ class SendingRank(CodeRank):
     def run(self, unit: Unit, which: Pass) -> None:
         self.code.extend(self.units.sent(unit, which))
 
-    def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         """Within the GPU."""
 
     def update(self, moved_bytes: Value, elements: Value) -> None:

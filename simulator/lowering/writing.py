@@ -21,10 +21,11 @@ def launch_key(launch: Launch) -> KernelKey:
 
 @dataclass(slots=True)
 class StepWriter:
-    """Writes steps into the code of any rank and keeps the cost of each launch and peer copy."""
+    """Writes steps into the code of any rank and keeps the cost of each launch, peer copy and copy within a GPU."""
 
     kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
     peer_copies: dict[int, float] = field(default_factory=dict)  # bytes -> seconds
+    own_copies: dict[tuple[str, int], float] = field(default_factory=dict)  # (kind, bytes) -> seconds
     _launches: dict[KernelKey, Launch] = field(default_factory=dict)
 
     def write(self, code: CodeWriter, steps: Iterable[Step]) -> None:
@@ -61,6 +62,11 @@ class StepWriter:
         if step.more_host_s:
             # The device starts the first of several launches while the host issues the others.
             code.host_work(f"issue {step.key[0]}", step.more_host_s)
+
+    def copy(self, code: CodeWriter, kind: str, nbytes: int, seconds: float, *, stream: str) -> None:
+        """Write a copy within the GPU that runs next to compute."""
+        self.own_copies[kind, nbytes] = seconds
+        code.copy(nbytes, kind, stream=stream)
 
     def _ring(self, code: CodeWriter, step: RingStep) -> None:
         """Pass a shard on while the present piece computes; the next piece waits for both."""

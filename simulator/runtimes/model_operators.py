@@ -50,7 +50,7 @@ class ModelOperators:
 
 # Codes of layers that stay in 16 bits, by their block.
 WIDE = {"dense": "dense in 16 bits", "moe": "moe in 16 bits"}
-CASTS = frozenset({"cast", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
+CASTS = frozenset({"cast", "narrowed", "pieced", "rotated"})  # symbols in `units` that a compiler makes quick
 _PLAN_SIDE = ("sp", "rows_apart", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "cp", "ep", "etp")
 PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 

@@ -49,7 +49,7 @@ class StateSpec:
     norms_in_backward: bool = False
     clips: bool = True
     flattens_elements: float = 0.0
-    update_copies: float = 0.0  # temporary copies of what a rank updates, made by the update
+    update_copies: float = 0.0  # temporary copies of what a rank updates, made by an update of a kernel an operator
     offloads_gradients: bool = True  # sharded gradients are kept where an offloaded optimizer is
 
 

@@ -12,12 +12,13 @@ import numpy as np
 from simulator.collectives.pushed import PUSHED, SUM_PASSES
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
+from simulator.step.fsdp_copies import Move
 from simulator.step.held import State
 from simulator.step.host import tiles_host_s
 from simulator.step.muon import Orthogonal
 from simulator.step.offload import ADD_PASSES, OFFLOAD
 from simulator.step.rank import Rank, Value
-from simulator.step.traffic import REPLICAS, STREAM, DataTraffic
+from simulator.step.traffic import COPIES, REPLICAS, STREAM, SUMS, DataTraffic
 from simulator.step.units import Unit
 
 
@@ -49,11 +50,10 @@ class DataWriter:
                 self.rank.wait(COMPUTE, self._gathered.pop(unit.name))
             if fresh:
                 self._resident.add(unit.name)
-                if t.copies:
-                    nbytes = unit.elements * t.compute_bytes
-                    self.rank.copy(f"copy_out {unit.name}", 2 * nbytes, module_bytes=nbytes)
+                self._move("copy_out", unit, t.copies.after_gather(unit.shared, unit.experts))
             if following is not None:
                 # The next gather may fill its buffer once the last one has been copied out.
+                self.rank.after(COPIES, COMPUTE)
                 self.rank.after(STREAM, COMPUTE)
                 self._gather(following)
         if t.fetches:
@@ -113,9 +113,7 @@ class DataWriter:
             self._copy_out(self._summed)
             self._summed, self._sums_ready = 0.0, ""
         if self.traffic.reduces_behind_compute or self._in_buckets:
-            self.rank.after(COMPUTE, STREAM)
-            if self.traffic.replicated_sharding:
-                self.rank.after(COMPUTE, REPLICAS)
+            self._after_reductions()
             self._in_buckets = False
         if np.any(self._last):
             self._copy_out(self._last)
@@ -133,9 +131,7 @@ class DataWriter:
             op = t.scattered_by if t.optimizer_sharded else "all_reduce"
             self._send(op, "dp", _sum(u.repeats * u.trained.shared for u in units) * t.reduce_bytes)
             self._send(op, "expert_dp", _sum(u.repeats * u.trained.experts for u in units) * t.reduce_bytes)
-        self.rank.after(COMPUTE, STREAM)
-        if t.replicated_sharding:
-            self.rank.after(COMPUTE, REPLICAS)
+        self._after_reductions()
 
     def redistribute(self, units: Sequence[Unit]) -> None:
         """Gather parameters updated by a sharded optimizer, unless the next step gathers them during its
@@ -173,6 +169,14 @@ class DataWriter:
 
     # --- parts --------------------------------------------------------------------------------------------------
 
+    def _after_reductions(self) -> None:
+        """Let the compute stream wait for all reductions."""
+        self.rank.after(COMPUTE, STREAM)
+        if self.traffic.replicated_sharding:
+            self.rank.after(COMPUTE, REPLICAS)
+        if self.traffic.fully_sharded:
+            self.rank.after(COMPUTE, SUMS)
+
     def _send_off(self, unit: Unit, *, ends_pass: bool) -> None:
         t, elements = self.traffic, unit.trained.all
         if t.has_buckets:
@@ -183,12 +187,11 @@ class DataWriter:
             self._summed = self._summed + self._last
             self._last = unit.repeats * elements
         if t.fully_sharded:
-            width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
-            if t.copies and not t.has_buckets:
+            if not t.has_buckets:
                 if t.lists_tiles:
                     self.rank.host_work(f"tiles {unit.name}", self._tiles_s(unit))
-                moved = elements * (width + t.reduce_bytes)
-                self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=elements * t.compute_bytes)
+                own, further = unit.trained, unit.name in self._with_gradient
+                self._move("copy_in", unit, t.copies.before_reduction(own.shared, own.experts, further=further))
             if not t.every_micro_batch:
                 self._accumulated.discard(unit.name)
         fresh = unit.name not in self._with_gradient
@@ -198,11 +201,16 @@ class DataWriter:
                 self._sums_ready = self.rank.record(STREAM)
             self.rank.after(STREAM, COMPUTE)
             self._reduce(unit)
+            if t.fully_sharded and not t.has_buckets:
+                own = unit.trained
+                reduced = t.copies.after_reduction(own.shared, own.experts, further=not fresh)
+                self.rank.after(SUMS, STREAM)  # with replicas, next to their sum instead of after it
+                self._move("reduced", unit, reduced, stream=SUMS)
             if not t.overlap:
-                self.rank.after(COMPUTE, STREAM)
+                self.rank.after(COMPUTE, SUMS if t.fully_sharded and not t.has_buckets else STREAM)
         if t.sends:
-            last = REPLICAS if t.replicated_sharding else STREAM
-            self.rank.after(OFFLOAD, last)
+            self.rank.after(OFFLOAD, REPLICAS if t.replicated_sharding else STREAM)
+            self.rank.after(OFFLOAD, SUMS)
             moved = self._shard(unit, "gradients") * t.host_gradient_bytes
             self.rank.host_copy(f"d2h {unit.name}", moved, stream=OFFLOAD)
             if not fresh and t.every_micro_batch:
@@ -217,6 +225,10 @@ class DataWriter:
         experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
         parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
         return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
+
+    def _move(self, name: str, unit: Unit, move: Move, *, stream: str = COMPUTE) -> None:
+        if np.any(move.nbytes):
+            self.rank.copy(f"{name} {unit.name}", move.nbytes, packing=move.packing, stream=stream)
 
     def _copy_out(self, elements: Value) -> None:
         self.rank.copy("copy_out", 2 * elements * self.traffic.reduce_bytes)
@@ -261,8 +273,10 @@ class DataWriter:
         if unit.name in self._resident or unit.name in self._gathered:
             return
         t = self.traffic
-        if t.from_host:  # in the stream of gathers, which wait for it
-            self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=STREAM)
+        if t.from_host:  # in the stream of copies, which gathers wait for
+            self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=COPIES)
+        self._move("gathering", unit, t.copies.before_gather(unit.shared, unit.experts), stream=COPIES)
+        self.rank.after(STREAM, COPIES)
         op = t.exchange("all_gather", unit)
         self._send(op, "fsdp", unit.shared * t.compute_bytes)
         self._send(op, "expert_fsdp", unit.experts * t.compute_bytes)

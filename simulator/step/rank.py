@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import Packing
+from simulator.program.program import COMPUTE
 from simulator.step.units import Unit
 
 Value = Floats | float
@@ -49,8 +51,8 @@ class Rank(Protocol):
     def run(self, unit: Unit, which: Pass) -> None:
         """Run a pass of a unit's block: its kernels and its own collectives."""
 
-    def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
-        """Move bytes within the GPU; with `module_bytes` into or out of the flat buffer of a module of that size."""
+    def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
+        """Move bytes within the GPU, as one of FSDP's copies if `packing` says how."""
 
     def update(self, moved_bytes: Value, elements: Value) -> None:
         """Clip and update the `elements` of parameters that a rank owns."""

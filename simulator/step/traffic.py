@@ -3,7 +3,7 @@
 Fully sharded (FSDP2, torch.distributed.fsdp `fully_shard`): every unit's parameters are gathered just before use, the
 next unit's while this one computes; its gradients are scattered when its backward pass ends, and with hybrid sharding
 summed over replicas on a stream of their own. Gathers and scatters share one communicator and therefore one stream
-here. Copies into and out of flat buffers run on the compute stream.
+here. Copies around them: `simulator.step.fsdp_copies`.
 
 Otherwise gradients stay whole: reduced in buckets during the backward pass that computes them (DDP) or after the last
 one, or scattered to a sharded optimizer (ZeRO-1), also during that backward pass if the runtime overlaps (then updated
@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.step.context import CostContext
+from simulator.step.fsdp_copies import FsdpCopies, fsdp_copies
 from simulator.step.offload import OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.units import Unit
 from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
 
 STREAM = "fsdp comm"
+COPIES, SUMS = "fsdp copies", "fsdp sums"  # within the GPU, before gathers and after reductions
 REPLICAS = "replicate comm"
 DATA_FAMILIES = ("fsdp", "expert_fsdp", "replicate", "dp", "expert_dp")  # groups that carry it
 BLOCKS = ("dense", "moe")  # units that are layers
 DATA_OPS = ("all_gather", "reduce_scatter", "all_reduce")
-WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
+WIRES = (COPIES, STREAM, REPLICAS, SUMS, OFFLOAD)  # all streams of data-parallel traffic
 
 
 def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
@@ -60,7 +62,7 @@ class DataTraffic:
     scatters_each: bool  # sharded gradients (ZeRO-2) are reduced after every micro batch
     compute_bytes: float
     reduce_bytes: float
-    copies: bool
+    copies: FsdpCopies
     lists_tiles: bool  # the host lists tiles of the gradients that are packed (FSDP2)
     keeps_memory: bool  # of these lists
     gradient_bytes: float
@@ -148,7 +150,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         scatters_each=not piped,
         compute_bytes=bytes_of("gathered"),
         reduce_bytes=bytes_of("reduce"),
-        copies=spec.fsdp.copy_in_copy_out,
+        copies=fsdp_copies(context),
         lists_tiles=spec.fsdp.copy_in_copy_out and not spec.fsdp.flat_parameters and not bool(table.casts_own[0]),
         keeps_memory=spec.host.keeps_memory,
         gradient_bytes=bytes_of(spec.state.gradient_dtype),

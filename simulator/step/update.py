@@ -24,6 +24,9 @@ PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
 ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
 CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
 NORM_READ_BYTES = CLIP_BYTES / 3
+# Tensors of the parameters' type that AdamW reads and writes kernel by kernel, beyond the seven of one fused kernel
+# (torch/optim/adam.py, `_multi_tensor_adam`: decay 2, lerp_ 3, mul_ 2, addcmul_ 3, sqrt 2, div_ 2, add_ 2, addcdiv_ 4).
+FOREACH_PASSES = 13.0
 
 # A 16-bit copy of updated float32 weights: reads them, writes half as much.
 COPY_BYTES = 6.0
@@ -64,15 +67,28 @@ def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float
 
 def update_rate(runtime: Runtime, roofline: Roofline) -> float:
     """Return the rate for the bytes that `update_bytes` counts: bytes over the seconds of memory traffic plus those of
-    an optimizer whose arithmetic takes longer.
+    an optimizer whose arithmetic takes longer, or which runs a kernel for each of its operators.
     """
     rate, optimizer = roofline.update_bytes_per_s(updated_dtype(runtime)), OPTIMIZERS[runtime.optimizer]
-    if optimizer.per_sm_s is None:
+    copies = update_copies(runtime)
+    if optimizer.per_sm_s is None and not copies:
         return rate
+    wide = float(DTYPE_BYTES[updated_dtype(runtime)])
     whole = float(update_bytes(runtime, 1.0, 0.0))
-    own = PLAIN_BYTES + optimizer.moved(float(DTYPE_BYTES[updated_dtype(runtime)])) * MOMENT_BYTES / 2
-    longer_s = max(own / rate, 1.0 / (optimizer.per_sm_s * roofline.gpu.sm_count))
-    return whole / ((whole - own) / rate + longer_s)
+    own_s = (own := PLAIN_BYTES + optimizer.moved(wide) * MOMENT_BYTES / 2) / rate
+    if optimizer.per_sm_s is not None:
+        own_s = max(own_s, 1.0 / (optimizer.per_sm_s * roofline.gpu.sm_count))
+    own_s += copies * FOREACH_PASSES * wide / roofline.listed_bytes_per_s
+    return whole / ((whole - own) / rate + own_s)
+
+
+def update_copies(runtime: Runtime) -> float:
+    """Return the temporary copies of what a rank updates that an update makes: only torch's own optimizers run a kernel
+    for each of their operators; bitsandbytes updates in one, and Muon's temporaries exist for one matrix at a time.
+    """
+    chosen = OPTIMIZERS[runtime.optimizer]
+    foreach = chosen.states == (None, None) and not chosen.paged and chosen.matrices is None
+    return spec_for(runtime).state.update_copies if foreach else 0.0
 
 
 def weight_cast_bytes(runtime: Runtime) -> float:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
-from simulator.config.optimizers import OPTIMIZERS
 from simulator.step.context import CostContext
 from simulator.step.held import state_bytes
+from simulator.step.update import update_copies
 
 
 def bucket_copies_bytes(context: CostContext) -> Floats:
@@ -78,11 +78,7 @@ def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroB
     param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
     away = column(table.offloaded["optimizer"])
     if zero is None:
-        chosen = OPTIMIZERS[context.runtime.optimizer]
-        # torch's own optimizers; bitsandbytes updates in one kernel, and Muon's temporaries exist for one matrix at a
-        # time
-        foreach = chosen.states == (None, None) and not chosen.paged and chosen.matrices is None
-        made = owned * context.dtype_bytes("trained") * (context.spec.state.update_copies if foreach else 0.0)
+        made = owned * context.dtype_bytes("trained") * update_copies(context.runtime)
         return ZeroBuffers(
             standing=elements * (4.0 if sums_wide(context) else 0.0),
             buckets=nothing,

@@ -14,8 +14,11 @@ from simulator.config.optimizers import OPTIMIZERS, TENSOR_S, canonical_optimize
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.kernels.roofline import Roofline
 from simulator.memory.estimate import with_replay
+from simulator.step.update import update_bytes, update_rate
 from topology.catalog.clusters import cluster
+from topology.catalog.gpus import gpu_kind
 
 
 @pytest.mark.parametrize(
@@ -179,3 +182,21 @@ def test_lora_that_runs_layers_again_keeps_no_copies_of_frozen_weights() -> None
     )
     found = asked.estimate([Plan(micro_batch_size=2, recompute="full")]).estimate(0)
     assert found.memory.peak_bytes.value == pytest.approx(39.97 * 2**30, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "dtype", "seconds"),
+    [
+        ("torchtitan", "float32", 8.17e-12 + 3.4e-12),
+        ("pytorch", "float32", 22.1e-12 + 3.4e-12),
+        ("torchtitan", "bfloat16", 5.39e-12 + 2.2e-12),
+        ("pytorch", "bfloat16", 13.55e-12 + 2.2e-12),
+    ],
+)
+def test_updates_of_one_kernel_and_of_one_an_operator_take_what_they_took(runtime: str, dtype: str, seconds: float):
+    """AdamW and clipping of 218 million parameters in nine tensors on one H200, a parameter (torch 2.11, fused and
+    foreach; examples/validation/kernels.md).
+    """
+    asked, roofline = Runtime(name=runtime, param_dtype=dtype), Roofline(gpu=gpu_kind("h200-sxm"))
+
+    assert update_bytes(asked, 1.0, 0.0) / update_rate(asked, roofline) == pytest.approx(seconds, rel=0.12)
