@@ -70,7 +70,7 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
-            release=self.engine.name,
+            slower=self.engine.slower,
             apart=self.pool.dp_attention > 1 and self.deployment.prefill is None,
             attention=self.engine.attention,
         )

@@ -5,7 +5,8 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
+from simulator.serving.engine import SlowerKernels
 from simulator.serving.expert_choice import popularity
 from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
 from topology.cluster import GpuKind
@@ -67,14 +69,6 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
-# What kernels of TensorRT-LLM 1.2 take on Hopper beyond these: of 8-bit experts in blocks seconds of a layer and
-# bytes of each element of a row, of latent attention of answers seconds with up to 64 and with more query heads on a
-# GPU. Medians over H100 and H200 of 1.2.0rc5 against 1.3.0rc20 by themselves, few tokens and 1,024 to 16,384, and less
-# than 20,000 keys (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet and generation_mla_perf.parquet).
-# On B200 latent attention of both takes as long. 1.1 has not been measured so.
-EARLIER = "trtllm12"
-EARLIER_EXPERTS_S, EARLIER_PASSED = 1.3e-5, 8.5
-EARLIER_LATENT_S = {64: 1.5e-5, 128: 1.0e-5}
 # Bytes of each element of a token that kernels of experts pass on a rank whether or not its experts are chosen, if all
 # tokens come to all ranks: between 1,024 and 8,192 or 16,384 tokens a rank of an expert-parallel group does not get
 # quicker by as much as its rows get fewer. Medians of evenly loaded kernels in nvfp4, all models and degrees: 22 with
@@ -109,7 +103,7 @@ class Kernels:
     weights: str
     experts: str = "triton"  # what multiplies them, see engines.toml
     program: str = ""  # the engine, where expert_kernels.toml lists its own
-    release: str = ""  # the engine as engines.toml names it, where releases differ
+    slower: Mapping[str, SlowerKernels] = field(default_factory=dict)  # the engine's, by generation
     apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
 
@@ -169,19 +163,13 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
-    @property
-    def earlier(self) -> bool:
-        """Whether these are the slower kernels of TensorRT-LLM 1.2 on Hopper."""
-        return self.release == EARLIER and self.generation == "hopper"
-
     def attention_start_s(self, heads: float, *, latent: bool) -> float:
         """Return seconds of attention of answers with hardly any keys for `heads` query heads: the write to the cache,
         attention over parts of the keys and their sum.
         """
         if not latent:
             return ANSWERED_S.get(self.generation, 2 * self.start_s)
-        later = next((seconds for most, seconds in EARLIER_LATENT_S.items() if heads <= most), 0.0)
-        return 2 * self.start_s + (later if self.earlier else 0.0)
+        return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
@@ -216,6 +204,10 @@ class Kernels:
         listed, kind = expert_kernels(), (self.generation, self.weights)
         apart = listed.get((f"{self.program}-dp", *kind)) if self.apart else None
         return apart or listed.get((self.program, *kind))
+
+    @property
+    def _slower(self) -> SlowerKernels:
+        return self.slower.get(self.generation, SlowerKernels())
 
     @property
     def experts_route(self) -> bool:
@@ -281,8 +273,8 @@ class Kernels:
         if self.experts != "cutlass" or self.generation != "hopper":
             return plain
         passed, fixed_s = PASSED["float8" if self.weights == "float8" else "other"], SORTED_S
-        if self.earlier and self.weights == "float8":
-            passed, fixed_s = passed + EARLIER_PASSED, fixed_s + EARLIER_EXPERTS_S
+        if self.weights == "float8":
+            passed, fixed_s = passed + self._slower.experts_passed, fixed_s + self._slower.experts_s
         return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, fixed_s + SORTED_EXPERT_S * experts, 0.0)
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:

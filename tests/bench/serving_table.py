@@ -91,7 +91,7 @@ The largest term of what is off, by group:
   releases states no limit (InferenceX had the prompt, the clients and 64 then, @ec90f3fe); and its benchmark sends lengths that do
   not vary, which no row states and nothing here takes from the release: with such lengths tokens of Qwen3 235B are 4 % off.
 - **TensorRT-LLM 1.2 on Hopper** takes 13 us a layer longer for experts in 8-bit blocks and 10 to 15 us for latent attention of answers
-  than 1.3, by tables of both (`EARLIER` in `simulator/serving/kernels.py`); on B200 attention of both takes as long.
+  than 1.3, by tables of both (`slower` in `simulator/serving/engines.toml`); on B200 attention of both takes as long.
 - **Experts by Cutlass' kernels** take the longer of reading and multiplying each: popular ones have rows to multiply while others are
   read. Tables of uneven loads (1.3.0rc20) are 1 to 14 % off so from 1,024 tokens on, 8 to 29 % if all are alike.
 - **Places of separated engines** follow NVIDIA's recipes (NVIDIA/srt-slurm @c88ef731): on Hopper a decoding rank has room for many more

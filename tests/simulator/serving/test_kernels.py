@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from simulator.config.model import MixtureOfExperts
+from simulator.serving.engine import engine_of
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.kernels import Kernels
 from topology.catalog.clusters import cluster
@@ -117,8 +118,13 @@ def test_tensorrt_llm_1_2_takes_longer_on_hopper() -> None:
     measured_ms = {"trtllm12": {1: 0.054, 512: 0.419, 16384: 2.725}, "trtllm": {1: 0.040, 512: 0.397, 16384: 2.499}}
     latent_us = {}
     for release, times in measured_ms.items():
+        engine = engine_of(release)
         kernels = Kernels(
-            gpu=gpu_kind("H200 SXM"), weights="float8", experts="cutlass", program="trtllm", release=release
+            gpu=gpu_kind("H200 SXM"),
+            weights="float8",
+            experts=engine.experts,
+            program=engine.program,
+            slower=engine.slower,
         )
         rows = np.array([float(count) for count in times])
         visited = 32 * (1 - (1 - 8 / 256) ** rows)
