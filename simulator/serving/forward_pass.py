@@ -51,7 +51,7 @@ class ForwardPass:
     _gained: float = field(init=False)
     _key_s: float = field(init=False)
     _prompts: PromptAttention = field(init=False)
-    _prompt_layers: float = field(init=False)  # that see all keys, times how much longer than modelled they take
+    _pair_ratio: float = field(init=False)  # how much longer than modelled attention over prompts takes
     _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
@@ -98,11 +98,11 @@ class ForwardPass:
         self._key_s = self._one_key_s()
         model, windowed = self.model, self.model.windowed_layers
         whole = model.layers - windowed - model.linear_layers
-        self._prompts = self.kernels.prompt_attention(model.heads / self.pool.tp, model.qk_dim, model.v_dim)
-        self._prompt_layers = float(whole)
+        self._prompts = self._prompt_attention()
+        self._pair_ratio = 1.0
         self._sparse = self._chosen_keys()
         if steps is not None:
-            self._key_s, self._prompt_layers = self._key_s * steps.cached_ratio, self._prompt_layers * steps.pair_ratio
+            self._key_s, self._pair_ratio = self._key_s * steps.cached_ratio, steps.pair_ratio
         self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         self._layers_met = (whole, windowed, self.model.sliding_window)
@@ -251,13 +251,30 @@ class ForwardPass:
             cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
         )
 
+    def _prompt_attention(self) -> PromptAttention:
+        model, tp, latent = self.model, self.pool.tp, self.model.latent is not None
+        heads = model.heads / tp
+        return self.kernels.prompt_attention(
+            heads,
+            heads if latent else max(1.0, model.kv_heads / tp),  # compressed keys are expanded to all heads
+            model.qk_dim,
+            model.v_dim,
+            cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
+            latent=latent,
+        )
+
     def _read_s(self, tokens: float, pairs: float, readers: int) -> float:
         """Return the seconds of all layers' attention over `tokens` of prompts with `pairs` of a query and a key."""
         if not pairs:
             return 0.0
-        sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
-        whole = self._prompt_layers * self._prompts.seconds(tokens, pairs, pairs / tokens + (tokens / readers - 1) / 2)
-        met = whole if sparse is None else self.model.layers * sparse
+        full, windowed, window = self._layers_met
+        if self._sparse is not None:
+            met = self.model.layers * self._sparse.read_s(tokens, pairs, readers)
+        else:
+            met = full * self._prompts.seconds(tokens, pairs, readers=readers)
+            if windowed:
+                met += windowed * self._prompts.seconds(tokens, pairs, readers=readers, window=window)
+            met *= self._pair_ratio
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 
     def _answers_s(self, sequences: float, keys: float) -> float:

@@ -1,4 +1,4 @@
-"""Kernels of engines as tables of kernels by themselves have them: products, experts, sums over ranks. The TOML files
+"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts, sums over ranks. The TOML files
 say what each number means and where it is from.
 """
 
@@ -41,6 +41,22 @@ class ProductKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptKernels:
+    """Parts of the time of attention over prompts; meanings in prompt_kernels.toml."""
+
+    fixed_s: float
+    passed: float
+    query: float
+    tail: float
+    share: dict[str, float]
+
+    def share_of(self, width: float) -> float:
+        """Return the share of the peak that heads of a width reach: of the next listed one, or of the widest."""
+        widths = sorted(map(int, self.share))
+        return self.share[str(next((listed for listed in widths if listed >= width), widths[-1]))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceKernels:
     """Times of an all-reduce over peer memory; meanings in reduce_kernels.toml."""
 
@@ -68,6 +84,12 @@ def expert_kernels() -> dict[tuple[str, ...], ExpertKernels]:
 def product_kernels() -> dict[tuple[str, ...], ProductKernels]:
     """Return the kernels of products by (generation, format)."""
     return _read("product_kernels.toml", ProductKernels, levels=2)
+
+
+@cache
+def prompt_kernels() -> dict[tuple[str, ...], PromptKernels]:
+    """Return the kernels of attention over prompts by (engine, architecture or generation, kind)."""
+    return _read("prompt_kernels.toml", PromptKernels, levels=3)
 
 
 @cache

@@ -16,7 +16,14 @@ from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Ro
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.engine import SlowerKernels
 from simulator.serving.expert_choice import popularity
-from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
+from simulator.serving.kernel_tables import (
+    ExpertKernels,
+    ProductKernels,
+    PromptKernels,
+    expert_kernels,
+    product_kernels,
+    prompt_kernels,
+)
 from topology.cluster import GpuKind
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
@@ -52,6 +59,7 @@ LATENT_READ = {
 # Engines that compile casts of rows into the kernels before them: norms and activations (fuse_norm_quant and
 # fuse_act_quant of vllm/config/compilation.py).
 CASTS_BEFORE = {"vllm"}
+OWN_FLASH = "flash2"  # torch's FlashAttention-2 in prompt_kernels.toml
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Rate of grouped products of many experts, over that of one large product. Source: kernels of vLLM 0.20 alone
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
@@ -79,20 +87,36 @@ OTHERS_PASSED = {"blackwell": 21.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAttention:
-    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that the
-    longest tile meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
+    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that a
+    tile of `rows` queries meets on one SM. Of the longest tile, which has all keys, a share `tail` runs when other SMs
+    have nothing left to do. `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
     """
 
     start_s: float
     pair_s: float
     query_s: float
     key_s: float
-    grid: float
+    rows: float
+    tail: float = 1.0
+    grid: float = 1.0
 
-    def seconds(self, tokens: float, pairs: float, longest: float) -> float:
-        """Return the seconds of `tokens` with `pairs`, the last of them with `longest` keys."""
-        met = self.pair_s * pairs
-        return self.start_s + self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
+    def seconds(self, tokens: float, pairs: float, *, readers: float = 1, window: int = 0) -> float:
+        """Return the seconds of `tokens` of `readers` prompts with `pairs`, where a query meets the keys within
+        `window`.
+        """
+        longest = pairs / tokens + (tokens / readers - 1) / 2
+        if 0 < window < longest:  # a tile's queries see another window each, so it meets half a tile of keys more
+            pairs = readers * windowed_pairs(tokens / readers, longest, window) + tokens * self.rows / 2
+            longest = min(longest, window + self.rows)
+        met, tile = self.pair_s * pairs, self.key_s * longest
+        return self.start_s + self.query_s * tokens + max(met, (met + self.tail * tile) / self.grid, tile / self.grid)
+
+
+def windowed_pairs(tokens: float, longest: float, window: int) -> float:
+    """Return the pairs of the last `tokens` queries of `longest` with the keys within `window`."""
+    first = longest - tokens + 1
+    growing = min(max(window - first, 0.0), tokens)
+    return growing * (2 * first + growing - 1) / 2 + (tokens - growing) * window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,20 +305,46 @@ class Kernels:
         """Return the seconds of `launches` kernels that read and write `nbytes` in total."""
         return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
 
-    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int) -> PromptAttention:
-        """Return the times of the fused 16-bit attention kernel over prompts with this many heads on a GPU.
+    def listed_prompts(self, cache_bits: int, *, latent: bool) -> PromptKernels | None:
+        """Return what prompt_kernels.toml says of attention over prompts; None where it says nothing."""
+        listed, architecture = prompt_kernels(), self.gpu.architecture.lower()
+        kinds = ["latent8", "latent"] if latent else []
+        kinds = [kind for kind in (*kinds, "heads8", "heads") if cache_bits == 8 or not kind.endswith("8")]
+        program = OWN_FLASH if self.attention == "flash2" else self.program
+        keys = ((program, of, kind) for kind in kinds for of in (architecture, self.generation))
+        return next((listed[key] for key in keys if key in listed), None)
 
-        As in training (roofline.py): tiles of queries fill their pipelines, and a prompt's longest tile, which meets
-        all its keys, runs when other SMs have nothing left to do.
+    def prompt_attention(
+        self, heads: float, kv_heads: float, qk_dim: int, v_dim: int, *, cache_bits: int = 16, latent: bool = False
+    ) -> PromptAttention:
+        """Return the times of attention over prompts with this many heads on a GPU, what it writes to the cache
+        included.
+
+        As in training (roofline.py) where nothing is listed: tiles of queries fill their pipelines, and a prompt's
+        longest tile, which meets all its keys, runs when other SMs have nothing left to do.
         """
-        curve = self._attention_curve
-        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
+        curve, listed = self._attention_curve, self.listed_prompts(cache_bits, latent=latent)
         alone = curve.rows * self.gpu.sm_count
+        if listed is not None:
+            peak = self.gpu.peak_flops.get("bfloat16") or max(self.gpu.peak_flops.values())
+            pair_s = 2.0 * heads * (qk_dim + v_dim) / (listed.share_of(qk_dim) * peak)
+            moved = 2.0 * (heads + kv_heads) * (qk_dim + v_dim)
+            return PromptAttention(
+                # A layer's time already has the start of attention of answers.
+                start_s=max(0.0, listed.fixed_s - self.attention_start_s(heads, latent=latent)),
+                pair_s=pair_s,
+                query_s=pair_s * listed.query + listed.passed * moved / self.gpu.memory_bytes_per_s,
+                key_s=pair_s * alone / heads,
+                rows=curve.rows,
+                tail=listed.tail,
+            )
+        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
         return PromptAttention(
             start_s=self.start_s,
             pair_s=pair_s,
             query_s=pair_s * curve.ramp_s / 2,
             key_s=pair_s * alone / heads,
+            rows=curve.rows,
             grid=1 + 2 * alone / FULL_GRID,
         )
 

@@ -1,4 +1,5 @@
-"""Fit simulator/serving/product_kernels.toml and reduce_kernels.toml to tables of kernels by themselves.
+"""Fit simulator/serving/product_kernels.toml, prompt_kernels.toml and reduce_kernels.toml to tables of kernels by
+themselves.
 
     git clone https://github.com/ai-dynamo/aiconfigurator
     python tests/bench/fit_kernel_tables.py aiconfigurator/aic-core/src/aiconfigurator_core/systems/data
@@ -14,13 +15,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import lsq_linear, minimize
+from scipy.optimize import least_squares, lsq_linear, minimize
 
+from simulator.kernels.roofline import efficiency
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.kernel_tables import ReduceKernels
 from topology.catalog.gpus import gpu_kind
 
-GPUS = {"b200_sxm": "B200 SXM", "h200_sxm": "H200 SXM", "h100_sxm": "H100 SXM"}
+GPUS = {
+    "b200_sxm": "B200 SXM", "b300_sxm": "B300 SXM", "h200_sxm": "H200 SXM", "h100_sxm": "H100 SXM",
+    "a100_sxm": "A100 SXM 80GB", "l40s": "L40S",
+}  # fmt: skip
 CACHE_BYTES = {"b200_sxm": 126e6, "h200_sxm": 50e6, "h100_sxm": 50e6}  # the GPU's last cache, whitepapers
 FORMATS = {"bfloat16": "bfloat16", "fp8_block": "float8", "nvfp4": "float4"}
 # Copies of the weights that a table's run goes through: SGLang's and vLLM's six, TensorRT-LLM's as many as fill the
@@ -47,6 +52,23 @@ REDUCES = (
     ("trtllm", "hopper", HOPPERS, ("trtllm/1.3.0rc10", "trtllm/1.3.0rc20")),
     ("trtllm", "blackwell", ("b200_sxm",), ("trtllm/1.2.0rc5", "trtllm/1.3.0rc10", "trtllm/1.3.0rc20")),
 )
+
+# Attention over prompts: kind, systems, release, and the kernel where a table has several.
+PROMPTS = (
+    *(("vllm", kind, systems, "vllm/0.24.0", "") for kind in ("heads", "heads8") for systems in (HOPPERS, ("b200_sxm",))),
+    *(("vllm", kind, ("b300_sxm",), "vllm/0.24.0", "") for kind in ("heads", "heads8")),
+    ("vllm", "heads", ("a100_sxm",), "vllm/0.14.0", ""),
+    ("vllm", "heads", ("l40s",), "vllm/0.24.0", ""),
+    ("sglang", "heads", HOPPERS, "sglang/0.5.14", "fa3"),
+    *(("sglang", kind, (b,), "sglang/0.5.14", "trtllm_mha") for kind in ("heads", "heads8") for b in ("b200_sxm", "b300_sxm")),
+    *(("sglang", kind, (b,), "sglang/0.5.14", "") for kind in ("latent", "latent8") for b in ("b200_sxm", "b300_sxm")),
+    *(("trtllm", kind, systems, "trtllm/1.3.0rc20", "") for kind in ("heads", "heads8", "latent", "latent8")
+      for systems in (HOPPERS, ("b200_sxm",), ("b300_sxm",))),
+    ("trtllm", "heads", ("a100_sxm",), "trtllm/1.0.0", ""),
+    ("trtllm", "heads", ("l40s",), "trtllm/1.3.0rc20", ""),
+)  # fmt: skip
+WIDTHS = (64, 128, 192, 256)
+SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
 
 
 def product_parts(data: Path, system: str, release: str, listed: str) -> tuple[Any, Any]:
@@ -79,6 +101,58 @@ def fit_products(data: Path) -> None:
             weight = 1 / np.sqrt(1 + (error / 0.2) ** 2)
         print(f"[{generation}.{FORMATS[listed]}]  # {len(seconds)} rows, mean error {np.mean(np.abs(error)):.0%}")
         print(f"fixed_s = {sought[0]:.1e}\ndepth_s = {sought[1]:.1e}\nread = {1 / sought[3]:.2f}")
+
+
+def prompt_parts(data: Path, system: str, release: str, kind: str, kernel: str) -> tuple[Any, Any]:
+    """Return columns (width, seconds at the peak of pairs, of one pair a query, of the longest tile by itself; seconds
+    of queries, keys, values and results at the datasheet's rate of memory), and measured seconds.
+    """
+    latent, name = kind.startswith("latent"), "context_mla" if kind.startswith("latent") else "context_attention"
+    folder = "mla" if latent else "attention"
+    table = pd.read_parquet(data / system / folder / release / f"{name}_perf.parquet")
+    table = table[table.kv_cache_dtype == ("fp8" if kind.endswith("8") else "bfloat16")]
+    if not latent:
+        narrow = kind.endswith("8") and (table.attn_dtype == "fp8").any()
+        table = table[table.attn_dtype == ("fp8" if narrow else "bfloat16")]
+        table = table[table.head_dim.isin(WIDTHS)]
+        table = table[table.window_size == 0] if "window_size" in table else table
+        table = table[table.kernel_source == kernel] if kernel else table
+    table = table[(table.isl >= SHORTEST) & (table.batch_size * table.isl <= MOST_TOKENS)]
+    gpu = gpu_kind(GPUS[system])
+    heads, tokens = table.num_heads, table.batch_size * table.isl
+    width, both = (192, 192 + 128) if latent else (table.head_dim, 2 * table.head_dim)
+    moved = 2.0 * tokens * both * (heads + (heads if latent else table.num_key_value_heads)) / gpu.memory_bytes_per_s
+    pair_s = 2.0 * both / gpu.peak_flops["bfloat16"]  # of one head
+    rows = efficiency(gpu.architecture).attention["cudnn"].rows
+    columns = [width + 0 * heads, pair_s * heads * tokens * (table.isl + 1) / 2, pair_s * heads * tokens,
+               pair_s * rows * gpu.sm_count * table.isl, moved]  # fmt: skip
+    return np.column_stack(columns), table.latency.to_numpy() / 1e3
+
+
+def fit_prompts(data: Path) -> None:
+    for program, kind, systems, release, kernel in PROMPTS:
+        found = [prompt_parts(data, system, release, kind, kernel) for system in systems]
+        parts, seconds = np.vstack([one for one, _ in found]), np.concatenate([one for _, one in found])
+        widths, place = np.unique(parts[:, 0], return_inverse=True)
+
+        def error(sought: Any, parts: Any = parts, seconds: Any = seconds, place: Any = place) -> Any:
+            fixed_s, passed, query, share = *np.exp(sought[:3]), np.exp(sought[4:])[place]
+            _, pairs, queries, tile, moved = parts.T
+            tail = 1 / (1 + np.exp(-sought[3]))
+            met = np.maximum(pairs + query * queries + tail * tile, tile) / share
+            return np.log((fixed_s + passed * moved + met) / seconds)
+
+        begin = np.array([*np.log([9e-6, 2.0, 100.0]), -1.0, *np.log([0.5] * len(widths))])
+        best = least_squares(error, begin, loss="soft_l1", f_scale=0.1).x
+        off, (fixed_s, passed, query) = np.mean(np.abs(error(best))), np.exp(best[:3])
+        architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
+        shares = ", ".join(
+            f'"{width:.0f}" = {share:.2f}' for width, share in zip(widths, np.exp(best[4:]), strict=True)
+        )
+        of = f'"{architecture}"' if " " in architecture else architecture
+        print(f"[{program}.{of}.{kind}]  # {release}, {len(seconds)} rows, {off:.0%}")
+        print(f"fixed_s = {fixed_s:.1e}\npassed = {passed:.2f}\nquery = {query:.0f}.0")
+        print(f"tail = {1 / (1 + np.exp(-best[3])):.2f}\nshare = {{ {shares} }}")
 
 
 def reduce_rows(data: Path, system: str, release: str) -> Any:
@@ -126,6 +200,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     data = parser.parse_args().data
     fit_products(data)
+    fit_prompts(data)
     fit_reduces(data)
 
 

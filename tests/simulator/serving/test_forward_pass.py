@@ -379,7 +379,7 @@ def test_attention_of_a_prompt_against_the_kernel_by_itself(heads: int, width: i
     2026-11. Pairs alone would be 13 us of the first.
     """
     kernels = Kernels(gpu=gpu_kind("h200-sxm"), weights="bfloat16", attention="flash2")
-    prompt = kernels.prompt_attention(heads, width, width)
+    prompt = kernels.prompt_attention(heads, heads / 4, width, width)
     for tokens, measured in microseconds.items():
-        seconds = prompt.seconds(tokens, tokens * (tokens + 1) / 2, tokens)
-        assert 1e6 * seconds == pytest.approx(measured, rel=0.25), tokens
+        seconds = prompt.seconds(tokens, tokens * (tokens + 1) / 2)
+        assert 1e6 * seconds == pytest.approx(measured, rel=0.09), tokens
