@@ -268,13 +268,12 @@ class ForwardPass:
         if not pairs:
             return 0.0
         full, windowed, window = self._layers_met
-        if self._sparse is not None:
-            met = self.model.layers * self._sparse.read_s(tokens, pairs, readers)
-        else:
-            met = full * self._prompts.seconds(tokens, pairs, readers=readers)
-            if windowed:
-                met += windowed * self._prompts.seconds(tokens, pairs, readers=readers, window=window)
-            met *= self._pair_ratio
+        met = full * self._prompts.seconds(tokens, pairs, readers=readers)
+        if windowed:
+            met += windowed * self._prompts.seconds(tokens, pairs, readers=readers, window=window)
+        met *= self._pair_ratio
+        if self._sparse is not None and (chosen := self._sparse.read_s(tokens, pairs, readers)) is not None:
+            met = self.model.layers * chosen
         return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
 
     def _answers_s(self, sequences: float, keys: float) -> float:

@@ -1,5 +1,5 @@
-"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts, sums over ranks. The TOML files
-say what each number means and where it is from.
+"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts, sums over
+ranks. The TOML files say what each number means and where it is from.
 """
 
 from __future__ import annotations
