@@ -49,6 +49,7 @@ class PromptKernels:
     query: float
     tail: float
     share: dict[str, float]
+    alone: float = 1.0
 
     def share_of(self, width: float) -> float:
         """Return the share of the peak that heads of a width reach: of the next listed one, or of the widest."""

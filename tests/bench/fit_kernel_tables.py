@@ -104,12 +104,12 @@ def fit_products(data: Path) -> None:
 
 
 def prompt_parts(data: Path, system: str, release: str, kind: str, kernel: str) -> tuple[Any, Any]:
-    """Return columns (width, seconds at the peak of pairs, of one pair a query, of the longest tile by itself; seconds
-    of queries, keys, values and results at the datasheet's rate of memory), and measured seconds.
+    """Return columns (width; seconds at the peak of pairs, of one pair a query, of the longest tile by itself; seconds
+    of queries, keys, values and results at the datasheet's rate of memory; tiles of each SM), and measured seconds.
     """
-    latent, name = kind.startswith("latent"), "context_mla" if kind.startswith("latent") else "context_attention"
-    folder = "mla" if latent else "attention"
-    table = pd.read_parquet(data / system / folder / release / f"{name}_perf.parquet")
+    latent = kind.startswith("latent")
+    where = "mla/{}/context_mla" if latent else "attention/{}/context_attention"
+    table = pd.read_parquet(data / system / f"{where.format(release)}_perf.parquet")
     table = table[table.kv_cache_dtype == ("fp8" if kind.endswith("8") else "bfloat16")]
     if not latent:
         narrow = kind.endswith("8") and (table.attn_dtype == "fp8").any()
@@ -124,9 +124,19 @@ def prompt_parts(data: Path, system: str, release: str, kind: str, kernel: str) 
     moved = 2.0 * tokens * both * (heads + (heads if latent else table.num_key_value_heads)) / gpu.memory_bytes_per_s
     pair_s = 2.0 * both / gpu.peak_flops["bfloat16"]  # of one head
     rows = efficiency(gpu.architecture).attention["cudnn"].rows
+    waves = table.batch_size * np.ceil(table.isl / rows) * heads / gpu.sm_count
     columns = [width + 0 * heads, pair_s * heads * tokens * (table.isl + 1) / 2, pair_s * heads * tokens,
-               pair_s * rows * gpu.sm_count * table.isl, moved]  # fmt: skip
+               pair_s * rows * gpu.sm_count * table.isl, moved, waves]  # fmt: skip
     return np.column_stack(columns), table.latency.to_numpy() / 1e3
+
+
+def prompt_error(sought: Any, parts: Any, seconds: Any, place: Any) -> Any:
+    """Return logarithms of priced over measured seconds; as `PromptAttention` of simulator/serving/kernels.py."""
+    fixed_s, passed, query, share = *np.exp(sought[:3]), np.exp(sought[4:])[place]
+    _, pairs, queries, tile, moved, waves = parts.T
+    tail = 1 / (1 + np.exp(-sought[3]))
+    whole = np.where(waves > 1, np.maximum(pairs + tail * tile, tile), tile) + query * queries
+    return np.log((fixed_s + passed * moved + whole / share) / seconds)
 
 
 def fit_prompts(data: Path) -> None:
@@ -134,17 +144,10 @@ def fit_prompts(data: Path) -> None:
         found = [prompt_parts(data, system, release, kind, kernel) for system in systems]
         parts, seconds = np.vstack([one for one, _ in found]), np.concatenate([one for _, one in found])
         widths, place = np.unique(parts[:, 0], return_inverse=True)
-
-        def error(sought: Any, parts: Any = parts, seconds: Any = seconds, place: Any = place) -> Any:
-            fixed_s, passed, query, share = *np.exp(sought[:3]), np.exp(sought[4:])[place]
-            _, pairs, queries, tile, moved = parts.T
-            tail = 1 / (1 + np.exp(-sought[3]))
-            met = np.maximum(pairs + query * queries + tail * tile, tile) / share
-            return np.log((fixed_s + passed * moved + met) / seconds)
-
         begin = np.array([*np.log([9e-6, 2.0, 100.0]), -1.0, *np.log([0.5] * len(widths))])
-        best = least_squares(error, begin, loss="soft_l1", f_scale=0.1).x
-        off, (fixed_s, passed, query) = np.mean(np.abs(error(best))), np.exp(best[:3])
+        rows = (parts, seconds, place)
+        best = least_squares(prompt_error, begin, loss="soft_l1", f_scale=0.1, args=rows).x
+        off, (fixed_s, passed, query) = np.mean(np.abs(prompt_error(best, *rows))), np.exp(best[:3])
         architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
         shares = ", ".join(
             f'"{width:.0f}" = {share:.2f}' for width, share in zip(widths, np.exp(best[4:]), strict=True)
