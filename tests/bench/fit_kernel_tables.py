@@ -69,6 +69,7 @@ PROMPTS = (
 )  # fmt: skip
 WIDTHS = (64, 128, 192, 256)
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
+BEST = 1.1  # most of the rate of the quickest launch that pairs alone are taken to reach
 
 
 def product_parts(data: Path, system: str, release: str, listed: str) -> tuple[Any, Any]:
@@ -144,9 +145,11 @@ def fit_prompts(data: Path) -> None:
         found = [prompt_parts(data, system, release, kind, kernel) for system in systems]
         parts, seconds = np.vstack([one for one, _ in found]), np.concatenate([one for _, one in found])
         widths, place = np.unique(parts[:, 0], return_inverse=True)
-        begin = np.array([*np.log([9e-6, 2.0, 100.0]), -1.0, *np.log([0.5] * len(widths))])
+        reached = np.array([np.max((parts[:, 1] / seconds)[place == at]) for at in range(len(widths))])
+        begin = np.array([*np.log([9e-6, 2.0, 100.0]), -1.0, *np.log(0.9 * reached)])
+        most = np.array([*[np.inf] * 4, *np.log(BEST * reached)])
         rows = (parts, seconds, place)
-        best = least_squares(prompt_error, begin, loss="soft_l1", f_scale=0.1, args=rows).x
+        best = least_squares(prompt_error, begin, bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1, args=rows).x
         off, (fixed_s, passed, query) = np.mean(np.abs(prompt_error(best, *rows))), np.exp(best[:3])
         architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
         shares = ", ".join(
