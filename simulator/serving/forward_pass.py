@@ -52,7 +52,7 @@ class ForwardPass:
     _key_s: float = field(init=False)
     _prompts: PromptAttention = field(init=False)
     _pair_ratio: float = field(init=False)  # how much longer than modelled attention over prompts takes
-    _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
+    _answer_s: float = field(init=False)  # seconds of all layers for an answer, whatever keys it has
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
@@ -103,7 +103,7 @@ class ForwardPass:
         self._sparse = self._chosen_keys()
         if steps is not None:
             self._key_s, self._pair_ratio = self._key_s * steps.cached_ratio, steps.pair_ratio
-        self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
+        self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s + self._programs_s()
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
@@ -248,7 +248,7 @@ class ForwardPass:
             latent=latent,
             indexer=latent.indexer,
             heads=self.model.heads / self.pool.tp,
-            cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
+            cache_bits=self._cache_bits,
         )
 
     def _prompt_attention(self) -> PromptAttention:
@@ -259,7 +259,7 @@ class ForwardPass:
             heads if latent else max(1.0, model.kv_heads / tp),  # compressed keys are expanded to all heads
             model.qk_dim,
             model.v_dim,
-            cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
+            cache_bits=self._cache_bits,
             latent=latent,
         )
 
@@ -279,7 +279,29 @@ class ForwardPass:
     def _answers_s(self, sequences: float, keys: float) -> float:
         """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
         each = min(sequences, self.pool.dp_attention)
-        return self._cache_s(keys / each, keys / sequences) + self._state_s * sequences / each
+        return self._cache_s(keys / each, keys / sequences) + self._answer_s * sequences / each
+
+    @property
+    def _cache_bits(self) -> int:
+        return round(8 * CACHE_BYTES[self.deployment.kv_cache])
+
+    def _programs_s(self) -> float:
+        """Return the seconds for which an answer's programs start in all layers, one for each key head."""
+        listed = None if self.model.latent else self.kernels.listed_answers(self._cache_bits)
+        each = listed.program_s * max(1.0, self.model.kv_heads / self.pool.tp) if listed else 0.0
+        return each * (self.model.layers - self.model.linear_layers)
+
+    def _answer_bytes(self) -> float:
+        """Return the bytes that the attention of all layers passes for an answer, whatever keys it has: the states of
+        linear attention are read and written, and so are latent attention's queries and results, which are as wide as
+        the compressed vectors for every head.
+        """
+        model, latent = self.model, self.model.latent
+        states = 2.0 * self.pool.pp * state_bytes(model, self.pool)
+        if latent is None:
+            return states
+        wide = 2 * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
+        return states + self._checked * 2.0 * wide * model.heads / self.pool.tp * model.layers
 
     def _cache_s(self, keys: float, mean: float) -> float:
         """Return the seconds of attention over `keys` cached keys on one rank, with a mean of `mean` per sequence."""
@@ -303,7 +325,8 @@ class ForwardPass:
                 rows, self._checked * flops, cache_elements(model) * width, round(8 * width)
             )
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
+        flops = self._checked * 2.0 * heads * 2 * model.head_dim
+        return self.kernels.cached_key_s(flops, nbytes, width=model.head_dim, cache_bits=self._cache_bits)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
@@ -357,7 +380,8 @@ class ForwardPass:
         """Return the mean seconds of a layer for attention of answers with hardly any keys."""
         linear = self.model.linear_layers
         heads = self.model.heads / self.pool.tp
-        full = self.kernels.attention_start_s(heads, latent=self.model.latent is not None)
+        latent, bits = self.model.latent is not None, self._cache_bits
+        full = self.kernels.attention_start_s(heads, latent=latent, cache_bits=bits)
         return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:

@@ -1,5 +1,5 @@
-"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts, sums over
-ranks. The TOML files say what each number means and where it is from.
+"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts and
+of answers, sums over ranks. The TOML files say what each number means and where it is from.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class PromptKernels:
     share: dict[str, float]
     alone: float = 1.0
 
-    def share_of(self, width: float) -> float:
-        """Return the share of the peak that heads of a width reach: of the next listed one, or of the widest."""
-        widths = sorted(map(int, self.share))
-        return self.share[str(next((listed for listed in widths if listed >= width), widths[-1]))]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerKernels:
+    """Parts of the time of attention of answers; meanings in answer_kernels.toml."""
+
+    fixed_s: float
+    program_s: float
+    read: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +98,21 @@ def prompt_kernels() -> dict[tuple[str, ...], PromptKernels]:
 
 
 @cache
+def answer_kernels() -> dict[tuple[str, ...], AnswerKernels]:
+    """Return the kernels of attention of answers by (engine, architecture or generation, kind)."""
+    return _read("answer_kernels.toml", AnswerKernels, levels=3)
+
+
+@cache
 def reduce_kernels() -> dict[tuple[str, ...], ReduceKernels]:
     """Return the kernels of all-reduces by (name, generation)."""
     return _read("reduce_kernels.toml", ReduceKernels, levels=2)
+
+
+def by_width(shares: dict[str, float], width: float) -> float:
+    """Return the share that is listed for heads of a width: of the next listed one, or of the widest."""
+    widths = sorted(map(int, shares))
+    return shares[str(next((listed for listed in widths if listed >= width), widths[-1]))]
 
 
 def _read(where: str, kind: type[T], *, levels: int) -> dict[tuple[str, ...], T]:

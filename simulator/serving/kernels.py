@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,9 +19,12 @@ from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.engine import SlowerKernels
 from simulator.serving.expert_choice import popularity
 from simulator.serving.kernel_tables import (
+    AnswerKernels,
     ExpertKernels,
     ProductKernels,
     PromptKernels,
+    answer_kernels,
+    by_width,
     expert_kernels,
     product_kernels,
     prompt_kernels,
@@ -85,6 +89,8 @@ SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
 # SGLang 0.5.14 on B200 and on B300, 21 with TensorRT-LLM 1.2.0rc5's Cutlass, 42 with its own; DeepGEMM in 8 bits 20,
 # SGLang's in 8 bits 40 (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet).
 OTHERS_PASSED = {"blackwell": 21.0}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,13 +205,26 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
-    def attention_start_s(self, heads: float, *, latent: bool) -> float:
+    def attention_start_s(self, heads: float, *, latent: bool, cache_bits: int = 16) -> float:
         """Return seconds of attention of answers with hardly any keys for `heads` query heads: the write to the cache,
         attention over parts of the keys and their sum.
         """
         if not latent:
-            return ANSWERED_S.get(self.generation, 2 * self.start_s)
+            listed = self.listed_answers(cache_bits)
+            return listed.fixed_s if listed else ANSWERED_S.get(self.generation, 2 * self.start_s)
         return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
+
+    def listed_answers(self, cache_bits: int) -> AnswerKernels | None:
+        """Return what answer_kernels.toml says of attention of answers; None where it says nothing."""
+        return self._listed_attention(answer_kernels(), cache_bits, latent=False)
+
+    def _listed_attention(self, listed: Mapping[tuple[str, ...], T], cache_bits: int, *, latent: bool) -> T | None:
+        """Return the entry of a table of attention that describes these kernels best."""
+        kinds = ["latent8", "latent"] if latent else []
+        kinds = [kind for kind in (*kinds, "heads8", "heads") if cache_bits == 8 or not kind.endswith("8")]
+        program = OWN_FLASH if self.attention == "flash2" else self.program
+        keys = ((program, of, kind) for kind in kinds for of in (self.gpu.architecture.lower(), self.generation))
+        return next((listed[key] for key in keys if key in listed), None)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
@@ -319,12 +338,7 @@ class Kernels:
 
     def listed_prompts(self, cache_bits: int, *, latent: bool) -> PromptKernels | None:
         """Return what prompt_kernels.toml says of attention over prompts; None where it says nothing."""
-        listed, architecture = prompt_kernels(), self.gpu.architecture.lower()
-        kinds = ["latent8", "latent"] if latent else []
-        kinds = [kind for kind in (*kinds, "heads8", "heads") if cache_bits == 8 or not kind.endswith("8")]
-        program = OWN_FLASH if self.attention == "flash2" else self.program
-        keys = ((program, of, kind) for kind in kinds for of in (architecture, self.generation))
-        return next((listed[key] for key in keys if key in listed), None)
+        return self._listed_attention(prompt_kernels(), cache_bits, latent=latent)
 
     def prompt_attention(
         self, heads: float, kv_heads: float, qk_dim: int, v_dim: int, *, cache_bits: int = 16, latent: bool = False
@@ -339,11 +353,11 @@ class Kernels:
         alone = curve.rows * self.gpu.sm_count
         if listed is not None:
             peak = self.gpu.peak_flops.get("bfloat16") or max(self.gpu.peak_flops.values())
-            pair_s = 2.0 * heads * (qk_dim + v_dim) / (listed.share_of(qk_dim) * peak)
+            pair_s = 2.0 * heads * (qk_dim + v_dim) / (by_width(listed.share, qk_dim) * peak)
             moved = 2.0 * (heads + kv_heads) * (qk_dim + v_dim)
             return PromptAttention(
                 # A layer's time already has the start of attention of answers.
-                start_s=max(0.0, listed.fixed_s - self.attention_start_s(heads, latent=latent)),
+                start_s=max(0.0, listed.fixed_s - self.attention_start_s(heads, latent=latent, cache_bits=cache_bits)),
                 pair_s=pair_s,
                 query_s=pair_s * listed.query + listed.passed * moved / self.gpu.memory_bytes_per_s,
                 key_s=pair_s * alone / heads * listed.alone,
@@ -364,9 +378,11 @@ class Kernels:
             grid=1 + 2 * alone / FULL_GRID,
         )
 
-    def cached_key_s(self, flops: float, nbytes: float) -> float:
+    def cached_key_s(self, flops: float, nbytes: float, *, width: float = 128, cache_bits: int = 16) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
-        return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
+        listed = self.listed_answers(cache_bits)
+        rate = by_width(listed.read, width) * self.gpu.memory_bytes_per_s if listed else self.bytes_per_s
+        return max(flops / self.attention_flops_per_s, nbytes / rate)
 
     def latent_key_s(self, heads: float, flops: float, nbytes: float, bits: int) -> float:
         """Return the seconds of latent attention of `heads` query heads over one cached key, given all their operations

@@ -1,5 +1,5 @@
-"""Fit simulator/serving/product_kernels.toml, prompt_kernels.toml and reduce_kernels.toml to tables of kernels by
-themselves.
+"""Fit simulator/serving/product_kernels.toml, prompt_kernels.toml, answer_kernels.toml and reduce_kernels.toml to
+tables of kernels by themselves.
 
     git clone https://github.com/ai-dynamo/aiconfigurator
     python tests/bench/fit_kernel_tables.py aiconfigurator/aic-core/src/aiconfigurator_core/systems/data
@@ -67,6 +67,14 @@ PROMPTS = (
     ("trtllm", "heads", ("a100_sxm",), "trtllm/1.0.0", ""),
     ("trtllm", "heads", ("l40s",), "trtllm/1.3.0rc20", ""),
 )  # fmt: skip
+# Attention of answers; on older GPUs copies fit the cache, so that keys seem to be read faster than memory allows.
+ANSWERS = tuple(
+    (program, kind, systems, release)
+    for program, release in (("vllm", "vllm/0.24.0"), ("sglang", "sglang/0.5.14"), ("trtllm", "trtllm/1.3.0rc20"))
+    for systems in (HOPPERS, ("b200_sxm",), ("b300_sxm",))
+    for kind in ("heads", "heads8")
+)
+GROUPS = (4, 8, 16)  # query heads of a key head
 WIDTHS = (64, 128, 192, 256)
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
 BEST = 1.1  # most of the rate of the quickest launch that pairs alone are taken to reach
@@ -161,6 +169,40 @@ def fit_prompts(data: Path) -> None:
         print(f"tail = {1 / (1 + np.exp(-best[3])):.2f}\nshare = {{ {shares} }}")
 
 
+def answer_rows(data: Path, system: str, release: str, kind: str) -> tuple[Any, Any, Any]:
+    """Return columns (one, pairs of an answer and a key head, seconds of all keys and values at the datasheet's rate),
+    the width of heads, and measured seconds.
+    """
+    table = pd.read_parquet(data / system / "attention" / release / "generation_attention_perf.parquet")
+    narrow = kind.endswith("8")
+    table = table[(table.kv_cache_dtype == ("fp8" if narrow else "bfloat16")) & (table.window_size == 0)]
+    table = table[(table.num_heads / table.num_key_value_heads).isin(GROUPS) & table.head_dim.isin((64, 128))]
+    programs = table.batch_size * table.num_key_value_heads
+    moved = programs * (table.step + 1.0) * 2 * table.head_dim * (1 if narrow else 2)
+    columns = [np.ones(len(table)), programs, moved / gpu_kind(GPUS[system]).memory_bytes_per_s]
+    return np.column_stack(columns), table.head_dim.to_numpy(), table.latency.to_numpy() / 1e3
+
+
+def fit_answers(data: Path) -> None:
+    for program, kind, systems, release in ANSWERS:
+        found = [answer_rows(data, system, release, kind) for system in systems]
+        parts, width, seconds = (np.concatenate(some) for some in zip(*found, strict=True))
+        widths, place = np.unique(width, return_inverse=True)
+
+        def error(sought: Any, parts: Any = parts, seconds: Any = seconds, place: Any = place) -> Any:
+            priced = parts @ np.array([*np.exp(sought[:2]), 0.0]) + parts[:, 2] / np.exp(sought[2:])[place]
+            return np.log(priced / seconds)
+
+        begin = np.array([*np.log([1e-5, 1e-8]), *np.log([0.8] * len(widths))])
+        best = least_squares(error, begin, bounds=(-np.inf, [np.inf, np.inf, *np.zeros(len(widths))]),
+                             loss="soft_l1", f_scale=0.1).x  # fmt: skip
+        architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
+        shares = ", ".join(f'"{width}" = {share:.2f}' for width, share in zip(widths, np.exp(best[2:]), strict=True))
+        of = f'"{architecture}"' if " " in architecture else architecture
+        print(f"[{program}.{of}.{kind}]  # {release}, {len(seconds)} rows, {np.mean(np.abs(error(best))):.0%}")
+        print(f"fixed_s = {np.exp(best[0]):.1e}\nprogram_s = {np.exp(best[1]):.1e}\nread = {{ {shares} }}")
+
+
 def reduce_rows(data: Path, system: str, release: str) -> Any:
     """Return columns (bytes, ranks, link in bytes/s, seconds) of all-reduces that graphs replay."""
     path = data / system / "comm" / release / "custom_allreduce_perf.parquet"
@@ -207,6 +249,7 @@ def main() -> None:
     data = parser.parse_args().data
     fit_products(data)
     fit_prompts(data)
+    fit_answers(data)
     fit_reduces(data)
 
 
