@@ -53,6 +53,7 @@ class ForwardPass:
     _prompts: PromptAttention = field(init=False)
     _pair_ratio: float = field(init=False)  # how much longer than modelled attention over prompts takes
     _answer_s: float = field(init=False)  # seconds of all layers for an answer, whatever keys it has
+    _program_s: float = field(init=False)  # and for a program of attention that waits for an SM
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
@@ -103,7 +104,8 @@ class ForwardPass:
         self._sparse = self._chosen_keys()
         if steps is not None:
             self._key_s, self._pair_ratio = self._key_s * steps.cached_ratio, steps.pair_ratio
-        self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s + self._programs_s()
+        self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s
+        self._program_s = self._one_program_s()
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
@@ -279,17 +281,19 @@ class ForwardPass:
     def _answers_s(self, sequences: float, keys: float) -> float:
         """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
         each = min(sequences, self.pool.dp_attention)
-        return self._cache_s(keys / each, keys / sequences) + self._answer_s * sequences / each
+        programs = sequences / each * max(1.0, self.model.kv_heads / self.pool.tp)
+        waiting = max(0.0, programs - self.kernels.gpu.sm_count)
+        met = self._cache_s(keys / each, keys / sequences)
+        return met + self._answer_s * sequences / each + self._program_s * waiting
 
     @property
     def _cache_bits(self) -> int:
         return round(8 * CACHE_BYTES[self.deployment.kv_cache])
 
-    def _programs_s(self) -> float:
-        """Return the seconds for which an answer's programs start in all layers, one for each key head."""
+    def _one_program_s(self) -> float:
+        """Return the seconds that a program of attention of answers, one for each key head, takes in all layers."""
         listed = None if self.model.latent else self.kernels.listed_answers(self._cache_bits)
-        each = listed.program_s * max(1.0, self.model.kv_heads / self.pool.tp) if listed else 0.0
-        return each * (self.model.layers - self.model.linear_layers)
+        return listed.program_s * (self.model.layers - self.model.linear_layers) if listed else 0.0
 
     def _answer_bytes(self) -> float:
         """Return the bytes that the attention of all layers passes for an answer, whatever keys it has: the states of

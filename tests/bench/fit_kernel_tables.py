@@ -170,7 +170,7 @@ def fit_prompts(data: Path) -> None:
 
 
 def answer_rows(data: Path, system: str, release: str, kind: str) -> tuple[Any, Any, Any]:
-    """Return columns (one, pairs of an answer and a key head, seconds of all keys and values at the datasheet's rate),
+    """Return columns (one, pairs of an answer and a key head beyond one a SM, seconds of all keys and values at the datasheet's rate),
     the width of heads, and measured seconds.
     """
     table = pd.read_parquet(data / system / "attention" / release / "generation_attention_perf.parquet")
@@ -179,7 +179,9 @@ def answer_rows(data: Path, system: str, release: str, kind: str) -> tuple[Any, 
     table = table[(table.num_heads / table.num_key_value_heads).isin(GROUPS) & table.head_dim.isin((64, 128))]
     programs = table.batch_size * table.num_key_value_heads
     moved = programs * (table.step + 1.0) * 2 * table.head_dim * (1 if narrow else 2)
-    columns = [np.ones(len(table)), programs, moved / gpu_kind(GPUS[system]).memory_bytes_per_s]
+    gpu = gpu_kind(GPUS[system])
+    waiting = np.maximum(programs - gpu.sm_count, 0)
+    columns = [np.ones(len(table)), waiting, moved / gpu.memory_bytes_per_s]
     return np.column_stack(columns), table.head_dim.to_numpy(), table.latency.to_numpy() / 1e3
 
 

@@ -387,3 +387,27 @@ def test_attention_of_a_prompt_against_the_kernel_by_itself(
     for (tokens, cached), measured in microseconds.items():
         seconds = prompt.seconds(tokens, tokens * cached + tokens * (tokens + 1) / 2)
         assert 1e6 * seconds == pytest.approx(measured, rel=0.09 if cached else 0.16), (tokens, cached)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine", "window", "microseconds"),
+    [
+        ("h200-sxm", "vllm", 0, {(16, 128): 11, (16, 8192): 75, (64, 4096): 144, (256, 128): 65, (1024, 128): 193}),
+        ("h200-sxm", "vllm", 128, {(16, 8192): 15, (64, 4096): 33, (256, 128): 65, (1024, 128): 193}),
+        ("b200-sxm", "trtllm", 0, {(16, 128): 11, (16, 8192): 50, (64, 4096): 88, (256, 128): 31, (1024, 128): 90}),
+        ("b200-sxm", "trtllm", 128, {(16, 8192): 11, (64, 4096): 15, (256, 512): 31, (1024, 128): 91}),
+    ],
+)
+def test_attention_of_answers_beside_kernels_by_themselves(
+    gpu: str, engine: str, window: int, microseconds: dict[tuple[int, int], float]
+) -> None:
+    """gpt-oss' 64 heads of 64, eight for a key head, whole and within its window: vLLM 0.24 and TensorRT-LLM 1.3.0rc20
+    (ai-dynamo/aiconfigurator 0.12, generation_attention_perf.parquet). Nothing was fitted to windows.
+    """
+    kernels = Kernels(gpu=gpu_kind(gpu), weights="bfloat16", program=engine)
+    listed = kernels.listed_answers(16)
+    for (answers, keys), measured in microseconds.items():
+        met = answers * min(keys, window or keys)
+        seconds = listed.fixed_s + max(0, answers * 8 - kernels.gpu.sm_count) * listed.program_s
+        seconds += met * kernels.cached_key_s(2.0 * 64 * 2 * 64, 2.0 * 8 * 64 * 2, width=64)
+        assert 1e6 * seconds == pytest.approx(measured, rel=0.3), (answers, keys)
