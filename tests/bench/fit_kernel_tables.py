@@ -170,8 +170,8 @@ def fit_prompts(data: Path) -> None:
 
 
 def answer_rows(data: Path, system: str, release: str, kind: str) -> tuple[Any, Any, Any]:
-    """Return columns (one, pairs of an answer and a key head beyond one a SM, seconds of all keys and values at the datasheet's rate),
-    the width of heads, and measured seconds.
+    """Return columns (one, pairs of an answer and a key head beyond one a SM, seconds of all keys and values at the
+    datasheet's rate), the width of heads, and measured seconds.
     """
     table = pd.read_parquet(data / system / "attention" / release / "generation_attention_perf.parquet")
     narrow = kind.endswith("8")
