@@ -18,6 +18,7 @@ from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, 
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
+from simulator.serving.kernel_tables import AnswerKernels
 from simulator.serving.kernels import SINGLE, Kernels, PromptAttention, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
@@ -53,7 +54,7 @@ class ForwardPass:
     _prompts: PromptAttention = field(init=False)
     _pair_ratio: float = field(init=False)  # how much longer than modelled attention over prompts takes
     _answer_s: float = field(init=False)  # seconds of all layers for an answer, whatever keys it has
-    _program_s: float = field(init=False)  # and for a program of attention that waits for an SM
+    _answers: AnswerKernels | None = field(init=False)  # that attend to cached heads, where they are listed
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
     _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
@@ -105,7 +106,7 @@ class ForwardPass:
         if steps is not None:
             self._key_s, self._pair_ratio = self._key_s * steps.cached_ratio, steps.pair_ratio
         self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s
-        self._program_s = self._one_program_s()
+        self._answers = None if model.latent else self.kernels.listed_answers(self._cache_bits)
         self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
         self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
@@ -280,20 +281,17 @@ class ForwardPass:
 
     def _answers_s(self, sequences: float, keys: float) -> float:
         """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
-        each = min(sequences, self.pool.dp_attention)
-        programs = sequences / each * max(1.0, self.model.kv_heads / self.pool.tp)
-        waiting = max(0.0, programs - self.kernels.gpu.sm_count)
-        met = self._cache_s(keys / each, keys / sequences)
-        return met + self._answer_s * sequences / each + self._program_s * waiting
+        here = sequences / min(sequences, self.pool.dp_attention)
+        met = self._cache_s(keys / sequences * here, keys / sequences)
+        listed, layers = self._answers, self.model.layers - self.model.linear_layers
+        if listed is not None:
+            waiting = max(0.0, here * max(1.0, self.model.kv_heads / self.pool.tp) - self.kernels.gpu.sm_count)
+            met = listed.seconds(layers * waiting, met)
+        return met + self._answer_s * here
 
     @property
     def _cache_bits(self) -> int:
         return round(8 * CACHE_BYTES[self.deployment.kv_cache])
-
-    def _one_program_s(self) -> float:
-        """Return the seconds that a program of attention of answers, one for each key head, takes in all layers."""
-        listed = None if self.model.latent else self.kernels.listed_answers(self._cache_bits)
-        return listed.program_s * (self.model.layers - self.model.linear_layers) if listed else 0.0
 
     def _answer_bytes(self) -> float:
         """Return the bytes that the attention of all layers passes for an answer, whatever keys it has: the states of

@@ -58,7 +58,13 @@ class AnswerKernels:
 
     fixed_s: float
     program_s: float
+    hidden: float
     read: dict[str, float]
+
+    def seconds(self, waiting: float, read_s: float) -> float:
+        """Return the seconds of `waiting` programs and of keys that are read in `read_s`, without the fixed part."""
+        programs_s = self.program_s * waiting
+        return programs_s + max(0.0, read_s - self.hidden * programs_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

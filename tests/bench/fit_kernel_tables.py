@@ -192,17 +192,19 @@ def fit_answers(data: Path) -> None:
         widths, place = np.unique(width, return_inverse=True)
 
         def error(sought: Any, parts: Any = parts, seconds: Any = seconds, place: Any = place) -> Any:
-            priced = parts @ np.array([*np.exp(sought[:2]), 0.0]) + parts[:, 2] / np.exp(sought[2:])[place]
-            return np.log(priced / seconds)
+            fixed_s, program_s, read = *np.exp(sought[:2]), np.exp(sought[3:])[place]
+            programs, hidden = program_s * parts[:, 1], 1 / (1 + np.exp(-sought[2]))
+            return np.log((fixed_s + programs + np.maximum(parts[:, 2] / read - hidden * programs, 0)) / seconds)
 
-        begin = np.array([*np.log([1e-5, 1e-8]), *np.log([0.8] * len(widths))])
-        best = least_squares(error, begin, bounds=(-np.inf, [np.inf, np.inf, *np.zeros(len(widths))]),
-                             loss="soft_l1", f_scale=0.1).x  # fmt: skip
+        begin = np.array([*np.log([1e-5, 1e-8]), 0.0, *np.log([0.8] * len(widths))])
+        most = [np.inf, np.inf, np.inf, *np.zeros(len(widths))]
+        best = least_squares(error, begin, bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1).x
         architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
-        shares = ", ".join(f'"{width}" = {share:.2f}' for width, share in zip(widths, np.exp(best[2:]), strict=True))
+        shares = ", ".join(f'"{width}" = {share:.2f}' for width, share in zip(widths, np.exp(best[3:]), strict=True))
         of = f'"{architecture}"' if " " in architecture else architecture
         print(f"[{program}.{of}.{kind}]  # {release}, {len(seconds)} rows, {np.mean(np.abs(error(best))):.0%}")
-        print(f"fixed_s = {np.exp(best[0]):.1e}\nprogram_s = {np.exp(best[1]):.1e}\nread = {{ {shares} }}")
+        print(f"fixed_s = {np.exp(best[0]):.1e}\nprogram_s = {np.exp(best[1]):.1e}")
+        print(f"hidden = {1 / (1 + np.exp(-best[2])):.2f}\nread = {{ {shares} }}")
 
 
 def reduce_rows(data: Path, system: str, release: str) -> Any:
