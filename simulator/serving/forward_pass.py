@@ -1,7 +1,7 @@
 """The cost of one step of an engine: all layers once over the tokens of a step, on the ranks of its stages.
 
-It has three parts: one that grows with tokens (products, small kernels, collectives; tabulated once), attention of
-prompts (by pairs of a query and a key) and attention of answers (by cached keys).
+It has three parts: one that grows with tokens (products, small kernels, collectives; tabulated once), attention over
+prompts and attention of answers (`step_attention`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import numpy as np
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, MixtureOfExperts, Model
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
-from simulator.serving.kernel_tables import AnswerKernels
-from simulator.serving.kernels import SINGLE, Kernels, PromptAttention, token_grid
+from simulator.serving.kernels import SINGLE, Kernels, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
-from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
+from simulator.serving.linear_attention import delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
-from simulator.serving.request_bytes import cache_elements, state_bytes
-from simulator.serving.sparse_attention import SparseAttention
+from simulator.serving.step_attention import StepAttention
 from simulator.serving.step_collectives import StepCollectives
 from topology.cluster import Cluster
 
@@ -40,6 +38,7 @@ class ForwardPass:
     engine: Engine = field(init=False)
     kernels: Kernels = field(init=False)
     launches: Launches = field(init=False)
+    attention: StepAttention = field(init=False)
     _collectives: StepCollectives = field(init=False)
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
@@ -50,16 +49,8 @@ class ForwardPass:
     _heads_s: list[float] = field(init=False)
     _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
     _gained: float = field(init=False)
-    _key_s: float = field(init=False)
-    _prompts: PromptAttention = field(init=False)
-    _pair_ratio: float = field(init=False)  # how much longer than modelled attention over prompts takes
-    _answer_s: float = field(init=False)  # seconds of all layers for an answer, whatever keys it has
-    _answers: AnswerKernels | None = field(init=False)  # that attend to cached heads, where they are listed
-    _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
-    _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
     _issue_attention_s: float = field(init=False)
-    _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over modelled all-reduces
 
     def __post_init__(self) -> None:
@@ -87,28 +78,23 @@ class ForwardPass:
         )
         steps = measured.of(self.pool.tp) if measured else None
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
-        self._tokens = token_grid(most)
-        self._parts = self._by_tokens(self._tokens)
         speculation = self.deployment.speculation
         self._checked, self._gained = (speculation.checked, speculation.gained) if speculation else (1, 1.0)
+        self.attention = StepAttention(
+            model=self.model,
+            pool=self.pool,
+            kernels=self.kernels,
+            cache=self.deployment.kv_cache,
+            checked=self._checked,
+        )
+        self._tokens = token_grid(most)
+        self._parts = self._by_tokens(self._tokens)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
-        self._key_s = self._one_key_s()
-        model, windowed = self.model, self.model.windowed_layers
-        whole = model.layers - windowed - model.linear_layers
-        self._prompts = self._prompt_attention()
-        self._pair_ratio = 1.0
-        self._sparse = self._chosen_keys()
-        if steps is not None:
-            self._key_s, self._pair_ratio = self._key_s * steps.cached_ratio, steps.pair_ratio
-        self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s
-        self._answers = None if model.latent else self.kernels.listed_answers(self._cache_bits)
-        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
-        self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
 
@@ -126,6 +112,7 @@ class ForwardPass:
         self._head = self._head * scaled(by_tokens, self._rows)
         said = {name: getattr(steps, name) for name in ("host_step_s", "host_sequence_s", "host_launch_s")}
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
+        self.attention.bend(steps)
 
     def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
         """Return the ratios of measured to modelled time of steps by number of answers, for as many kernels as this
@@ -175,9 +162,9 @@ class ForwardPass:
             single = 0 < written <= min(SINGLE, len(self._heads_s))
             time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         if pairs:
-            time += self._read_s(prompt_tokens, pairs, readers)
+            time += self.attention.read_s(prompt_tokens, pairs, readers)
         if sequences:
-            time += self._answers_s(sequences, keys)
+            time += self.attention.answers_s(sequences, keys)
         time = max(time, self._issued_s(prompt_tokens, sequences, captured))
         return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
@@ -196,7 +183,9 @@ class ForwardPass:
         """
         share = 1 / self._gained if prompt_tokens else 1.0
         found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
-        found["attention"] = self._answers_s(sequences, keys) * share + self._read_s(prompt_tokens, pairs, readers)
+        found["attention"] = self.attention.answers_s(sequences, keys) * share + self.attention.read_s(
+            prompt_tokens, pairs, readers
+        )
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -214,9 +203,9 @@ class ForwardPass:
         captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
         read = max(prompt_tokens, captured - sequences)
         found = self._of_tokens(read, sequences, readers)
-        found["attention"] = self._read_s(read, pairs, readers)
+        found["attention"] = self.attention.read_s(read, pairs, readers)
         if sequences:
-            found["attention"] += self._answers_s(sequences, keys)
+            found["attention"] += self.attention.answers_s(sequences, keys)
         found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
@@ -240,95 +229,6 @@ class ForwardPass:
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
-
-    def _chosen_keys(self) -> SparseAttention | None:
-        """Return the cost of attention over chosen keys; None if queries meet all keys."""
-        latent = self.model.latent
-        if latent is None or latent.indexer is None:
-            return None
-        return SparseAttention(
-            kernels=self.kernels,
-            latent=latent,
-            indexer=latent.indexer,
-            heads=self.model.heads / self.pool.tp,
-            cache_bits=self._cache_bits,
-        )
-
-    def _prompt_attention(self) -> PromptAttention:
-        model, tp, latent = self.model, self.pool.tp, self.model.latent is not None
-        heads = model.heads / tp
-        return self.kernels.prompt_attention(
-            heads,
-            heads if latent else max(1.0, model.kv_heads / tp),  # compressed keys are expanded to all heads
-            model.qk_dim,
-            model.v_dim,
-            cache_bits=self._cache_bits,
-            latent=latent,
-        )
-
-    def _read_s(self, tokens: float, pairs: float, readers: int) -> float:
-        """Return the seconds of all layers' attention over `tokens` of prompts with `pairs` of a query and a key."""
-        if not pairs:
-            return 0.0
-        full, windowed, window = self._layers_met
-        met = full * self._prompts.seconds(tokens, pairs, readers=readers)
-        if windowed:
-            met += windowed * self._prompts.seconds(tokens, pairs, readers=readers, window=window)
-        met *= self._pair_ratio
-        if self._sparse is not None and (chosen := self._sparse.read_s(tokens, pairs, readers)) is not None:
-            met = self.model.layers * chosen
-        return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
-
-    def _answers_s(self, sequences: float, keys: float) -> float:
-        """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
-        here = sequences / min(sequences, self.pool.dp_attention)
-        met = self._cache_s(keys / sequences * here, keys / sequences)
-        listed, layers = self._answers, self.model.layers - self.model.linear_layers
-        if listed is not None:
-            waiting = max(0.0, here * max(1.0, self.model.kv_heads / self.pool.tp) - self.kernels.gpu.sm_count)
-            met = listed.seconds(layers * waiting, met)
-        return met + self._answer_s * here
-
-    @property
-    def _cache_bits(self) -> int:
-        return round(8 * CACHE_BYTES[self.deployment.kv_cache])
-
-    def _answer_bytes(self) -> float:
-        """Return the bytes that the attention of all layers passes for an answer, whatever keys it has: the states of
-        linear attention are read and written, and so are latent attention's queries and results, which are as wide as
-        the compressed vectors for every head.
-        """
-        model, latent = self.model, self.model.latent
-        states = 2.0 * self.pool.pp * state_bytes(model, self.pool)
-        if latent is None:
-            return states
-        wide = 2 * (2 * latent.kv_lora_rank + latent.qk_rope_head_dim)
-        return states + self._checked * 2.0 * wide * model.heads / self.pool.tp * model.layers
-
-    def _cache_s(self, keys: float, mean: float) -> float:
-        """Return the seconds of attention over `keys` cached keys on one rank, with a mean of `mean` per sequence."""
-        if self._sparse is not None:
-            met = self._key_s * keys * self._sparse.met_share(mean) + self._sparse.index_s(self._checked * keys, mean)
-            return self.model.layers * met
-        full, windowed, window = self._layers_met
-        met = full + windowed * min(1.0, (window or mean) / mean)
-        return met * self._key_s * keys
-
-    def _one_key_s(self) -> float:
-        """Return the seconds for one cached key in one layer of one rank."""
-        model, pool = self.model, self.pool
-        heads = model.heads / pool.tp
-        width = CACHE_BYTES[self.deployment.kv_cache]
-        if model.latent:  # queries meet the compressed vectors themselves
-            rank = model.latent.kv_lora_rank
-            flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            rows = self._checked * heads
-            return self.kernels.latent_key_s(
-                rows, self._checked * flops, cache_elements(model) * width, round(8 * width)
-            )
-        nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        flops = self._checked * 2.0 * heads * 2 * model.head_dim
-        return self.kernels.cached_key_s(flops, nbytes, width=model.head_dim, cache_bits=self._cache_bits)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
@@ -370,21 +270,13 @@ class ForwardPass:
             apart -= self.launches.casts
         block = {
             "attention_products": self._attention_products(local),
-            "small_kernels": self.kernels.moved(small, apart) + self._attention_start_s(),
+            "small_kernels": self.kernels.moved(small, apart) + self.attention.start_s,
         }
         if kind.sparse:
             block["experts"] = self._experts(tokens, local)
         else:
             block["feed_forward"] = self._mlp(local, self.model.ffn)
         return block | self._block_collectives(tokens, local, sparse=kind.sparse)
-
-    def _attention_start_s(self) -> float:
-        """Return the mean seconds of a layer for attention of answers with hardly any keys."""
-        linear = self.model.linear_layers
-        heads = self.model.heads / self.pool.tp
-        latent, bits = self.model.latent is not None, self._cache_bits
-        full = self.kernels.attention_start_s(heads, latent=latent, cache_bits=bits)
-        return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp

@@ -77,7 +77,7 @@ ANSWERS = tuple(
 GROUPS = (4, 8, 16)  # query heads of a key head
 WIDTHS = (64, 128, 192, 256)
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
-BEST = 1.1  # most of the rate of the quickest launch that pairs alone are taken to reach
+BEST = 1.1  # most of the rate of the fastest launch that pairs alone are taken to reach
 
 
 def product_parts(data: Path, system: str, release: str, listed: str) -> tuple[Any, Any]:

@@ -214,7 +214,9 @@ def test_a_cache_across_windows_is_read_only_inside_them() -> None:
     short, longer, longest = (token_s(passes, 4, context) for context in (window, 2 * window, 4 * window))
     full = passes.model.layers - passes.model.windowed_layers
     assert (longest - longer) / (longer - short) == pytest.approx(2.0, rel=0.05)
-    assert longer - short < 4 * window * passes.model.layers * passes._key_s * (full / passes.model.layers + 0.1)
+    assert longer - short < 4 * window * passes.model.layers * passes.attention.key_s * (
+        full / passes.model.layers + 0.1
+    )
 
 
 def test_parts_add_up_to_the_step() -> None:
