@@ -1,6 +1,4 @@
-"""Attention of all layers in a step of an engine: over prompts, by pairs of a query and a key, and of answers, by cached
-keys.
-"""
+"""Attention of all layers in a step of an engine: over prompts, by pairs of a query and a key; of answers, by keys."""
 
 from __future__ import annotations
 
