@@ -413,3 +413,27 @@ def test_attention_of_answers_beside_kernels_by_themselves(
         read_s = met * kernels.cached_key_s(2.0 * 64 * 2 * 64, 2.0 * 8 * 64 * 2, width=64)
         seconds = listed.fixed_s + listed.seconds(max(0, answers * 8 - kernels.gpu.sm_count), read_s)
         assert 1e6 * seconds == pytest.approx(measured, rel=0.3), (answers, keys)
+
+
+@pytest.mark.parametrize(
+    ("machine", "tp", "microseconds"),
+    [
+        ("dgx-h200", 8, {1: 49.3, 64: 58.6, 256: 85.9}),
+        ("dgx-h200", 1, {1: 97.2, 64: 120.2, 256: 242.2}),
+        ("dgx-b200", 8, {1: 43.6, 64: 49.4, 256: 64.2}),
+        ("dgx-b200", 1, {1: 78.0, 64: 94.4, 256: 145.0}),
+    ],
+)
+def test_blocks_of_latent_attention_beside_modules_by_themselves(
+    machine: str, tp: int, microseconds: dict[int, float]
+) -> None:
+    """DeepSeek's attention of so many answers with 128 keys each, in blocks of 8 bits with such a cache, 128 heads over
+    `tp` GPUs: TensorRT-LLM 1.3.0rc20 (ai-dynamo/aiconfigurator 0.12, mla_generation_module_perf.parquet).
+    """
+    deployment = Deployment(engine="trtllm", pool=Pool(tp=tp), weights="float8", kv_cache="float8")
+    costs = ForwardPass(DEEPSEEK, cluster(machine, 8), deployment, Pool(tp=tp))
+    small_s = 6 * costs.kernels.start_s
+    for answers, measured in microseconds.items():
+        seconds = float(costs._attention_products(np.array([float(answers)]))[0]) + small_s + costs.attention.start_s
+        seconds += costs.attention.answers_s(answers, 128.0 * answers) / DEEPSEEK.layers
+        assert 1e6 * seconds == pytest.approx(measured, rel=0.2), answers
