@@ -205,23 +205,25 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
-    def attention_start_s(self, heads: float, *, latent: bool, cache_bits: int = 16) -> float:
+    def attention_start_s(self, heads: float, *, latent: bool, cache_bits: int = 16, kv_heads: float = 1) -> float:
         """Return seconds of attention of answers with hardly any keys for `heads` query heads: the write to the cache,
         attention over parts of the keys and their sum.
         """
         if not latent:
-            listed = self.listed_answers(cache_bits)
+            listed = self.listed_answers(cache_bits, single=heads == kv_heads)
             return listed.fixed_s if listed else ANSWERED_S.get(self.generation, 2 * self.start_s)
         return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
 
-    def listed_answers(self, cache_bits: int) -> AnswerKernels | None:
-        """Return what answer_kernels.toml says of attention of answers; None where it says nothing."""
-        return self._listed_attention(answer_kernels(), cache_bits, latent=False)
+    def listed_answers(self, cache_bits: int, *, single: bool = False) -> AnswerKernels | None:
+        """Return what answer_kernels.toml says of attention of answers, of as many key heads as query heads if
+        `single`; None where it says nothing.
+        """
+        return self._listed_attention(answer_kernels(), cache_bits, "single" if single else "")
 
-    def _listed_attention(self, listed: Mapping[tuple[str, ...], T], cache_bits: int, *, latent: bool) -> T | None:
-        """Return the entry of a table of attention that describes these kernels best."""
-        kinds = ["latent8", "latent"] if latent else []
-        kinds = [kind for kind in (*kinds, "heads8", "heads") if cache_bits == 8 or not kind.endswith("8")]
+    def _listed_attention(self, listed: Mapping[tuple[str, ...], T], cache_bits: int, special: str) -> T | None:
+        """Return the entry of a table of attention that describes these kernels best: of a `special` kind, or any."""
+        kinds = [kind for kind in (special, "heads") if kind]
+        kinds = [kind + bits for kind in kinds for bits in (("8", "") if cache_bits == 8 else ("",))]
         program = OWN_FLASH if self.attention == "flash2" else self.program
         keys = ((program, of, kind) for kind in kinds for of in (self.gpu.architecture.lower(), self.generation))
         return next((listed[key] for key in keys if key in listed), None)
@@ -338,7 +340,7 @@ class Kernels:
 
     def listed_prompts(self, cache_bits: int, *, latent: bool) -> PromptKernels | None:
         """Return what prompt_kernels.toml says of attention over prompts; None where it says nothing."""
-        return self._listed_attention(prompt_kernels(), cache_bits, latent=latent)
+        return self._listed_attention(prompt_kernels(), cache_bits, "latent" if latent else "")
 
     def prompt_attention(
         self, heads: float, kv_heads: float, qk_dim: int, v_dim: int, *, cache_bits: int = 16, latent: bool = False
@@ -357,7 +359,11 @@ class Kernels:
             moved = 2.0 * (heads + kv_heads) * (qk_dim + v_dim)
             return PromptAttention(
                 # A layer's time already has the start of attention of answers.
-                start_s=max(0.0, listed.fixed_s - self.attention_start_s(heads, latent=latent, cache_bits=cache_bits)),
+                start_s=max(
+                    0.0,
+                    listed.fixed_s
+                    - self.attention_start_s(heads, latent=latent, cache_bits=cache_bits, kv_heads=kv_heads),
+                ),
                 pair_s=pair_s,
                 query_s=pair_s * listed.query + listed.passed * moved / self.gpu.memory_bytes_per_s,
                 key_s=pair_s * alone / heads * listed.alone,
@@ -378,9 +384,10 @@ class Kernels:
             grid=1 + 2 * alone / FULL_GRID,
         )
 
-    def cached_key_s(self, flops: float, nbytes: float, *, width: float = 128, cache_bits: int = 16) -> float:
+    def cached_key_s(
+        self, flops: float, nbytes: float, *, width: float = 128, listed: AnswerKernels | None = None
+    ) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
-        listed = self.listed_answers(cache_bits)
         rate = by_width(listed.read, width) * self.gpu.memory_bytes_per_s if listed else self.bytes_per_s
         return max(flops / self.attention_flops_per_s, nbytes / rate)
 

@@ -36,9 +36,10 @@ class StepAttention:
 
     def __post_init__(self) -> None:
         model, windowed = self.model, self.model.windowed_layers
+        single = model.heads == model.kv_heads
+        self._answers = None if model.latent else self.kernels.listed_answers(self.cache_bits, single=single)
         self.key_s = self._one_key_s()
         self.prompts = self._prompt_attention()
-        self._answers = None if model.latent else self.kernels.listed_answers(self.cache_bits)
         self._answer_s = self._answer_bytes() / self.kernels.bytes_per_s
         self._scan_s = model.linear_layers * CHUNK_S / DELTA_CHUNK
         self._layers_met = (model.layers - windowed - model.linear_layers, windowed, model.sliding_window)
@@ -57,7 +58,9 @@ class StepAttention:
         """The mean seconds of a layer for attention of answers with hardly any keys."""
         linear, heads = self.model.linear_layers, self.model.heads / self.pool.tp
         latent = self.model.latent is not None
-        full = self.kernels.attention_start_s(heads, latent=latent, cache_bits=self.cache_bits)
+        full = self.kernels.attention_start_s(
+            heads, latent=latent, cache_bits=self.cache_bits, kv_heads=self.model.kv_heads / self.pool.tp
+        )
         return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def read_s(self, tokens: float, pairs: float, readers: int) -> float:
@@ -143,4 +146,4 @@ class StepAttention:
             )
         nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
         flops = self.checked * 2.0 * heads * 2 * model.head_dim
-        return self.kernels.cached_key_s(flops, nbytes, width=model.head_dim, cache_bits=self.cache_bits)
+        return self.kernels.cached_key_s(flops, nbytes, width=model.head_dim, listed=self._answers)

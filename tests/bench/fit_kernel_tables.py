@@ -72,9 +72,9 @@ ANSWERS = tuple(
     (program, kind, systems, release)
     for program, release in (("vllm", "vllm/0.24.0"), ("sglang", "sglang/0.5.14"), ("trtllm", "trtllm/1.3.0rc20"))
     for systems in (HOPPERS, ("b200_sxm",), ("b300_sxm",))
-    for kind in ("heads", "heads8")
+    for kind in ("heads", "heads8", *(("single", "single8") if (program, systems) == ("trtllm", HOPPERS) else ()))
 )
-GROUPS = (4, 8, 16)  # query heads of a key head
+GROUPS = {"heads": (4, 8, 16), "single": (1,)}  # query heads of a key head
 WIDTHS = (64, 128, 192, 256)
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
 BEST = 1.1  # most of the rate of the fastest launch that pairs alone are taken to reach
@@ -176,7 +176,9 @@ def answer_rows(data: Path, system: str, release: str, kind: str) -> tuple[Any, 
     table = pd.read_parquet(data / system / "attention" / release / "generation_attention_perf.parquet")
     narrow = kind.endswith("8")
     table = table[(table.kv_cache_dtype == ("fp8" if narrow else "bfloat16")) & (table.window_size == 0)]
-    table = table[(table.num_heads / table.num_key_value_heads).isin(GROUPS) & table.head_dim.isin((64, 128))]
+    table = table[
+        (table.num_heads / table.num_key_value_heads).isin(GROUPS[kind.rstrip("8")]) & table.head_dim.isin((64, 128))
+    ]
     programs = table.batch_size * table.num_key_value_heads
     moved = programs * (table.step + 1.0) * 2 * table.head_dim * (1 if narrow else 2)
     gpu = gpu_kind(GPUS[system])

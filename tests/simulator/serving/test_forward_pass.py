@@ -410,7 +410,7 @@ def test_attention_of_answers_beside_kernels_by_themselves(
     listed = kernels.listed_answers(16)
     for (answers, keys), measured in microseconds.items():
         met = answers * min(keys, window or keys)
-        read_s = met * kernels.cached_key_s(2.0 * 64 * 2 * 64, 2.0 * 8 * 64 * 2, width=64)
+        read_s = met * kernels.cached_key_s(2.0 * 64 * 2 * 64, 2.0 * 8 * 64 * 2, width=64, listed=listed)
         seconds = listed.fixed_s + listed.seconds(max(0, answers * 8 - kernels.gpu.sm_count), read_s)
         assert 1e6 * seconds == pytest.approx(measured, rel=0.3), (answers, keys)
 
