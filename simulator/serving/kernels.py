@@ -65,7 +65,7 @@ LATENT_READ = {
 # Engines that compile casts of rows into the kernels before them: norms and activations (fuse_norm_quant and
 # fuse_act_quant of vllm/config/compilation.py).
 CASTS_BEFORE = {"vllm"}
-OWN_FLASH = "flash2"  # torch's FlashAttention-2 in prompt_kernels.toml
+OWN_FLASH = "flash2"  # FlashAttention-2: an engine's attention, and its kernel by itself in prompt_kernels.toml
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Rate of grouped products of many experts, over that of one large product. Source: kernels of vLLM 0.20 alone
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
@@ -216,16 +216,20 @@ class Kernels:
 
     def listed_answers(self, cache_bits: int, *, single: bool = False) -> AnswerKernels | None:
         """Return what answer_kernels.toml says of attention of answers, of as many key heads as query heads if
-        `single`; None where it says nothing.
+        `single`; None where it says nothing. Its engines have FlashAttention-3 or newer kernels on Hopper.
         """
-        return self._listed_attention(answer_kernels(), cache_bits, "single" if single else "")
+        if self.attention == OWN_FLASH:
+            return None
+        return self._listed_attention(answer_kernels(), (self.program,), cache_bits, "single" if single else "")
 
-    def _listed_attention(self, listed: Mapping[tuple[str, ...], T], cache_bits: int, special: str) -> T | None:
+    def _listed_attention(
+        self, listed: Mapping[tuple[str, ...], T], programs: tuple[str, ...], cache_bits: int, special: str
+    ) -> T | None:
         """Return the entry of a table of attention that describes these kernels best: of a `special` kind, or any."""
         kinds = [kind for kind in (special, "heads") if kind]
         kinds = [kind + bits for kind in kinds for bits in (("8", "") if cache_bits == 8 else ("",))]
-        program = OWN_FLASH if self.attention == "flash2" else self.program
-        keys = ((program, of, kind) for kind in kinds for of in (self.gpu.architecture.lower(), self.generation))
+        where = (self.gpu.architecture.lower(), self.generation)
+        keys = ((program, of, kind) for program in programs for kind in kinds for of in where)
         return next((listed[key] for key in keys if key in listed), None)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
@@ -340,7 +344,8 @@ class Kernels:
 
     def listed_prompts(self, cache_bits: int, *, latent: bool) -> PromptKernels | None:
         """Return what prompt_kernels.toml says of attention over prompts; None where it says nothing."""
-        return self._listed_attention(prompt_kernels(), cache_bits, "latent" if latent else "")
+        programs = (OWN_FLASH, self.program) if self.attention == OWN_FLASH else (self.program,)
+        return self._listed_attention(prompt_kernels(), programs, cache_bits, "latent" if latent else "")
 
     def prompt_attention(
         self, heads: float, kv_heads: float, qk_dim: int, v_dim: int, *, cache_bits: int = 16, latent: bool = False
