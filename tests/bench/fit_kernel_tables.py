@@ -76,6 +76,7 @@ ANSWERS = tuple(
 )
 GROUPS = {"heads": (4, 8, 16), "single": (1,)}  # query heads of a key head
 WIDTHS = (64, 128, 192, 256)
+LONG_S = 4e-5  # of keys, from which their reading is most of a launch: the least that it is fitted to is their median
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
 BEST = 1.1  # most of the rate of the fastest launch that pairs alone are taken to reach
 
@@ -198,9 +199,12 @@ def fit_answers(data: Path) -> None:
             programs, hidden = program_s * parts[:, 1], 1 / (1 + np.exp(-sought[2]))
             return np.log((fixed_s + programs + np.maximum(parts[:, 2] / read - hidden * programs, 0)) / seconds)
 
-        begin = np.array([*np.log([1e-5, 1e-8]), 0.0, *np.log([0.8] * len(widths))])
-        most = [np.inf, np.inf, np.inf, *np.zeros(len(widths))]
-        best = least_squares(error, begin, bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1).x
+        long = parts[:, 2] > LONG_S
+        share = parts[:, 2] / seconds
+        reached = np.array([np.median(share[long & (place == at)]) for at in range(len(widths))])
+        least, most = [*[-np.inf] * 3, *np.log(reached)], [*[np.inf] * 3, *np.full(len(widths), 0.1)]
+        begin = np.array([*np.log([1e-5, 1e-8]), 0.0, *np.log(1.01 * reached)])
+        best = least_squares(error, begin, bounds=(least, most), loss="soft_l1", f_scale=0.1).x
         architecture = gpu_kind(GPUS[systems[0]]).architecture.lower()
         shares = ", ".join(f'"{width}" = {share:.2f}' for width, share in zip(widths, np.exp(best[3:]), strict=True))
         of = f'"{architecture}"' if " " in architecture else architecture
