@@ -76,7 +76,7 @@ ANSWERS = tuple(
 )
 GROUPS = {"heads": (4, 8, 16), "single": (1,)}  # query heads of a key head
 WIDTHS = (64, 128, 192, 256)
-LONG_S = 4e-5  # of keys, from which their reading is most of a launch: the least that it is fitted to is their median
+LONG_S = 1e-4  # of keys, from which their reading is most of a launch: the least that it is fitted to is their median
 SHORTEST, MOST_TOKENS = 64, 32_768  # tokens of a prompt, of all prompts of a launch
 BEST = 1.1  # most of the rate of the fastest launch that pairs alone are taken to reach
 
@@ -199,7 +199,7 @@ def fit_answers(data: Path) -> None:
             programs, hidden = program_s * parts[:, 1], 1 / (1 + np.exp(-sought[2]))
             return np.log((fixed_s + programs + np.maximum(parts[:, 2] / read - hidden * programs, 0)) / seconds)
 
-        long = parts[:, 2] > LONG_S
+        long = parts[:, 2] >= min(LONG_S, float(np.quantile(parts[:, 2], 0.95)))
         share = parts[:, 2] / seconds
         reached = np.array([np.median(share[long & (place == at)]) for at in range(len(widths))])
         least, most = [*[-np.inf] * 3, *np.log(reached)], [*[np.inf] * 3, *np.full(len(widths), 0.1)]
