@@ -67,14 +67,16 @@ class StepAttention:
         """Return the seconds of all layers' attention over `tokens` of prompts with `pairs` of a query and a key."""
         if not pairs:
             return 0.0
+        ranks = min(readers, self.pool.dp_attention)
+        read, met, each = tokens / ranks, pairs / ranks, readers / ranks
         full, windowed, window = self._layers_met
-        met = full * self.prompts.seconds(tokens, pairs, readers=readers)
+        time = full * self.prompts.seconds(read, met, readers=each)
         if windowed:
-            met += windowed * self.prompts.seconds(tokens, pairs, readers=readers, window=window)
-        met *= self.pair_ratio
-        if self._sparse is not None and (chosen := self._sparse.read_s(tokens, pairs, readers)) is not None:
-            met = self.model.layers * chosen
-        return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
+            time += windowed * self.prompts.seconds(read, met, readers=each, window=window)
+        time *= self.pair_ratio
+        if self._sparse is not None and (chosen := self._sparse.read_s(read, met, each)) is not None:
+            time = self.model.layers * chosen
+        return time + self._scan_s * tokens / readers
 
     def answers_s(self, sequences: float, keys: float) -> float:
         """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
