@@ -14,6 +14,17 @@ from topology.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowerKernels:
+    """What kernels of an engine take beyond those that are listed, on one generation of GPUs; meanings in
+    engines.toml.
+    """
+
+    experts_s: float = 0.0
+    experts_passed: float = 0.0
+    latent_s: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """One engine's scheduling, and the costs of its steps besides the model's kernels; meanings in engines.toml."""
 
@@ -34,6 +45,7 @@ class Engine:
     experts: str
     shared_beside: int
     attention: str
+    slower: dict[str, SlowerKernels]
     norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float

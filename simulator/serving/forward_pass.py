@@ -1,7 +1,7 @@
 """The cost of one step of an engine: all layers once over the tokens of a step, on the ranks of its stages.
 
-It has three parts: one that grows with tokens (products, small kernels, collectives; tabulated once), attention of
-prompts (by pairs of a query and a key) and attention of answers (by cached keys).
+It has three parts: one that grows with tokens (products, small kernels, collectives; tabulated once), attention over
+prompts and attention of answers (`step_attention`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import numpy as np
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, MixtureOfExperts, Model
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
 from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
-from simulator.serving.kernels import SINGLE, Kernels, PromptAttention, token_grid
+from simulator.serving.kernels import SINGLE, Kernels, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
-from simulator.serving.linear_attention import ANSWER_S, CHUNK_S, DELTA_CHUNK, delta_rule_s
+from simulator.serving.linear_attention import delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
-from simulator.serving.request_bytes import cache_elements, state_bytes
-from simulator.serving.sparse_attention import SparseAttention
+from simulator.serving.step_attention import StepAttention
 from simulator.serving.step_collectives import StepCollectives
 from topology.cluster import Cluster
 
@@ -39,6 +38,7 @@ class ForwardPass:
     engine: Engine = field(init=False)
     kernels: Kernels = field(init=False)
     launches: Launches = field(init=False)
+    attention: StepAttention = field(init=False)
     _collectives: StepCollectives = field(init=False)
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
@@ -49,15 +49,8 @@ class ForwardPass:
     _heads_s: list[float] = field(init=False)
     _checked: int = field(init=False)  # tokens of an answer in a step, and by how many it continues
     _gained: float = field(init=False)
-    _key_s: float = field(init=False)
-    _prompts: PromptAttention = field(init=False)
-    _prompt_layers: float = field(init=False)  # that see all keys, times how much longer than modelled they take
-    _state_s: float = field(init=False)  # seconds of all layers with linear attention for one answer
-    _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, layers with a window, its width
-    _sparse: SparseAttention | None = field(init=False)
     _issue_s: float = field(init=False)  # the host's seconds to issue a step without any replay, and attention alone
     _issue_attention_s: float = field(init=False)
-    _scan_s: float = field(init=False)
     _sum_ratios: tuple[Ratio, ...] = ()  # measured over modelled all-reduces
 
     def __post_init__(self) -> None:
@@ -70,7 +63,7 @@ class ForwardPass:
             weights=self.deployment.weights,
             experts=self.engine.experts,
             program=self.engine.program,
-            release=self.engine.name,
+            slower=self.engine.slower,
             apart=self.pool.dp_attention > 1 and self.deployment.prefill is None,
             attention=self.engine.attention,
         )
@@ -85,27 +78,23 @@ class ForwardPass:
         )
         steps = measured.of(self.pool.tp) if measured else None
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
-        self._tokens = token_grid(most)
-        self._parts = self._by_tokens(self._tokens)
         speculation = self.deployment.speculation
         self._checked, self._gained = (speculation.checked, speculation.gained) if speculation else (1, 1.0)
+        self.attention = StepAttention(
+            model=self.model,
+            pool=self.pool,
+            kernels=self.kernels,
+            cache=self.deployment.kv_cache,
+            checked=self._checked,
+        )
+        self._tokens = token_grid(most)
+        self._parts = self._by_tokens(self._tokens)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
-        self._key_s = self._one_key_s()
-        model, windowed = self.model, self.model.windowed_layers
-        whole = model.layers - windowed - model.linear_layers
-        self._prompts = self.kernels.prompt_attention(model.heads / self.pool.tp, model.qk_dim, model.v_dim)
-        self._prompt_layers = float(whole)
-        self._sparse = self._chosen_keys()
-        if steps is not None:
-            self._key_s, self._prompt_layers = self._key_s * steps.cached_ratio, self._prompt_layers * steps.pair_ratio
-        self._state_s = 2 * self.pool.pp * state_bytes(self.model, self.pool) / self.kernels.bytes_per_s
-        self._scan_s = self.model.linear_layers * CHUNK_S / DELTA_CHUNK  # per token of a prompt
-        self._layers_met = (whole, windowed, self.model.sliding_window)
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
 
@@ -123,6 +112,7 @@ class ForwardPass:
         self._head = self._head * scaled(by_tokens, self._rows)
         said = {name: getattr(steps, name) for name in ("host_step_s", "host_sequence_s", "host_launch_s")}
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
+        self.attention.bend(steps)
 
     def _of_answers(self, steps: MeasuredSteps) -> list[Ratio]:
         """Return the ratios of measured to modelled time of steps by number of answers, for as many kernels as this
@@ -172,9 +162,9 @@ class ForwardPass:
             single = 0 < written <= min(SINGLE, len(self._heads_s))
             time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
         if pairs:
-            time += self._read_s(prompt_tokens, pairs, readers)
+            time += self.attention.read_s(prompt_tokens, pairs, readers)
         if sequences:
-            time += self._answers_s(sequences, keys)
+            time += self.attention.answers_s(sequences, keys)
         time = max(time, self._issued_s(prompt_tokens, sequences, captured))
         return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
@@ -193,7 +183,9 @@ class ForwardPass:
         """
         share = 1 / self._gained if prompt_tokens else 1.0
         found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
-        found["attention"] = self._answers_s(sequences, keys) * share + self._read_s(prompt_tokens, pairs, readers)
+        found["attention"] = self.attention.answers_s(sequences, keys) * share + self.attention.read_s(
+            prompt_tokens, pairs, readers
+        )
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -211,9 +203,9 @@ class ForwardPass:
         captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
         read = max(prompt_tokens, captured - sequences)
         found = self._of_tokens(read, sequences, readers)
-        found["attention"] = self._read_s(read, pairs, readers)
+        found["attention"] = self.attention.read_s(read, pairs, readers)
         if sequences:
-            found["attention"] += self._answers_s(sequences, keys)
+            found["attention"] += self.attention.answers_s(sequences, keys)
         found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
@@ -237,57 +229,6 @@ class ForwardPass:
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""
         return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
-
-    def _chosen_keys(self) -> SparseAttention | None:
-        """Return the cost of attention over chosen keys; None if queries meet all keys."""
-        latent = self.model.latent
-        if latent is None or latent.indexer is None:
-            return None
-        return SparseAttention(
-            kernels=self.kernels,
-            latent=latent,
-            indexer=latent.indexer,
-            heads=self.model.heads / self.pool.tp,
-            cache_bits=round(8 * CACHE_BYTES[self.deployment.kv_cache]),
-        )
-
-    def _read_s(self, tokens: float, pairs: float, readers: int) -> float:
-        """Return the seconds of all layers' attention over `tokens` of prompts with `pairs` of a query and a key."""
-        if not pairs:
-            return 0.0
-        sparse = None if self._sparse is None else self._sparse.read_s(tokens, pairs, readers)
-        whole = self._prompt_layers * self._prompts.seconds(tokens, pairs, pairs / tokens + (tokens / readers - 1) / 2)
-        met = whole if sparse is None else self.model.layers * sparse
-        return met / min(readers, self.pool.dp_attention) + self._scan_s * tokens / readers
-
-    def _answers_s(self, sequences: float, keys: float) -> float:
-        """Return the seconds of all layers' attention for `sequences` answers with `keys` keys in all, on one rank."""
-        each = min(sequences, self.pool.dp_attention)
-        return self._cache_s(keys / each, keys / sequences) + self._state_s * sequences / each
-
-    def _cache_s(self, keys: float, mean: float) -> float:
-        """Return the seconds of attention over `keys` cached keys on one rank, with a mean of `mean` per sequence."""
-        if self._sparse is not None:
-            met = self._key_s * keys * self._sparse.met_share(mean) + self._sparse.index_s(self._checked * keys, mean)
-            return self.model.layers * met
-        full, windowed, window = self._layers_met
-        met = full + windowed * min(1.0, (window or mean) / mean)
-        return met * self._key_s * keys
-
-    def _one_key_s(self) -> float:
-        """Return the seconds for one cached key in one layer of one rank."""
-        model, pool = self.model, self.pool
-        heads = model.heads / pool.tp
-        width = CACHE_BYTES[self.deployment.kv_cache]
-        if model.latent:  # queries meet the compressed vectors themselves
-            rank = model.latent.kv_lora_rank
-            flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
-            rows = self._checked * heads
-            return self.kernels.latent_key_s(
-                rows, self._checked * flops, cache_elements(model) * width, round(8 * width)
-            )
-        nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
-        return self.kernels.cached_key_s(self._checked * 2.0 * heads * 2 * model.head_dim, nbytes)
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
@@ -329,20 +270,13 @@ class ForwardPass:
             apart -= self.launches.casts
         block = {
             "attention_products": self._attention_products(local),
-            "small_kernels": self.kernels.moved(small, apart) + self._attention_start_s(),
+            "small_kernels": self.kernels.moved(small, apart) + self.attention.start_s,
         }
         if kind.sparse:
             block["experts"] = self._experts(tokens, local)
         else:
             block["feed_forward"] = self._mlp(local, self.model.ffn)
         return block | self._block_collectives(tokens, local, sparse=kind.sparse)
-
-    def _attention_start_s(self) -> float:
-        """Return the mean seconds of a layer for attention of answers with hardly any keys."""
-        linear = self.model.linear_layers
-        heads = self.model.heads / self.pool.tp
-        full = self.kernels.attention_start_s(heads, latent=self.model.latent is not None)
-        return (full * (self.model.layers - linear) + ANSWER_S * linear) / self.model.layers
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, tp = self.model, self.pool.tp

@@ -1,5 +1,5 @@
-"""Kernels of engines as tables of kernels by themselves have them: products, experts, sums over ranks. The TOML files
-say what each number means and where it is from.
+"""Kernels of engines as tables of kernels by themselves have them: products, experts, attention over prompts and
+of answers, sums over ranks. The TOML files say what each number means and where it is from.
 """
 
 from __future__ import annotations
@@ -41,6 +41,33 @@ class ProductKernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptKernels:
+    """Parts of the time of attention over prompts; meanings in prompt_kernels.toml."""
+
+    fixed_s: float
+    passed: float
+    query: float
+    tail: float
+    share: dict[str, float]
+    alone: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerKernels:
+    """Parts of the time of attention of answers; meanings in answer_kernels.toml."""
+
+    fixed_s: float
+    program_s: float
+    hidden: float
+    read: dict[str, float]
+
+    def seconds(self, waiting: float, read_s: float) -> float:
+        """Return the seconds of `waiting` programs and of keys that are read in `read_s`, without the fixed part."""
+        programs_s = self.program_s * waiting
+        return programs_s + max(0.0, read_s - self.hidden * programs_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceKernels:
     """Times of an all-reduce over peer memory; meanings in reduce_kernels.toml."""
 
@@ -71,9 +98,27 @@ def product_kernels() -> dict[tuple[str, ...], ProductKernels]:
 
 
 @cache
+def prompt_kernels() -> dict[tuple[str, ...], PromptKernels]:
+    """Return the kernels of attention over prompts by (engine, architecture or generation, kind)."""
+    return _read("prompt_kernels.toml", PromptKernels, levels=3)
+
+
+@cache
+def answer_kernels() -> dict[tuple[str, ...], AnswerKernels]:
+    """Return the kernels of attention of answers by (engine, architecture or generation, kind)."""
+    return _read("answer_kernels.toml", AnswerKernels, levels=3)
+
+
+@cache
 def reduce_kernels() -> dict[tuple[str, ...], ReduceKernels]:
     """Return the kernels of all-reduces by (name, generation)."""
     return _read("reduce_kernels.toml", ReduceKernels, levels=2)
+
+
+def by_width(shares: dict[str, float], width: float) -> float:
+    """Return the share that is listed for heads of a width: of the next listed one, or of the widest."""
+    widths = sorted(map(int, shares))
+    return shares[str(next((listed for listed in widths if listed >= width), widths[-1]))]
 
 
 def _read(where: str, kind: type[T], *, levels: int) -> dict[tuple[str, ...], T]:

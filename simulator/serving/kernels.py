@@ -5,7 +5,10 @@ Rows are tokens. All functions take numpy arrays of row counts and return second
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,8 +16,19 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.low_precision import low_peak_flops
 from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
+from simulator.serving.engine import SlowerKernels
 from simulator.serving.expert_choice import popularity
-from simulator.serving.kernel_tables import ExpertKernels, ProductKernels, expert_kernels, product_kernels
+from simulator.serving.kernel_tables import (
+    AnswerKernels,
+    ExpertKernels,
+    ProductKernels,
+    PromptKernels,
+    answer_kernels,
+    by_width,
+    expert_kernels,
+    product_kernels,
+    prompt_kernels,
+)
 from topology.cluster import GpuKind
 
 # Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9
@@ -27,8 +41,9 @@ STREAMED = 0.85
 # The least of the peak that large products in 16 bits reach in engines; efficiency.toml has the share of training. vLLM
 # 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200 from 4,096 rows on, at
 # widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm). On A100 a search for the
-# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables there have 0.89 in the middle.
-SERVED = {"blackwell": 0.67, "ampere": 0.87}
+# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables there have 0.89 in the middle. On H200 twelve tables
+# have 663 to 774 TFLOP/s of 989, 746 in the middle; prompts of 8B and 3B that the executor read there within 3 %.
+SERVED = {"blackwell": 0.67, "hopper": 0.754, "ampere": 0.87}
 FLOAT8_FROM = 89
 # Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
 # 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200
@@ -50,6 +65,7 @@ LATENT_READ = {
 # Engines that compile casts of rows into the kernels before them: norms and activations (fuse_norm_quant and
 # fuse_act_quant of vllm/config/compilation.py).
 CASTS_BEFORE = {"vllm"}
+OWN_FLASH = "flash2"  # FlashAttention-2: an engine's attention, and its kernel by itself in prompt_kernels.toml
 SINGLE = 512  # largest number of tokens up to which every count is tabulated
 # Rate of grouped products of many experts, over that of one large product. Source: kernels of vLLM 0.20 alone
 # (ai-dynamo/aiconfigurator campaign_checkpoints, moe_perf.txt, 7168 x 2048 with 8 of 256 or 384 experts, between 8,192
@@ -67,14 +83,6 @@ GROUPED = {("hopper", "float8"): 0.52, ("blackwell", "float8"): 0.38, ("blackwel
 CUTLASS = {("hopper", "float8"): 0.44}
 PASSED = {"float8": 35.0, "other": 13.0}  # bytes an element
 SORTED_S, SORTED_EXPERT_S = 2e-5, 2e-7
-# What kernels of TensorRT-LLM 1.2 take on Hopper beyond these: of 8-bit experts in blocks seconds of a layer and
-# bytes of each element of a row, of latent attention of answers seconds with up to 64 and with more query heads on a
-# GPU. Medians over H100 and H200 of 1.2.0rc5 against 1.3.0rc20 by themselves, few tokens and 1,024 to 16,384, and less
-# than 20,000 keys (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet and generation_mla_perf.parquet).
-# On B200 latent attention of both takes as long. 1.1 has not been measured so.
-EARLIER = "trtllm12"
-EARLIER_EXPERTS_S, EARLIER_PASSED = 1.3e-5, 8.5
-EARLIER_LATENT_S = {64: 1.5e-5, 128: 1.0e-5}
 # Bytes of each element of a token that kernels of experts pass on a rank whether or not its experts are chosen, if all
 # tokens come to all ranks: between 1,024 and 8,192 or 16,384 tokens a rank of an expert-parallel group does not get
 # quicker by as much as its rows get fewer. Medians of evenly loaded kernels in nvfp4, all models and degrees: 22 with
@@ -82,23 +90,51 @@ EARLIER_LATENT_S = {64: 1.5e-5, 128: 1.0e-5}
 # SGLang's in 8 bits 40 (ai-dynamo/aiconfigurator @095f58a5 systems/data, moe_perf.parquet).
 OTHERS_PASSED = {"blackwell": 21.0}
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptAttention:
-    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that the
-    longest tile meets; `grid` is how much longer than its pairs a benchmark's grid takes for its longest tile.
+    """Seconds of attention over prompts: of its start, of a pair of a query and a key, of a query, of each key that a
+    tile of `rows` queries meets alone on an SM. There are `heads` tiles for as many queries on `sms` SMs. Where tiles
+    differ in length, a share `tail` of the longest runs when other SMs have nothing left to do. `grid` is how much
+    longer than its pairs a benchmark's grid takes for its longest tile.
     """
 
     start_s: float
     pair_s: float
     query_s: float
     key_s: float
-    grid: float
+    rows: float
+    heads: float
+    sms: float
+    tail: float = 1.0
+    grid: float = 1.0
 
-    def seconds(self, tokens: float, pairs: float, longest: float) -> float:
-        """Return the seconds of `tokens` with `pairs`, the last of them with `longest` keys."""
-        met = self.pair_s * pairs
-        return self.start_s + self.query_s * tokens + max(met, (met + self.key_s * longest) / self.grid)
+    def seconds(self, tokens: float, pairs: float, *, readers: float = 1, window: int = 0) -> float:
+        """Return the seconds of `tokens` of `readers` prompts with `pairs`, where a query meets the keys within
+        `window`.
+        """
+        longest = pairs / tokens + (tokens / readers - 1) / 2
+        if 0 < window < longest:  # a tile's queries see another window each, so it meets half a tile of keys more
+            pairs = readers * windowed_pairs(tokens / readers, longest, window) + tokens * self.rows / 2
+            longest = min(longest, window + self.rows)
+        waves = readers * math.ceil(tokens / readers / self.rows) * self.heads / self.sms
+        tile = self.key_s * longest
+        whole = tile
+        if waves > 1:
+            met = self.pair_s * pairs
+            even = min(1.0, max(0.0, 2 * pairs / tokens / longest - 1))  # 1: all tiles are as long
+            idle = even * (math.ceil(waves) - waves) + (1 - even) * self.tail
+            whole = max(met, tile, (met + idle * tile) / self.grid)
+        return self.start_s + self.query_s * tokens + whole
+
+
+def windowed_pairs(tokens: float, longest: float, window: int) -> float:
+    """Return the pairs of the last `tokens` queries of `longest` with the keys within `window`."""
+    first = longest - tokens + 1
+    growing = min(max(window - first, 0.0), tokens)
+    return growing * (2 * first + growing - 1) / 2 + (tokens - growing) * window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +145,7 @@ class Kernels:
     weights: str
     experts: str = "triton"  # what multiplies them, see engines.toml
     program: str = ""  # the engine, where expert_kernels.toml lists its own
-    release: str = ""  # the engine as engines.toml names it, where releases differ
+    slower: Mapping[str, SlowerKernels] = field(default_factory=dict)  # the engine's, by generation
     apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
 
@@ -169,19 +205,32 @@ class Kernels:
         """The shortest time between two dependent kernels of one stream."""
         return efficiency(self.gpu.architecture).kernel_s
 
-    @property
-    def earlier(self) -> bool:
-        """Whether these are the slower kernels of TensorRT-LLM 1.2 on Hopper."""
-        return self.release == EARLIER and self.generation == "hopper"
-
-    def attention_start_s(self, heads: float, *, latent: bool) -> float:
+    def attention_start_s(self, heads: float, *, latent: bool, cache_bits: int = 16, kv_heads: float = 1) -> float:
         """Return seconds of attention of answers with hardly any keys for `heads` query heads: the write to the cache,
         attention over parts of the keys and their sum.
         """
         if not latent:
-            return ANSWERED_S.get(self.generation, 2 * self.start_s)
-        later = next((seconds for most, seconds in EARLIER_LATENT_S.items() if heads <= most), 0.0)
-        return 2 * self.start_s + (later if self.earlier else 0.0)
+            listed = self.listed_answers(cache_bits, single=heads == kv_heads)
+            return listed.fixed_s if listed else ANSWERED_S.get(self.generation, 2 * self.start_s)
+        return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
+
+    def listed_answers(self, cache_bits: int, *, single: bool = False) -> AnswerKernels | None:
+        """Return what answer_kernels.toml says of attention of answers, of as many key heads as query heads if
+        `single`; None where it says nothing. Its engines have FlashAttention-3 or newer kernels on Hopper.
+        """
+        if self.attention == OWN_FLASH:
+            return None
+        return self._listed_attention(answer_kernels(), (self.program,), cache_bits, "single" if single else "")
+
+    def _listed_attention(
+        self, listed: Mapping[tuple[str, ...], T], programs: tuple[str, ...], cache_bits: int, special: str
+    ) -> T | None:
+        """Return the entry of a table of attention that describes these kernels best: of a `special` kind, or any."""
+        kinds = [kind for kind in (special, "heads") if kind]
+        kinds = [kind + bits for kind in kinds for bits in (("8", "") if cache_bits == 8 else ("",))]
+        where = (self.gpu.architecture.lower(), self.generation)
+        keys = ((program, of, kind) for program in programs for kind in kinds for of in where)
+        return next((listed[key] for key in keys if key in listed), None)
 
     def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
         """Return the seconds of `rows` x `depth` activations times a matrix of weights, in the format `stored` or the
@@ -216,6 +265,10 @@ class Kernels:
         listed, kind = expert_kernels(), (self.generation, self.weights)
         apart = listed.get((f"{self.program}-dp", *kind)) if self.apart else None
         return apart or listed.get((self.program, *kind))
+
+    @property
+    def _slower(self) -> SlowerKernels:
+        return self.slower.get(self.generation, SlowerKernels())
 
     @property
     def experts_route(self) -> bool:
@@ -281,34 +334,67 @@ class Kernels:
         if self.experts != "cutlass" or self.generation != "hopper":
             return plain
         passed, fixed_s = PASSED["float8" if self.weights == "float8" else "other"], SORTED_S
-        if self.earlier and self.weights == "float8":
-            passed, fixed_s = passed + EARLIER_PASSED, fixed_s + EARLIER_EXPERTS_S
+        if self.weights == "float8":
+            passed, fixed_s = passed + self._slower.experts_passed, fixed_s + self._slower.experts_s
         return self.moved(passed * rows * hidden, 0.0) + np.where(rows > 0, fixed_s + SORTED_EXPERT_S * experts, 0.0)
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:
         """Return the seconds of `launches` kernels that read and write `nbytes` in total."""
         return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
 
-    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int) -> PromptAttention:
-        """Return the times of the fused 16-bit attention kernel over prompts with this many heads on a GPU.
+    def listed_prompts(self, cache_bits: int, *, latent: bool) -> PromptKernels | None:
+        """Return what prompt_kernels.toml says of attention over prompts; None where it says nothing."""
+        programs = (OWN_FLASH, self.program) if self.attention == OWN_FLASH else (self.program,)
+        return self._listed_attention(prompt_kernels(), programs, cache_bits, "latent" if latent else "")
 
-        As in training (roofline.py): tiles of queries fill their pipelines, and a prompt's longest tile, which meets
-        all its keys, runs when other SMs have nothing left to do.
+    def prompt_attention(
+        self, heads: float, kv_heads: float, qk_dim: int, v_dim: int, *, cache_bits: int = 16, latent: bool = False
+    ) -> PromptAttention:
+        """Return the times of attention over prompts with this many heads on a GPU, what it writes to the cache
+        included.
+
+        As in training (roofline.py) where nothing is listed: tiles of queries fill their pipelines, and a prompt's
+        longest tile, which meets all its keys, runs when other SMs have nothing left to do.
         """
-        curve = self._attention_curve
-        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
+        curve, listed = self._attention_curve, self.listed_prompts(cache_bits, latent=latent)
         alone = curve.rows * self.gpu.sm_count
+        if listed is not None:
+            peak = self.gpu.peak_flops.get("bfloat16") or max(self.gpu.peak_flops.values())
+            pair_s = 2.0 * heads * (qk_dim + v_dim) / (by_width(listed.share, qk_dim) * peak)
+            moved = 2.0 * (heads + kv_heads) * (qk_dim + v_dim)
+            return PromptAttention(
+                # A layer's time already has the start of attention of answers.
+                start_s=max(
+                    0.0,
+                    listed.fixed_s
+                    - self.attention_start_s(heads, latent=latent, cache_bits=cache_bits, kv_heads=kv_heads),
+                ),
+                pair_s=pair_s,
+                query_s=pair_s * listed.query + listed.passed * moved / self.gpu.memory_bytes_per_s,
+                key_s=pair_s * alone / heads * listed.alone,
+                rows=curve.rows,
+                heads=heads,
+                sms=self.gpu.sm_count,
+                tail=listed.tail,
+            )
+        pair_s = 2.0 * heads * (qk_dim + v_dim) / float(self.attention_flops_per_s * curve.of_width(qk_dim))
         return PromptAttention(
             start_s=self.start_s,
             pair_s=pair_s,
             query_s=pair_s * curve.ramp_s / 2,
             key_s=pair_s * alone / heads,
+            rows=curve.rows,
+            heads=heads,
+            sms=self.gpu.sm_count,
             grid=1 + 2 * alone / FULL_GRID,
         )
 
-    def cached_key_s(self, flops: float, nbytes: float) -> float:
+    def cached_key_s(
+        self, flops: float, nbytes: float, *, width: float = 128, listed: AnswerKernels | None = None
+    ) -> float:
         """Return the seconds of attention of one query over one cached key, given its operations and bytes."""
-        return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
+        rate = by_width(listed.read, width) * self.gpu.memory_bytes_per_s if listed else self.bytes_per_s
+        return max(flops / self.attention_flops_per_s, nbytes / rate)
 
     def latent_key_s(self, heads: float, flops: float, nbytes: float, bits: int) -> float:
         """Return the seconds of latent attention of `heads` query heads over one cached key, given all their operations

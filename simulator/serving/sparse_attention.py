@@ -36,7 +36,7 @@ class SparseAttention:
     heads: float  # heads of the model on a rank
     cache_bits: int
 
-    def read_s(self, tokens: float, pairs: float, readers: int) -> float | None:
+    def read_s(self, tokens: float, pairs: float, readers: float) -> float | None:
         """Return the seconds of prompts with `pairs` of a query and an earlier key; None if no query has more keys than
         are chosen, since engines then use full attention.
         """

@@ -7,8 +7,9 @@
     shapes on gloo
 
 Per count of GPUs OUT/tpN has request.json with the prediction, written before anything is started, records as they are
-made, and serve.json. OUT/serving_run.md is the table of all: steps, then closed and Poisson loads at three rates of
-what the prediction says that the engine can do. A count that fails does not stop the next.
+made, and serve.json. OUT/serving_run.md is the table of all: steps, then a closed loop, Poisson arrivals at three rates
+of what the prediction says that the engine can do, and bursts at the middle one. A count that fails does not stop the
+next.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from simulator.serving.traffic import Lengths, Traffic  # noqa: E402 - as above
 from topology import codec  # noqa: E402 - as above
 
 SHARES = (0.3, 0.6, 0.85)  # of the requests a second that a full engine answers
+BURSTS = 3.0  # coefficient of variation of the time between arrivals: half of all requests come within a fiftieth of the mean
 CLIENTS = 32
 LENGTHS = (1024, 128)  # of a prompt, of an answer
 LOAD_S, LEAST_REQUESTS = 6.0, 48  # of arrivals at a rate
@@ -90,13 +92,13 @@ def predicted(model: str, cluster: str, tp: int, *, tiny: bool, profile: Path | 
     full = replace(closed, concurrency=4 if tiny else 64, requests=40 if tiny else 400)
     most = latency(serve(question.model, question.cluster, question.deployment(pool), full)).requests_per_s
     loads = {f"{closed.concurrency} clients": closed}
-    for seed, share in enumerate(
-        SHARES[:1] if tiny else SHARES, 1
-    ):  # other requests each time: what is new to libraries counts
+    open_loads = [("Poisson", 1.0, share) for share in SHARES] + [("bursts", BURSTS, SHARES[1])]
+    # Other requests each time: what is new to libraries counts.
+    for seed, (name, shape, share) in enumerate(open_loads[:1] if tiny else open_loads, 1):
         rate = 20.0 if tiny else float(f"{share * most:.2g}")
         count = 5 if tiny else max(LEAST_REQUESTS, int(rate * LOAD_S))
-        loads[f"Poisson, {rate:g} requests/s"] = Traffic(
-            prompt=prompts, output=answers, request_rate=rate, requests=count, seed=seed
+        loads[f"{name}, {rate:g} requests/s"] = Traffic(
+            prompt=prompts, output=answers, request_rate=rate, shape=shape, requests=count, seed=seed
         )
     return asked_run(question, pool, steps=TINY_STEPS if tiny else all_steps(), loads=loads)
 

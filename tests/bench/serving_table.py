@@ -60,6 +60,7 @@ stated), medians and means of absolute errors:
 | the output of latent attention in 4 bits (below) | 8.3 (14.4) to 8.1 (14.2), joint engines; separated ones: first tokens 46 (53) to 41 (46) % | in nvfp4: separated on B300 tokens 5 to 2 %, first tokens 81 (87) to 12 (26); DeepSeek-R1 with TensorRT-LLM on B200 35 to 33, with SGLang there 8.5 to 7.7, on B300 18 to 15; Kimi K2.5 on B300 10 to 9 |
 | ranks' rows differ by how popular their experts are (below) | separated ones: first tokens 41 (46) to 30 (41) %, tokens 6.7 (10.0) to 6.7 (9.4); first tokens, joint engines 18.3 (27.2) to 18.1 (27.0) | first tokens of DeepSeek-R1 with TensorRT-LLM on H200 14 to 11 %, separated there 42 to 37, on B300 11 to 8; its throughput offline on H200 47 to 36; worse: Qwen3 235B offline on H200 2 to 8 |
 | TensorRT-LLM by release, uneven experts in Cutlass' kernels, places of separated engines (below), no fitted host | 8.7 (14.6), joint engines; separated ones: first tokens 30 (41) to 21 (34) %, tokens 6.7 (9.4) to 5.7 (8.8), throughput 11.0 (16.0) to 7.5 (9.8) | throughput of DeepSeek-R1 with TensorRT-LLM, separated, on H200 14 to 5 %, on H100 39 to 11; gpt-oss-120b offline with TensorRT-LLM 1.x on H200 23 to 36 |
+| attention over prompts and of answers as kernels take by themselves, windows, queries and results of latent attention, 16-bit products on Hopper (below) | 8.7 (14.6) to 8.6 (14.7), joint engines; first tokens 17.6 (26.7) to 17.7 (26.7); separated ones: tokens 5.6 (7.1) to 4.8 (7.1), throughput 7.5 (9.8) to 7.2 (9.5), first tokens 20.6 (29.3) to 20.3 (30.1) | gpt-oss-120b offline with TensorRT-LLM 1.x on H200 37 (31) to 29 (25) %, DeepSeek-R1 there 33 to 30, Llama 3 8B with TensorRT-LLM of 2024 on H100 10 to 9, Qwen3.5 on B300 12 to 11, Qwen3 235B with TensorRT-LLM 1.0 14 (16) to 13 (15); kernels of prompts alone 10 to 75 % short to 4 to 20; worse: throughput of joint engines 12.3 (26.0) to 12.4 (26.1), of TensorRT-LLM before 1.0 on Hopper, predicted too slow already and priced by tables of 1.3 (Llama 2 7B on H100 3 to 5, on GH200 9 to 12, Mixtral 8x7B 10 to 13, Mistral 7B on GH200 22 to 27, GPT-J 44 to 46), first tokens of separated engines on B300 8 (18) to 11 (20) |
 
 The largest term of what is off, by group:
 
@@ -78,9 +79,11 @@ The largest term of what is off, by group:
   20 % there and on H100, where experts are over ranks; on B300 3 to 6 % where they are not. A request whose cache has come joins the next step as an
   answer, in graphs, by all sources (`process_prebuilt` of SGLang's schedule_batch.py; TensorRT-LLM's py_executor.py has it among generation
   requests; vLLM reads its last token again, which counts as an answer); a step that reads a token in its place, which the host has to issue, hid
-  this. Cutlass' experts loaded unevenly take 519 to 541 us of 512 tokens where evenly loaded ones take 397 (ai-dynamo/aiconfigurator 0.12,
+  this. Queries and results of latent attention are as wide as the compressed vectors for every head, 4 kB of an answer and layer that pass memory.
+  Cutlass' experts loaded unevenly take 519 to 541 us of 512 tokens where evenly loaded ones take 397 (ai-dynamo/aiconfigurator 0.12,
   h200_sxm, moe_perf.parquet, power laws of 1.01 and 1.2), which would be 7 of the 9 ms that are missing there. Blocks of latent
-  attention by themselves are priced within 7 % of mla_generation_module_perf.parquet of TensorRT-LLM there, and 8 us a layer too long on B200.
+  attention by themselves are priced within 7 % of mla_generation_module_perf.parquet of TensorRT-LLM there with up to 64 answers and up to
+  20 % short with 256; on B200 8 us (17 %) long with one answer and 16 heads, 14 % short with 256 answers and 128 heads.
 - **The format of latent attention's output**: NVIDIA's checkpoints of DeepSeek-R1 in nvfp4 since version 2 have its weights in 4 bits (model cards
   of nvidia/DeepSeek-R1-FP4-v2 and DeepSeek-R1-0528-FP4-v2), which 393.6 B numbers in the files confirm; GLM-5's has 16 bits.
 - **TensorRT-LLM 1.0 and 1.1** have the host that was measured of 1.2 (NVIDIA/TensorRT-LLM pull request 10273). With a host fitted to
@@ -89,9 +92,17 @@ The largest term of what is off, by group:
   1,024 tokens, three of 512, whatever the number of GPUs. So NVIDIA's generator of configurations limits a step
   (ai-dynamo/aiconfigurator @efcae124 and since: the prompt, the clients and 1,500 tokens), which is assumed where a row of these
   releases states no limit (InferenceX had the prompt, the clients and 64 then, @ec90f3fe); and its benchmark sends lengths that do
-  not vary, which no row states and nothing here takes from the release: with such lengths tokens of Qwen3 235B are 4 % off.
+  not vary, which no row states and nothing here takes from the release: with such lengths tokens of Qwen3 235B are 5 % off. That they
+  do not the points show: with four clients a token takes 13.3 ms with answers of 128, 256 and 512 alike, as if no prompt came between.
+  Taken so of all rows that state nothing, first tokens would be 38 instead of 19 % off.
 - **TensorRT-LLM 1.2 on Hopper** takes 13 us a layer longer for experts in 8-bit blocks and 10 to 15 us for latent attention of answers
-  than 1.3, by tables of both (`EARLIER` in `simulator/serving/kernels.py`); on B200 attention of both takes as long.
+  than 1.3, by tables of both (`slower` in `simulator/serving/engines.toml`); on B200 attention of both takes as long.
+- **Attention by itself**, over prompts (`prompt_kernels.toml`) and of answers (`answer_kernels.toml`), is priced from tables of kernels by
+  themselves, which it describes within 4 to 20 %, most within 6 to 11. Of a short prompt a launch, what every query passes and the filling of
+  pipelines take more than its pairs (at 1,024 tokens 1.2 to 2.4 times what pairs and a start take); of many short answers each pair of an answer
+  and a key head starts a program, 7 to 12 ns of a launch on Blackwell and 25 to 36 on Hopper (256 answers of gpt-oss in TensorRT-LLM on
+  H200: 76 us a layer). Engines' 8-bit caches on Hopper are read at 0.5 to 0.67 of the memory's rate by vLLM and SGLang, 0.8 by TensorRT-LLM. Layers
+  with windows take the same law, which agrees with tables of windows within 16 % (TensorRT-LLM on Hopper 20 % short).
 - **Experts by Cutlass' kernels** take the longer of reading and multiplying each: popular ones have rows to multiply while others are
   read. Tables of uneven loads (1.3.0rc20) are 1 to 14 % off so from 1,024 tokens on, 8 to 29 % if all are alike.
 - **Places of separated engines** follow NVIDIA's recipes (NVIDIA/srt-slurm @c88ef731): on Hopper a decoding rank has room for many more
@@ -214,16 +225,18 @@ The largest term of what is off, by group:
   12,000 tokens), which is not described. Their source counts output by the GPUs that write and all tokens by all GPUs, so
   throughput by all GPUs is taken from the second: errors went from 25 to 17 %.
 - **Wide expert parallel**: DeepSeek-R1 on 48 GPUs of GB200 NVL72 with SGLang, 32 experts held twice, writes 13,386 tokens a second
-  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 17,440 and 9,320,
-  with two batches 21,090 and 9,840. With attention's output in 16 bits, as in the nvfp4 checkpoint that guides named by then, the first
-  is 15,350; which one ran is not stated. On 72 H100 it writes 2,785 with two batches, predicted 2,210 (LMSYS, 2025-09-25 and 2025-05-05;
+  and GPU in nvfp4 with an 8-bit cache (1,408 answers a GPU) and 9,087 in 8 bits with a 16-bit one (768): predicted 16,150 and 8,940,
+  with two batches 19,280 and 9,420. With attention's output in 16 bits, as in the nvfp4 checkpoint that guides named by then, the first
+  is 14,420; which one ran is not stated. On 72 H100 it writes 2,785 with two batches, predicted 2,160 (LMSYS, 2025-09-25 and 2025-05-05;
   `tests/simulator/serving/test_forward_pass.py`). Prompts of 2,000 tokens: 26,156 and 18,471 a second and GPU on GB200, predicted
-  26,850 and 14,550 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 6,790 with two batches, a node
+  25,500 and 14,140 with 32,768 tokens a step on four GPUs; of 4,000 on 32 H100 6,540, predicted 6,620 with two batches, a node
   being sent a token once, whose ranks pass it on. None of these figures was fitted; experts, attention's format and 16-bit products
   were priced anew from tables and checkpoints after prompts had been seen to be a third too slow.
 - **Releases**: vLLM of 2024 takes 0.1 ms of its host for each answer of a step (vllm-project/vllm issue 6913), which explains it on H100
   and GH200. On A100 it and TensorRT-LLM are still 30 to 40 % slower than predicted: rows say "A100" without its memory, which is
-  read as 80 GB; with 40 GB, where answers of 4,096 tokens fill the cache, they would be closer.
+  read as 80 GB. All speaks for cards of 40 GB with three quarters of that memory's rate: read so, of 118 points by chance Llama 2 7B is 9
+  instead of 30 % off with TensorRT-LLM and 8 instead of 28 with vLLM (one answer at a time 0 to 2 %, which are 23 to 25), Llama 3 8B 22 instead
+  of 39 and 7 instead of 29.
 
 """
 
@@ -292,8 +305,8 @@ Points that both answer, up to twelve of a group by chance (`tests/bench/against
 that read and write together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples
 that both tools were made with.
 
-So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose host is
-above, and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
+So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose
+lengths are taken to vary where the benchmark of its makers sends them all alike (above), and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
 too long (above). Of Qwen3.5 with SGLang on B300 both are off by as much.
 """
 VIDUR = """

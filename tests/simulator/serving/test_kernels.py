@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from simulator.config.model import MixtureOfExperts
+from simulator.serving.engine import engine_of
 from simulator.serving.expert_choice import on_fullest_rank
-from simulator.serving.kernels import Kernels
+from simulator.serving.kernels import Kernels, windowed_pairs
 from topology.catalog.clusters import cluster
 from topology.catalog.gpus import gpu_kind
 
@@ -117,8 +118,13 @@ def test_tensorrt_llm_1_2_takes_longer_on_hopper() -> None:
     measured_ms = {"trtllm12": {1: 0.054, 512: 0.419, 16384: 2.725}, "trtllm": {1: 0.040, 512: 0.397, 16384: 2.499}}
     latent_us = {}
     for release, times in measured_ms.items():
+        engine = engine_of(release)
         kernels = Kernels(
-            gpu=gpu_kind("H200 SXM"), weights="float8", experts="cutlass", program="trtllm", release=release
+            gpu=gpu_kind("H200 SXM"),
+            weights="float8",
+            experts=engine.experts,
+            program=engine.program,
+            slower=engine.slower,
         )
         rows = np.array([float(count) for count in times])
         visited = 32 * (1 - (1 - 8 / 256) ** rows)
@@ -130,9 +136,42 @@ def test_tensorrt_llm_1_2_takes_longer_on_hopper() -> None:
 
 def test_products_are_as_quick_as_a_gpus_power_allows() -> None:
     """The largest products that searches found on cards with much power for their arithmetic, TFLOP/s in 16 bits
-    (`achieved_flops` of the catalog), and what the reference part and one with less power reach.
+    (`achieved_flops` of the catalog); of the reference part the middle of twelve tables of engines' products, and what
+    one with less power makes of it.
     """
-    found = {"RTX 4090": 165, "RTX 5090": 236, "H20": 142, "A10G": 70, "H200 SXM": 702, "H100 PCIe": 411}
+    found = {"RTX 4090": 165, "RTX 5090": 236, "H20": 142, "A10G": 70, "H200 SXM": 746, "H100 PCIe": 436}
     for name, tflops in found.items():
         reached = Kernels(gpu=gpu_kind(name), weights="bfloat16").product_flops_per_s / 1e12
         assert reached == pytest.approx(tflops, rel=0.01), name
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine", "window", "microseconds"),
+    [
+        ("H200 SXM", "vllm", 0, {(64, 1024): 45, (64, 4096): 331, (64, 16384): 4347, (8, 1024): 21, (8, 8192): 170}),
+        ("H200 SXM", "vllm", 128, {(64, 1024): 30, (64, 4096): 100, (64, 16384): 365, (8, 1024): 15, (8, 8192): 31}),
+        ("H200 SXM", "trtllm", 0, {(64, 1024): 66, (64, 4096): 412, (64, 16384): 4946, (8, 1024): 27, (8, 8192): 224}),
+        ("H200 SXM", "trtllm", 128, {(64, 1024): 59, (64, 4096): 186, (64, 16384): 657, (8, 1024): 24, (8, 8192): 62}),
+        ("B200 SXM", "vllm", 128, {(64, 1024): 28, (64, 4096): 74, (64, 16384): 277, (8, 1024): 15, (8, 8192): 28}),
+        ("B200 SXM", "trtllm", 128, {(64, 1024): 41, (64, 4096): 114, (64, 16384): 424, (8, 1024): 21, (8, 8192): 42}),
+    ],
+)
+def test_attention_over_a_prompt_beside_kernels_by_themselves(
+    gpu: str, engine: str, window: int, microseconds: dict[tuple[int, int], float]
+) -> None:
+    """gpt-oss' heads of 64, eight for a key head, whole and within its window: vLLM 0.24 and TensorRT-LLM 1.3.0rc20
+    (ai-dynamo/aiconfigurator 0.12, context_attention_perf.parquet). Nothing was fitted to windows.
+    """
+    kernels = Kernels(gpu=gpu_kind(gpu), weights="bfloat16", program=engine)
+    for (heads, tokens), measured in microseconds.items():
+        prompt = kernels.prompt_attention(heads, heads / 8, 64, 64)
+        seconds = prompt.seconds(tokens, tokens * (tokens + 1) / 2, window=window)
+        whole = seconds + kernels.attention_start_s(heads, latent=False)
+        assert 1e6 * whole == pytest.approx(measured, rel=0.26), (heads, tokens)
+
+
+def test_a_query_meets_the_keys_of_its_window() -> None:
+    """Counted one by one, with earlier tokens of the same prompt and without."""
+    for tokens, longest, window in ((1, 1, 4), (7, 7, 4), (7, 20, 4), (5, 9, 7), (9, 9, 9), (3, 5, 100)):
+        keys = range(longest - tokens + 1, longest + 1)
+        assert windowed_pairs(tokens, longest, window) == sum(min(key, window) for key in keys)

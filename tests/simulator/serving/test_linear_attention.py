@@ -58,7 +58,7 @@ def test_chunks_of_a_prompt_beside_kernels_by_themselves(tp: int, measured_ms: f
     """
     model = load_model("Qwen/Qwen3.5-397B-A17B")
     costs = ForwardPass(model, cluster("dgx-b200", 8), Deployment(engine="sglang", pool=Pool(tp=tp)), Pool(tp=tp))
-    costs._prompt_layers = 0.0  # of the other layers
+    costs.attention.pair_ratio = 0.0  # of the other layers
     scan_s = costs.parts(prompt_tokens=8192, pairs=1e-9, sequences=0, keys=0.0)["attention"] / model.linear_layers
     assert 1e3 * (8192 * delta_rule_s(costs.kernels, model.linear, tp) + scan_s) == pytest.approx(measured_ms, rel=0.12)
     both = costs.parts(prompt_tokens=16_384, pairs=1e-9, sequences=0, keys=0.0, readers=2)["attention"]

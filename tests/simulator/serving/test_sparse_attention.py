@@ -50,7 +50,7 @@ def test_short_prompts_meet_all_keys_and_long_answers_no_more_than_are_chosen() 
         return costs.parts(prompt_tokens=0, pairs=0.0, sequences=32, **step)["attention"]  # type: ignore[arg-type]
 
     short = costs.parts(prompt_tokens=2048, pairs=2048 * 2049 / 2, sequences=0, keys=0.0)["attention"]
-    assert short == pytest.approx(costs._prompt_layers * costs._prompts.seconds(2048, 2048 * 2049 / 2, 2048))
+    assert short == pytest.approx(GLM.layers * costs.attention.prompts.seconds(2048, 2048 * 2049 / 2))
     grown = attention_s(keys=32 * 100_000.0) - attention_s(keys=32 * 50_000.0)
     index_bytes = 32 * 50_000 * 132 * GLM.layers  # a key of 128 bytes and its scale
     all_keys = 32 * 50_000 * 576 * 2 * GLM.layers
