@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AXES, Account, account_inputs, account_plans
 from simulator.analytical.known_shares import known_shares
-from simulator.analytical.layer_cost import BlockCost, block_cost
+from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
@@ -392,23 +392,6 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
         ),
         own_costs=True,
     )
-
-
-def network_blocks(
-    operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
-) -> dict[str, BlockCost]:
-    """Return the costs of the model's blocks (`dense`, `moe`, `embedding`, `head`), with every recompute mode given for
-    layers.
-    """
-    layers = context.in_layers
-    blocks = {
-        "dense": block_cost(operators.dense_layer, layers, recompute),
-        "embedding": block_cost(operators.embedding, context),
-        "head": block_cost(operators.head, context),
-    }
-    if moe:
-        blocks["moe"] = block_cost(operators.moe_layer, layers, recompute)
-    return blocks
 
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
