@@ -102,13 +102,14 @@ class PassCost:
         transfers.
         """
 
-        def changed(mine: Floats, theirs: Floats) -> Floats:
+        def changed(mine: Floats, theirs: Floats | float) -> Floats:
             found = mine.copy()
             found[rows] = theirs
             return found
 
         exposed = {
-            axis: changed(seconds, other.communication_s[axis]) for axis, seconds in self.communication_s.items()
+            axis: changed(seconds, other.communication_s.get(axis, 0.0))
+            for axis, seconds in self.communication_s.items()
         }
         return replace(self, communication_s=exposed, lost_s=changed(self.lost_s, other.lost_s / clocks))
 
