@@ -1,7 +1,7 @@
 """The clocks of tensor cores in a step that also does other things: the power limit of a GPU holds on average.
 
-All that is counted here is known before a step is walked, so that bounds, account and simulation run kernels at the same
-clocks.
+All that is counted here is known before a step is walked, so that bounds, account and simulation run kernels at the
+same clocks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from simulator.config.model import Model
 from simulator.kernels.roofline import Roofline, efficiency
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
-from simulator.step.host import slowest, step_host_s
+from simulator.step.host import layer_host_s, slowest, step_host_s
 from simulator.step.update import update_bytes, update_rate
 
-# Power that other work of a step draws, as shares of the reference GPU's power limit, which matrix products alone reach:
-# kernels that move memory, attention, collectives that nothing runs next to, and idle time. Source: fitted, with `rested`
-# of efficiency.toml, to 104 steps of our executor on one H100 and one H200, eager and compiled, their other kernels as
-# profiles have them (examples/validation/kernels.md): no bias, 2 % in the median. Collectives: fitted there to 75 steps of
-# several H200. On an H200 by itself (there as well) a GPU that waits draws 0.18, and attention 0.82 at the clocks of
-# products; copies at the full rate of memory draw 0.87, but few kernels of a step reach that.
+# Power that other work of a step draws, as shares of the reference GPU's power limit, which matrix products alone
+# reach: kernels that move memory, attention, collectives that nothing runs next to, and idle time. Source: fitted to
+# 104 steps of our executor on one H100 and one H200, eager and compiled, their other kernels as profiles have them
+# (examples/validation/kernels.md): no bias, 2 % in the median. Collectives: fitted there to 75 steps of several H200.
+# Measured there on an H200, a GPU that waits draws 0.18, and attention 0.82 at the clocks of products. Copies at the
+# full rate of memory draw 0.87; few kernels of a step reach that.
 MOVING = 0.5
 ATTENDING = 0.8
 SENDING = 0.39
@@ -33,9 +33,10 @@ IDLE = 0.2
 # kernels ran at 1.55 to 1.6 GHz on average (fresh.jsonl: 4/21, 9/05, 9/06). That is what a pause of 5 to 30 ms
 # explains; with the whole pause they would have run at 1.9 GHz.
 POWER_WINDOW_S = 0.02
-# Standard deviation of clocks at the same power, over their mean: between one GPU of each of fifteen hosts (kernels.md).
+# Standard deviation of clocks at the same power, over their mean: one GPU of each of fifteen hosts (kernels.md).
 CLOCK_SPREAD = 0.015
 ROUNDS = 12
+LAYERS = ("dense", "moe")
 TINY = 1e-12
 
 
@@ -54,8 +55,8 @@ def working_clocks(
 
     Power that other work leaves unused raises the clocks of products: their rate goes with the `power_exponent`-th
     power of the power they draw, up to the rate of a rested GPU (efficiency.toml, or as measured). Ranks wait for the
-    slowest GPU. Counted are kernels and the collectives between them, the update, and the host's own work, of which only
-    the last `POWER_WINDOW_S` raise the clocks of what follows. Not counted is what only the walk of a step shows:
+    slowest GPU. Counted are kernels and the collectives between them, the update, and the host's own work, of which
+    only the last `POWER_WINDOW_S` raise the clocks of what follows. Not counted is what only the walk of a step shows:
     waits for other ranks, for parameters and for a host that is late.
     """
     rested = fastest(context)
@@ -63,8 +64,7 @@ def working_clocks(
         return np.ones(len(context.table))
     table, exponent = context.table, efficiency(context.roofline.gpu.architecture).power_exponent
     kernels, products, attention, sent = (
-        table.micro_batches * _of_last_rank(model, blocks, context, quantity)
-        for quantity in ("compute_s", "products_s", "attention_s", "exposed_s")
+        table.micro_batches * seconds for seconds in _of_last_rank(model, blocks, context)
     )
     paused = np.minimum(step_host_s(context.spec.host, context), POWER_WINDOW_S)
     moving = kernels - products - attention + _update_s(model, parameters, context)
@@ -83,21 +83,29 @@ def working_clocks(
 
 
 def drawn(share: float, roofline: Roofline) -> float:
-    """Return the power that work draws over the power limit of a GPU, if it draws a `share` of that of the reference GPU
-    of its architecture. No work draws more than products, which a lower limit slows down.
+    """Return the power that work draws over the power limit of a GPU, if it draws a `share` of that of the reference
+    GPU of its architecture. No work draws more than products, which a lower limit slows down.
     """
     reference_w = efficiency(roofline.gpu.architecture).reference_w
     return min(share * reference_w / (roofline.gpu.power_w or reference_w), 1.0)
 
 
-def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostContext, quantity: str) -> Floats:
-    """Return a quantity of one micro batch, forward and backward without recomputation, on the last rank of a pipeline,
-    which has the head and so waits least.
+def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostContext) -> Floats:
+    """Return the seconds of all kernels, of products and attention among them, and of the collectives between them, of
+    one micro batch forward and backward without recomputation, shape (4, plans); on the last rank of a pipeline, which
+    has the head and so waits least.
+
+    Collectives count as far as the device, not the host, decides how long a pass takes.
     """
     pp, sparse = context.table["pp"], sum(kind.sparse for kind in model.layer_kinds)
     held = {"dense": (model.layers - sparse) / pp, "moe": sparse / pp, "embedding": 1.0 * (pp == 1), "head": 1.0}
-    passes = ((held[name], each) for name, block in blocks.items() for each in (block.forward, block.backward))
-    return np.asarray(sum(count * getattr(each, quantity) for count, each in passes))
+    total = np.zeros((4, len(pp)))
+    for name, block in blocks.items():
+        python_s = layer_host_s(context.spec, context.table, sparse=name == "moe") if name in LAYERS else (0.0, 0.0)
+        for cost, more_s in zip((block.forward, block.backward), python_s, strict=True):
+            sent = np.clip(cost.device_s - cost.host_s - more_s, 0.0, cost.exposed_s)
+            total += held[name] * np.stack(np.broadcast_arrays(cost.compute_s, cost.products_s, cost.attention_s, sent))
+    return total
 
 
 def _update_s(model: Model, parameters: Parameters, context: CostContext) -> Floats:

@@ -31,10 +31,10 @@ ACCOUNTED = {"etp": "tp", "etp_ep": "ep"}
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `lost_s` is by how much concurrent communication delays kernels, which goes with the clocks as they do, `moved_bytes` what kernels read and write,
-    `launches` their number. `behind_s` is when the device ends, counted from the host's start, if the device waits for
-    nothing but the host; minus infinity where it does nothing. `waits` has the rows in which the host waits for the
-    device within the pass.
+    `lost_s` is by how much concurrent communication delays kernels, which goes with the clocks as they do,
+    `moved_bytes` what kernels read and write, `launches` their number. `behind_s` is when the device ends, counted from
+    the host's start, if the device waits for nothing but the host; minus infinity where it does nothing. `waits` has
+    the rows in which the host waits for the device within the pass.
 
     Layers with experts on several ranks exchange tokens twice. Between the two exchanges lie `experts_s` of kernels
     (`experts_weight_s` of them for weight gradients), which the host issues in `experts_host_s` (and

@@ -242,8 +242,10 @@ def test_a_layer_with_a_mode_takes_the_same_in_both_forms(mode: str, name: str) 
 def device_s(step: Step) -> float:
     """Return the seconds of a kernel, a collective or a pair of a block's code."""
     match step:
-        case KernelStep() | SiteStep():
-            return step.cost.seconds if isinstance(step, KernelStep) else step.kernel.cost.seconds
+        case KernelStep():
+            return step.cost.seconds
+        case SiteStep():
+            return step.kernel.cost.seconds + step.exposed.cost.seconds
         case TransferStep():
             return step.seconds
     raise AssertionError(step)
