@@ -16,7 +16,7 @@ from simulator.config.workload import Workload
 from simulator.kernels.roofline import efficiency
 from topology.catalog.clusters import cluster
 
-TENSORS = {"tp": 4, "sequence_parallel": True}
+TENSORS = {"tp": 4, "sequence_parallel": True, "micro_batch_size": 8}  # longer on the device than on the host
 PLANS = [Plan(), Plan(recompute="full"), Plan(**TENSORS), Plan(dp_shard=4), Plan(dp_replicate=4)]
 
 
@@ -38,7 +38,7 @@ def test_the_work_of_a_step_draws_the_power_limit(plan) -> None:
     """
     with patch.object(clocks, "CLOCK_SPREAD", 0.0):
         found = inputs_of(plan)
-        account, m = found.account, 8 / plan.data_parallel
+        account, m = found.account, 8 / plan.data_parallel / plan.micro_batch_size
         blocks = found.inputs.blocks
 
     def seconds(quantity: str) -> float:
