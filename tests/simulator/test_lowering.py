@@ -84,6 +84,8 @@ def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> 
     compute, context = kernels_s(model, workload, plan, QUIET)
     rate = context.roofline.update_bytes_per_s(context.runtime.param_dtype)
     update = update_bytes(context.runtime, model.parameters, model.parameters) / rate
+    scenario = Scenario(model=model, cluster=H100, workload=workload, runtime=QUIET)
+    compute *= estimate_plans(scenario, [plan]).clocks[0]
 
     _, got = run((model, H100, workload, plan, QUIET), detail)
     assert got.trace.busy_s(0, "compute") == pytest.approx(compute + update, rel=1e-3)
