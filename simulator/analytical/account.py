@@ -132,7 +132,8 @@ def _at_clocks(inputs: AccountInputs) -> AccountInputs:
     if not len(rows):
         return inputs
     some = context.take(rows)
-    roofline = replace(some.roofline, kernel_factor=some.roofline.kernel_factor * clocks[rows])
+    by_plan: Any = some.roofline.kernel_factor * clocks[rows]
+    roofline = replace(some.roofline, kernel_factor=by_plan)
     modes = list(inputs.blocks["dense"].recompute)
     slowed = network_blocks(
         inputs.operators, replace(some, roofline=roofline, own_costs=True), modes, moe="moe" in inputs.blocks

@@ -99,9 +99,11 @@ def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostCo
     """
     pp, sparse = context.table["pp"], sum(kind.sparse for kind in model.layer_kinds)
     held = {"dense": (model.layers - sparse) / pp, "moe": sparse / pp, "embedding": 1.0 * (pp == 1), "head": 1.0}
-    total = np.zeros((4, len(pp)))
+    total, nothing = np.zeros((4, len(pp))), np.zeros(len(pp))
     for name, block in blocks.items():
-        python_s = layer_host_s(context.spec, context.table, sparse=name == "moe") if name in LAYERS else (0.0, 0.0)
+        python_s = nothing, nothing
+        if name in LAYERS:
+            python_s = layer_host_s(context.spec, context.table, sparse=name == "moe")
         for cost, more_s in zip((block.forward, block.backward), python_s, strict=True):
             sent = np.clip(cost.device_s - cost.host_s - more_s, 0.0, cost.exposed_s)
             total += held[name] * np.stack(np.broadcast_arrays(cost.compute_s, cost.products_s, cost.attention_s, sent))
