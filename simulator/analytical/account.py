@@ -7,7 +7,7 @@ each other are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
-from simulator.analytical.clocks import Shares, fastest, kernel_shares, working_clocks
+from simulator.analytical.clocks import working_clocks
 from simulator.analytical.course import Course, Hops
-from simulator.analytical.layer_cost import BlockCost
+from simulator.analytical.layer_cost import BlockCost, network_blocks
 from simulator.analytical.pipeline_account import Counter, KnownPasses, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
 from simulator.analytical.table_walk import Clocks, walk_tables
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import period_of, shown, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
-from simulator.runtimes.model_operators import ModelOperators, layer_code
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import sharded_sends, traffic_kinds
@@ -86,63 +87,20 @@ def account_inputs(
     blocks: Mapping[str, BlockCost],
     parameters: Parameters,
 ) -> AccountInputs:
-    """Return the inputs for the plans of `context`, with kernels at the clocks of a GPU that is never idle."""
+    """Return the inputs for the plans of `context`, with kernels at the clocks that the power limit allows."""
     return AccountInputs(
         scenario=scenario,
         context=context,
         operators=operators,
         blocks=blocks,
         parameters=parameters,
-        clocks=np.ones(len(context.table)),
+        clocks=working_clocks(scenario.model, blocks, parameters, context),
     )
 
 
 def account_plans(inputs: AccountInputs) -> Account:
-    """Return the account of all plans. Kernels run at the clocks that the power limit allows with the idle time of each
-    step.
-    """
-    return _at_working_clocks(inputs, _grouped)
-
-
-def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
-    """Return the account of `plans`, which differ only in the layers and recompute modes of their stages.
-
-    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description. `known`
-    has the passes that were counted for earlier plans with these inputs, and is added to.
-    """
-    rows = np.zeros(len(plans), dtype=np.intp)
-    inputs = inputs.take(rows, inputs.context.take(rows))
-
-    def count(some: AccountInputs) -> Account:  # at clocks of their own, plans have passes of their own
-        return account_pipelines([PipelinePlans(some, plans, known if some is inputs else None)])[0]
-
-    return _at_working_clocks(inputs, count)
-
-
-def _at_working_clocks(inputs: AccountInputs, count: Callable[[AccountInputs], Account]) -> Account:
-    account = count(inputs)
-    if fastest(inputs.context) == 1.0:
-        return account
-    parts = dict(account.parts_s)
-    parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
-    clocks = working_clocks(parts, shares_of(inputs), inputs.context)
-    return count(replace(inputs, clocks=clocks))
-
-
-def shares_of(inputs: AccountInputs) -> Shares:
-    """Return the shares of kernel time that matrix products and attention take, each of shape (plans,)."""
-    model, runtime = inputs.scenario.model, inputs.scenario.runtime
-    codes = [layer_code(model, runtime, layer) for layer in range(model.layers)]
-    layers = {code: codes.count(code) for code in dict.fromkeys(codes)}
-    return kernel_shares(inputs.blocks, {**layers, "embedding": 1, "head": 1})
-
-
-# Axes along which communication can be exposed.
-AXES = ("tp", "cp", "ep", "pp", "dp")
-
-
-def _grouped(inputs: AccountInputs) -> Account:
     """Return the account of all plans; plans whose steps have the same operations are walked together."""
+    inputs = _at_clocks(inputs)
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
     if inputs.context.table.fully_sharded.any():
@@ -162,6 +120,42 @@ def _grouped(inputs: AccountInputs) -> Account:
         for part in PARTS:
             parts[part][some] = account.parts_s[part]
     return Account(parts_s=parts, clocks=inputs.clocks)
+
+
+def _at_clocks(inputs: AccountInputs) -> AccountInputs:
+    """Return the inputs with what kernels at their clocks, rather than sustained ones, leave exposed of the transfers
+    that run next to them. Bounds do without: longer kernels hide more.
+    """
+    context, clocks = inputs.context, inputs.clocks
+    rings = sum(cost.lost_s for block in inputs.blocks.values() for cost in (block.forward, block.backward))
+    rows = np.nonzero(((context.table.tp_overlap != NONE) | (rings > 0)) & (clocks != 1.0))[0]
+    if not len(rows):
+        return inputs
+    some = context.take(rows)
+    by_plan: Any = some.roofline.kernel_factor * clocks[rows]
+    roofline = replace(some.roofline, kernel_factor=by_plan)
+    modes = list(inputs.blocks["dense"].recompute)
+    slowed = network_blocks(
+        inputs.operators, replace(some, roofline=roofline, own_costs=True), modes, moe="moe" in inputs.blocks
+    )
+    blocks = {name: block.with_transfers_of(slowed[name], rows, clocks[rows]) for name, block in inputs.blocks.items()}
+    return replace(inputs, blocks=blocks)
+
+
+def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
+    """Return the account of `plans`, which differ only in the layers and recompute modes of their stages.
+
+    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description. `known`
+    has the passes that were counted for earlier plans with these inputs, and is added to.
+    """
+    rows = np.zeros(len(plans), dtype=np.intp)
+    inputs = _at_clocks(inputs).take(rows, inputs.context.take(rows))
+
+    return account_pipelines([PipelinePlans(inputs, plans, known)])[0]
+
+
+# Axes along which communication can be exposed.
+AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
 def plan_of(table: PlanTable, row: int = 0) -> Plan:

@@ -173,7 +173,7 @@ class BlockTimes:
         """Return a pass with `host_s` of Python before it. `cost` is an average over all layers; a `share` of them runs
         this pass, and the result is for one of those.
         """
-        lost = cost.lost_s / share
+        lost = self.clocks * cost.lost_s / share
         kernels = self.clocks * cost.compute_s / share
         exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
         saved = kernels - cost.compute_s / share  # seconds added to the kernels by their clocks

@@ -1,91 +1,125 @@
-"""The clocks of tensor cores in a step that also does other things: the power limit of a GPU holds on average."""
+"""The clocks of tensor cores in a step that also does other things: the power limit of a GPU holds on average.
+
+All that is counted here is known before a step is walked, so that bounds, account and simulation run kernels at the
+same clocks.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
 from simulator.analytical.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
-from simulator.kernels.operators import WorkKind
-from simulator.kernels.roofline import efficiency
+from simulator.config.model import Model
+from simulator.kernels.roofline import Roofline, efficiency
+from simulator.runtimes.model_operators import WIDE, layer_code
 from simulator.step.context import CostContext
-from simulator.step.host import step_host_s
+from simulator.step.held import Parameters
+from simulator.step.host import layer_host_s, slowest, step_host_s
+from simulator.step.update import update_bytes, update_rate
 
-# Power that other work of a step draws, as shares of the power limit, which matrix products alone reach: kernels that
-# move memory, attention, and idle time. Source: fitted, with `rested` of efficiency.toml, to 104 steps of our executor
-# on one H100 and one H200, eager and compiled, their other kernels as profiles have them
-# (examples/validation/kernels.md): no bias, 2 % in the median. Attention is assumed. For a GPU that does nothing but
-# optimizer updates the driver read more, 520 to 590 of 700 W, and 130 to 160 W for an idle GPU with its clocks up
-# (examples/profiles/h200x1.json).
+# Power that other work of a step draws, as shares of the reference GPU's power limit, which matrix products alone
+# reach: kernels that move memory, attention, collectives that nothing runs next to, and idle time. Source: fitted to
+# 104 steps of our executor on one H100 and one H200, eager and compiled, their other kernels as profiles have them
+# (examples/validation/kernels.md): no bias, 2 % in the median. Collectives: fitted there to 75 steps of several H200.
+# Measured there on an H200, a GPU that waits draws 0.18, and attention 0.82 at the clocks of products. Copies at the
+# full rate of memory draw 0.87; few kernels of a step reach that.
 MOVING = 0.5
 ATTENDING = 0.8
+SENDING = 0.39
 IDLE = 0.2
 # Seconds over which a GPU's power limiter averages. Source: in three runs that load data for 50 to 150 ms of a step,
 # kernels ran at 1.55 to 1.6 GHz on average (fresh.jsonl: 4/21, 9/05, 9/06). That is what a pause of 5 to 30 ms
 # explains; with the whole pause they would have run at 1.9 GHz.
 POWER_WINDOW_S = 0.02
+# Standard deviation of clocks at the same power, over their mean: one GPU of each of fifteen hosts (kernels.md).
+CLOCK_SPREAD = 0.015
 ROUNDS = 12
-# Parts of a step in which kernels run.
-BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "orthogonal", "exposed_communication")
-
-Shares = dict[WorkKind, Floats]
-
-
-def kernel_shares(blocks: Mapping[str, BlockCost], layers: Mapping[str, float]) -> Shares:
-    """Return the shares of a model's kernel time that matrix products and attention take; `layers` has the count of
-    each block.
-    """
-    passes = [(count, cost) for name, count in layers.items() for cost in (blocks[name].forward, blocks[name].backward)]
-    whole = sum(count * cost.compute_s for count, cost in passes)
-    of_kind = {
-        WorkKind.MATMUL: sum(count * cost.products_s for count, cost in passes),
-        WorkKind.ATTENTION: sum(count * cost.attention_s for count, cost in passes),
-    }
-    return {kind: np.asarray(seconds / np.maximum(whole, 1e-12)) for kind, seconds in of_kind.items()}
+SPARSE = ("moe", WIDE["moe"])
+TINY = 1e-12
 
 
 def fastest(context: CostContext) -> float:
-    """Return the smallest factor that `working_clocks` can return."""
-    if context.calibration is not None:
-        return min(1.0, context.calibration.burst)
-    if context.roofline.simt or not np.any(context.table["gpus"] == 1):
+    """Return the smallest factor that clocks can have."""
+    if context.roofline.simt:
         return 1.0
-    return context.roofline.rested
+    return context.roofline.rested if context.calibration is None else min(1.0, context.calibration.burst)
 
 
-def working_clocks(breakdown: Mapping[str, Floats], shares: Shares, context: CostContext) -> Floats:
+def working_clocks(
+    model: Model, blocks: Mapping[str, BlockCost], parameters: Parameters, context: CostContext
+) -> Floats:
     """Return the factor of kernel times in each step, shape (plans,), relative to a GPU that does nothing but matrix
     products.
 
     Power that other work leaves unused raises the clocks of products: their rate goes with the `power_exponent`-th
-    power of the power they draw, up to the rate of a rested GPU (efficiency.toml, or as measured). This holds on one
-    GPU. Next to collectives, products share power and SMs with them and take about as long as `sustained` says; on
-    several GPUs that were measured, only idle time counts.
+    power of the power they draw, up to the rate of a rested GPU (efficiency.toml, or as measured). Ranks wait for the
+    slowest GPU. Counted are kernels and the collectives between them, the update, and the host's own work, of which
+    only the last `POWER_WINDOW_S` raise the clocks of what follows. Not counted is what only the walk of a step shows:
+    waits for other ranks, for parameters and for a host that is late.
     """
-    calibration, known = context.calibration, efficiency(context.roofline.gpu.architecture)
-    rested, rows = fastest(context), len(context.table)
+    rested = fastest(context)
     if rested == 1.0:
-        return np.full(rows, rested)
-    # Of a long pause (in a pipeline, or to load data) only the last `POWER_WINDOW_S` raise the clocks of what follows.
-    loading = np.minimum(step_host_s(context.spec.host, context), breakdown["host"])
-    pauses = np.minimum(breakdown["bubble"], POWER_WINDOW_S) + np.minimum(loading, POWER_WINDOW_S)
-    idle = breakdown["host"] - loading + pauses
-    several = np.ones(rows)
-    if calibration is not None:
-        busy = sum((breakdown[name] for name in BUSY), np.zeros(rows))
-        several = calibration.clocks(busy / np.maximum(busy + idle, 1e-12), known.power_exponent)
-        if context.roofline.simt:
-            return several
-    kernels = breakdown["compute"] + breakdown["recompute"]
-    products, attention = (kernels * shares[kind] for kind in (WorkKind.MATMUL, WorkKind.ATTENTION))
-    moving = kernels - products - attention
-    moving = moving + breakdown["copies"] + breakdown["contention"] + breakdown["optimizer"]
-    spare = (1 - MOVING) * moving + (1 - ATTENDING) * attention + (1 - IDLE) * idle
-    taken = np.ones(rows)
-    for _ in range(ROUNDS):
-        duty = taken * products / np.maximum(taken * products + spare, 1e-12)
-        taken = np.maximum(duty**known.power_exponent, rested)
-    one = 1.0 - shares[WorkKind.MATMUL] * (1.0 - taken)
-    return np.asarray(np.where(context.table["gpus"] == 1, one, several))
+        return np.ones(len(context.table))
+    table, exponent = context.table, efficiency(context.roofline.gpu.architecture).power_exponent
+    kernels, products, attention, sent = (
+        table.micro_batches * seconds for seconds in _of_last_rank(model, blocks, context)
+    )
+    paused = np.minimum(step_host_s(context.spec.host, context), POWER_WINDOW_S)
+    moving = kernels - products - attention + _update_s(model, parameters, context)
+    spare = sum(
+        (1.0 - drawn(share, context.roofline)) * seconds
+        for share, seconds in ((MOVING, moving), (ATTENDING, attention), (SENDING, sent), (IDLE, paused))
+    )
+    taken, slower = np.ones(len(table)), slowest(table["gpus"], CLOCK_SPREAD)
+    # A collective that cannot run here takes infinitely long, and inf / inf is nan.
+    with np.errstate(invalid="ignore"):
+        for _ in range(ROUNDS):
+            duty = taken * products / np.maximum(taken * products + spare, TINY)
+            taken = np.maximum(duty**exponent, rested)
+        taken = np.maximum(np.nan_to_num(taken, nan=rested) * slower, rested)
+    return np.asarray(1.0 - products / np.maximum(kernels, TINY) * (1.0 - taken))
+
+
+def drawn(share: float, roofline: Roofline) -> float:
+    """Return the power that work draws over the power limit of a GPU, if it draws a `share` of that of the reference
+    GPU of its architecture. No work draws more than products, which a lower limit slows down.
+    """
+    reference_w = efficiency(roofline.gpu.architecture).reference_w
+    return min(share * reference_w / (roofline.gpu.power_w or reference_w), 1.0)
+
+
+def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostContext) -> Floats:
+    """Return the seconds of all kernels, of products and attention among them, and of the collectives between them, of
+    one micro batch forward and backward without recomputation, shape (4, plans); on the last rank of a pipeline, which
+    has the head and so waits least.
+
+    Collectives count as far as the device, not the host, decides how long a pass takes.
+    """
+    pp, layers = context.table["pp"], Counter(layer_code(model, context.runtime, n) for n in range(model.layers))
+    held = {code: count / pp for code, count in layers.items()} | {"embedding": 1.0 * (pp == 1), "head": 1.0}
+    total, nothing = np.zeros((4, len(pp))), np.zeros(len(pp))
+    for name, number in held.items():
+        python_s, block = (nothing, nothing), blocks[name]
+        if name in layers:
+            python_s = layer_host_s(context.spec, context.table, sparse=name in SPARSE)
+        for cost, more_s in zip((block.forward, block.backward), python_s, strict=True):
+            sent = np.clip(cost.device_s - cost.host_s - more_s, 0.0, cost.exposed_s)
+            total += number * np.stack(np.broadcast_arrays(cost.compute_s, cost.products_s, cost.attention_s, sent))
+    return total
+
+
+def _update_s(model: Model, parameters: Parameters, context: CostContext) -> Floats:
+    """Return the seconds in which that rank's GPU updates parameters."""
+    table, trained, runtime = context.table, parameters.of("gradients"), context.runtime
+    sparse = sum(kind.sparse for kind in model.layer_kinds)
+    layers = (model.layers - sparse) * trained.dense_layer + sparse * trained.moe_layer
+    shared = layers / table["pp"] + trained.head + np.where(table["pp"] == 1, trained.embedding, 0.0)
+    experts = sparse * trained.experts / table["pp"]
+    owned = shared / table.state_shard["optimizer"] + experts / table.expert_shard["optimizer"]
+    owned = np.where(table.offloaded["optimizer"], 0.0, owned)
+    moved = update_bytes(runtime, owned, shared + experts, micro_batches=table.micro_batches)
+    return np.asarray(moved / update_rate(runtime, context.roofline))

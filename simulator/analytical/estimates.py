@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AXES, Account, account_inputs, account_plans
 from simulator.analytical.known_shares import known_shares
-from simulator.analytical.layer_cost import BlockCost, block_cost
+from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
@@ -393,22 +393,6 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
         ),
         own_costs=True,
     )
-
-
-def network_blocks(
-    operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
-) -> dict[str, BlockCost]:
-    """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), with every
-    recompute mode given for layers.
-    """
-    layers = {
-        code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
-        for code, of_layer in operators.layers(moe=moe).items()
-    }
-    return layers | {
-        "embedding": block_cost(operators.embedding, context),
-        "head": block_cost(operators.head, context),
-    }
 
 
 def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:

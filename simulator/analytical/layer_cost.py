@@ -15,6 +15,7 @@ from simulator.kernels.operators import OperatorSpec, WorkKind
 from simulator.kernels.roofline import FITTED, MEASURED
 from simulator.passes.block import block_passes
 from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Step, Transfer, Wait
+from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
@@ -31,10 +32,10 @@ ACCOUNTED = {"etp": "tp", "etp_ep": "ep"}
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `lost_s` is by how much concurrent communication delays kernels, `moved_bytes` what kernels read and write,
-    `launches` their number. `behind_s` is when the device ends, counted from the host's start, if the device waits for
-    nothing but the host; minus infinity where it does nothing. `waits` has the rows in which the host waits for the
-    device within the pass.
+    `lost_s` is by how much concurrent communication delays kernels, which goes with the clocks as they do,
+    `moved_bytes` what kernels read and write, `launches` their number. `behind_s` is when the device ends, counted from
+    the host's start, if the device waits for nothing but the host; minus infinity where it does nothing. `waits` has
+    the rows in which the host waits for the device within the pass.
 
     Layers with experts on several ranks exchange tokens twice. Between the two exchanges lie `experts_s` of kernels
     (`experts_weight_s` of them for weight gradients), which the host issues in `experts_host_s` (and
@@ -97,6 +98,22 @@ class PassCost:
             **{name: layers * value for name, value in values.items()}, communication_s=communication_s, waits=waits
         )
 
+    def with_transfers_of(self, other: PassCost, rows: NDArray[np.intp], clocks: Floats) -> PassCost:
+        """Return the pass with what `other`, the plans `rows` at their `clocks`, leaves exposed and loses to
+        transfers.
+        """
+
+        def changed(mine: Floats, theirs: Floats | float) -> Floats:
+            found = mine.copy()
+            found[rows] = theirs
+            return found
+
+        exposed = {
+            axis: changed(seconds, other.communication_s.get(axis, 0.0))
+            for axis, seconds in self.communication_s.items()
+        }
+        return replace(self, communication_s=exposed, lost_s=changed(self.lost_s, other.lost_s / clocks))
+
     def take(self, which: NDArray[np.intp]) -> PassCost:
         """Return the rows that `which` selects."""
         shape = self.compute_s.shape
@@ -148,6 +165,21 @@ class BlockCost(BlockMemory):
     inward: Callable[[], PassCost]
     recompute: dict[str, PassCost]
 
+    def with_transfers_of(self, other: BlockCost, rows: NDArray[np.intp], clocks: Floats) -> BlockCost:
+        """Return these costs with what `other`, the plans `rows` at their `clocks`, leaves exposed and loses to
+        transfers.
+        """
+        return replace(
+            self,
+            forward=self.forward.with_transfers_of(other.forward, rows, clocks),
+            backward=self.backward.with_transfers_of(other.backward, rows, clocks),
+            inward=cache(lambda: self.inward().with_transfers_of(other.inward(), rows, clocks)),
+            recompute={
+                mode: cost.with_transfers_of(other.recompute[mode], rows, clocks)
+                for mode, cost in self.recompute.items()
+            },
+        )
+
     def take(self, which: NDArray[np.intp]) -> BlockCost:
         """Return the rows that `which` selects."""
         kept = self.kept(which)
@@ -160,6 +192,22 @@ class BlockCost(BlockMemory):
             everything_bytes=kept.everything_bytes,
             bounds=self.bounds,
         )
+
+
+def network_blocks(
+    operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
+) -> dict[str, BlockCost]:
+    """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), with every
+    recompute mode given for layers.
+    """
+    layers = {
+        code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
+        for code, of_layer in operators.layers(moe=moe).items()
+    }
+    return layers | {
+        "embedding": block_cost(operators.embedding, context),
+        "head": block_cost(operators.head, context),
+    }
 
 
 def block_cost(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.clocks import fastest
 from simulator.analytical.layer_cost import BlockCost
 from simulator.analytical.wide_layers import least_costs
 from simulator.bounds.least_traffic import LeastTraffic
@@ -69,8 +68,8 @@ class RankBounds:
 
 
 class LowerBound:
-    """The bound for the plans of `context`, whose ranks hold the layers of `layout` and exchange messages of
-    `message_bytes`.
+    """The bound for the plans of `context`, whose ranks hold the layers of `layout`, exchange messages of
+    `message_bytes` and run kernels at `clocks`.
     """
 
     def __init__(
@@ -80,6 +79,7 @@ class LowerBound:
         blocks: Mapping[str, BlockCost],
         parameters: Parameters,
         message_bytes: Floats,
+        clocks: Floats,
     ) -> None:
         if context.table.paired.any():  # an exchange may be hidden entirely behind compute
             blocks = {name: _without_exchanges(block, context.table.paired) for name, block in blocks.items()}
@@ -87,7 +87,7 @@ class LowerBound:
         self.context, self.layout, self.blocks, self.parameters = context, layout, least_costs(blocks), parameters
         self.table, self.spec = context.table, context.spec
         self._message_bytes = message_bytes
-        self._clocks = fastest(context)
+        self._clocks = clocks
         self._stages = np.maximum(self.table["virtual_stages"], 1.0)
 
     def step_s(self) -> Floats:
@@ -246,14 +246,15 @@ class LowerBound:
     # --- one micro batch on a rank ------------------------------------------------------------------------------
 
     def device(self) -> RankPasses:
-        """Return the seconds of kernels, at the fastest clocks, and of the communication between them."""
-        slower = 1.0 - self._clocks
+        """Return the seconds of kernels and of the communication between them."""
+        saved = (1.0 - self._clocks)[:, None]
 
         def seconds(cost: str) -> Floats:
             total = self._sum(cost, "device_s") + self._sum(cost, "lost_s")
-            return total - slower * self._sum(cost, "compute_s") if slower else total
+            kernels = ("compute_s", "lost_s") if saved.any() else ()
+            return total - saved * sum((self._sum(cost, kind) for kind in kernels), np.zeros(total.shape))
 
-        weight = self._clocks * self._sum("backward", "weight_s")
+        weight = self._clocks[:, None] * self._sum("backward", "weight_s")
         return RankPasses(forward=seconds("forward"), backward=seconds("backward") + seconds("again"), weight=weight)
 
     def host(self) -> RankPasses:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AccountInputs, HopTimes, plan_of, unit_maker, walked_together, wrapped_alike
 from simulator.analytical.block_times import BlockTimes
-from simulator.analytical.clocks import fastest
 from simulator.analytical.course import LONG_AGO, Course, PassClocks
 from simulator.analytical.pipeline_account import shape_of
 from simulator.analytical.table_walk import TableWalk
@@ -55,7 +54,6 @@ def scheduled_at_least_s(inputs: AccountInputs, limit_s: float = np.inf) -> Floa
     piped = np.nonzero(inputs.context.table["pp"] > 1)[0]
     if not len(piped):
         return least
-    inputs = replace(inputs, clocks=np.full(len(least), fastest(inputs.context)))
     groups = []
     for alike in wrapped_alike(inputs.context.table.take(piped), inputs.context.spec):
         rows = piped[alike]

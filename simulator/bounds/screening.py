@@ -28,9 +28,8 @@ from simulator.analytical.estimates import (
     collectives_of,
     cost_context,
     known_costs,
-    network_blocks,
 )
-from simulator.analytical.layer_cost import BlockCost, BlockMemory
+from simulator.analytical.layer_cost import BlockCost, BlockMemory, network_blocks
 from simulator.analytical.memory import (
     CONTEXT_BYTES,
     MemoryColumns,
@@ -258,7 +257,7 @@ class ScreenedPlans:
     def lower_bound(self, layout: StageLayout) -> LowerBound:
         """Return the bound of these plans for ranks that hold the layers of `layout`."""
         sent = message_bytes(self.context, self.screening.scenario.model.hidden)
-        return LowerBound(self.context, layout, self.blocks, self.parameters, sent)
+        return LowerBound(self.context, layout, self.blocks, self.parameters, sent, self.inputs.clocks)
 
     def at_least_by_schedule_s(self, limit_s: float = np.inf) -> Floats:
         """Return a closer, costlier lower bound in seconds, from a walk of the schedule's table; 0 without a pipeline.
@@ -267,7 +266,7 @@ class ScreenedPlans:
         with np.errstate(invalid="ignore"):
             return np.nan_to_num(scheduled_at_least_s(self.inputs, limit_s) * ROUNDED, nan=np.inf)
 
-    @property
+    @cached_property
     def inputs(self) -> AccountInputs:
         """What an account of these plans is computed from."""
         return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)

@@ -172,15 +172,6 @@ class Calibration:
         """
         return self.operators.update_bytes_per_s(param_dtype)
 
-    def clocks(self, duty: Floats, exponent: float) -> Floats:
-        """Return the factor of kernel times, relative to a GPU that is never idle, for a GPU that is busy for a share
-        `duty` of a step.
-
-        The power limit holds on average, so power saved while idle is available while busy. Arithmetic rates go with
-        the `exponent`-th power of the power drawn (efficiency.toml), up to the clocks of a rested GPU.
-        """
-        return np.maximum(np.asarray(duty) ** exponent, self.burst)
-
     def contention_of(self, *ops: str) -> Contention | None:
         """Return by how much compute and collectives slow each other down; None where not measured.
 

@@ -179,15 +179,18 @@ def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
         piece = piece_of(whole, transfer.ranks, float(step.piece_s[0]))
         copies_s = issue_s / transfer.ranks - piece.host_s
         return AsyncStep(piece=piece, transfer=transfer, hop_s=hop_s, copies_host_s=copies_s)
-    seconds = float(step.together_s[0])
-    moved = alone.cost.seconds * alone.cost.hbm_bytes_per_s
     name, shape, dtype = alone.key
-    kernel = KernelStep(
-        key=(f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype),
-        cost=Cost(seconds=seconds, sms=alone.cost.sms, hbm_bytes_per_s=moved / seconds if seconds else 0.0),
-        host_s=min(issue_s, context.spec.host.launch_s),
+    key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
+    first_s = min(issue_s, context.spec.host.launch_s)
+    kernel = replace(alone, key=key, cost=replace(alone.cost, launches=1.0), host_s=first_s, more_host_s=0.0)
+    exposed = KernelStep(
+        key=(f"{name} {mode} {transfer.op}, exposed", (*shape, transfer.nbytes), dtype),
+        cost=Cost(seconds=float(step.exposed_s[0]), launches=0.0),
+        host_s=0.0,
     )
-    return SiteStep(mode=mode, kernel=kernel, transfer=transfer, hop_s=hop_s, more_host_s=issue_s - kernel.host_s)
+    return SiteStep(
+        mode=mode, kernel=kernel, exposed=exposed, transfer=transfer, hop_s=hop_s, more_host_s=issue_s - first_s
+    )
 
 
 def _kernel(step: Kernel, context: CostContext) -> KernelStep:

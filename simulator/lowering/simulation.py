@@ -91,11 +91,10 @@ def simulate_plan(
     from simulator.engine.simulate import simulate  # noqa: PLC0415 - loads SimPy, which most plans do without
 
     table, row = counted or Counted(estimate_plans(scenario, [plan]), 0)
-    clocks = float(table.clocks[row])
     say = progress or (lambda _: None)
     say("writing down what every rank does")
     lowered = lower_training(
-        scenario, plan, detail=detail, clocks=clocks, micro_batches=micro_batches, marks=micro_batches is not None
+        scenario, plan, detail=detail, micro_batches=micro_batches, marks=micro_batches is not None
     )
     say("finding ranks that behave alike")
     about = float(table.step_s[row])

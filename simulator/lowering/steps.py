@@ -51,7 +51,8 @@ class AsyncStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteStep:
-    """Products and their collective in one of the executor's modes: one launch that takes as long as both together.
+    """Products and their collective in one of the executor's modes: `kernel` as long as the products alone, then what
+    they leave `exposed` of the collective, which needs no SMs.
 
     The host takes `kernel.host_s` for the first call and `more_host_s` for the others; copies of `hop_s` each represent
     the shards.
@@ -59,6 +60,7 @@ class SiteStep:
 
     mode: str
     kernel: KernelStep
+    exposed: KernelStep
     transfer: TransferStep
     hop_s: float
     more_host_s: float

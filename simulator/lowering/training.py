@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from simulator.analytical.clocks import working_clocks
 from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
+from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.scenario import Scenario
 from simulator.collectives.pushed import PUSHED
 from simulator.columns.plan_table import plan_table
+from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.kernels.roofline import Packing
 from simulator.lowering.block_code import Detail
@@ -26,9 +29,10 @@ from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action, Schedule
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Instruction, Launch, Program
 from simulator.runtimes.library import wraps_one
-from simulator.runtimes.model_operators import operators_for
+from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
+from simulator.step.frozen import local_parameters
 from simulator.step.offload import copy_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.traffic import DATA_OPS
@@ -50,17 +54,15 @@ def lower_training(
     plan: Plan,
     *,
     detail: Detail = Detail.LAYER,
-    clocks: float = 1.0,
     micro_batches: int | None = None,
     marks: bool = False,
 ) -> Lowered:
     """Return the program of one training step; `micro_batches` replaces the number of the step. Raises BadPlan for a
     schedule or recompute word that does not exist.
 
-    `clocks` multiplies kernel times (`EstimateTable.clocks` of the analytical model). With `marks` ranks record an
-    event at the end of every pass of a unit.
+    Kernels run at the clocks of the account. With `marks` ranks record an event at the end of every pass of a unit.
     """
-    lowering = _Lowering(scenario, plan, detail, clocks)
+    lowering = _Lowering(scenario, plan, detail)
     counted = micro_batches or lowering.plan.micro_batches(scenario.workload.global_batch_size)
     return lowering.lower(counted, marks=marks)
 
@@ -69,7 +71,7 @@ def sent_bytes(scenario: Scenario, plan: Plan, counts: Sequence[int]) -> list[Lo
     """Return `lower_training` with each of these numbers of micro batches, reduced to what ranks send: collectives,
     messages and copies, in programs that cannot run. Raises BadPlan as it does.
     """
-    lowering = _Lowering(scenario, plan, Detail.KERNEL, 1.0, only_sent=True)
+    lowering = _Lowering(scenario, plan, Detail.KERNEL, only_sent=True)
     return [lowering.lower(count) for count in counts]
 
 
@@ -86,17 +88,21 @@ def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
     return cost_context(scenario, table, operators)
 
 
+def _at_clocks(model: Model, operators: ModelOperators, context: CostContext) -> CostContext:
+    """Return the context of a single plan with kernels at the clocks of its account."""
+    blocks = network_blocks(operators, context, (), moe=model.moe is not None)
+    clocks = working_clocks(model, blocks, local_parameters(model, context), context)
+    roofline = context.roofline
+    return replace(context, roofline=replace(roofline, kernel_factor=roofline.kernel_factor * float(clocks[0])))
+
+
 class _Lowering:
-    def __init__(
-        self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float, *, only_sent: bool = False
-    ) -> None:
+    def __init__(self, scenario: Scenario, plan: Plan, detail: Detail, *, only_sent: bool = False) -> None:
         self.model, self.cluster, self.runtime = scenario.model, scenario.cluster, scenario.runtime
-        context = plan_context(scenario, plan)
-        slowed = replace(context.roofline, kernel_factor=context.roofline.kernel_factor * clocks)
-        self.context = replace(context, roofline=slowed)
+        context, operators = plan_context(scenario, plan), operators_for(scenario.model, scenario.runtime)
+        self.context = context if only_sent else _at_clocks(self.model, operators, context)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        operators = operators_for(self.model, self.runtime)
         self.network = Network(self.model, operators, self.context, sustained=context)
         self.walk = StepWalk(self.context, self.network.stages, self.model)
         self.steps = StepWriter()

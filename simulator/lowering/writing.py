@@ -94,7 +94,7 @@ class StepWriter:
                 code.after(COMPUTE, stream)
 
     def _site(self, code: CodeWriter, step: SiteStep) -> None:
-        """One launch as long as the pair; its shards are shown as copies that nothing waits for."""
+        """Launches as long as the pair; its shards are shown as copies that nothing waits for."""
         transfer, stream = step.transfer, f"{step.transfer.group} copies"
         shard = round(transfer.nbytes / transfer.ranks)
         self.peer_copies[shard] = step.hop_s
@@ -102,5 +102,7 @@ class StepWriter:
         for _ in range(transfer.ranks - 1):
             code.copy(shard, PEER_COPY, stream=stream)
         self.launch(code, step.kernel)
+        if step.exposed.cost.seconds > 0:
+            self.launch(code, step.exposed)
         # The device starts the first calls while the host issues the others.
         code.host_work(f"issue {step.mode}", step.more_host_s)

@@ -185,8 +185,8 @@ def _lora(product: OperatorSpec, out_axis: str, adapter: Adapter, compiled: bool
     if adapter.kind == DORA:
         return [*found, scale, *_norm_of_columns(base, name, product, result)]
     # A compiler scales and adds in the kernel that needs the sum, which reads one tensor more.
-    beside = replace(base, name=f"{name}_scale_add", reads=(result,), launches=0.0)
-    return [*found, beside] if compiled else [*found, scale, add]
+    fused = replace(base, name=f"{name}_scale_add", reads=(result,), launches=0.0)
+    return [*found, fused] if compiled else [*found, scale, add]
 
 
 def _wide_input(base: OperatorSpec, given: str, adapter: Adapter) -> list[OperatorSpec]:

@@ -43,7 +43,7 @@ def run_again(
     again: list[Floats] = []
     for operator, rows in zip(reversed(operators), reversed(named), strict=True):
         saves = active_rows(operator, table) * bool(operator.saves)
-        # A product saves its inputs, before it runs; others may save their results. What LoRA saves beside a product
+        # A product saves its inputs, before it runs; others may save their results. What LoRA saves next to a product
         # depends on the product's input alone: a compiler sees that, early stopping goes by the order of operators.
         later = without if compiled_lora and not operator.adapter else needed
         again.append(rows * (later if operator.matmul else np.maximum(needed, saves)))

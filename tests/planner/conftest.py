@@ -38,7 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = ROOT / "tests" / "data" / "cases"
 
 
-def make_cluster(nodes=1, gpus_per_node=8, *, memory_gib=80.0, nvlink=True, network=50e9):
+def make_cluster(
+    nodes=1, gpus_per_node=8, *, memory_gib=80.0, nvlink=True, nvlink_rate=450e9, network=50e9, power_w=700.0
+):
     """Return `nodes` switched nodes of H100-like GPUs, or PCIe-only ones."""
     kind = GpuKind(
         name="h100-sxm",
@@ -51,17 +53,17 @@ def make_cluster(nodes=1, gpus_per_node=8, *, memory_gib=80.0, nvlink=True, netw
         peak_flops={"bfloat16": 989e12, "float32": 67e12},
         achieved_flops={"bfloat16": 700e12},
         nvlink_links=18,
-        nvlink_bytes_per_s=25e9,
-        nvlink_nccl_bytes_per_s=20e9,
+        nvlink_bytes_per_s=nvlink_rate / 18,
+        nvlink_nccl_bytes_per_s=0.8 * nvlink_rate / 18,
         pcie_bytes_per_s=64e9,
-        power_w=700.0,
+        power_w=power_w,
     )
     links = tuple(
         Link(
             a=f"gpu{i}",
             b="nvswitch" if nvlink else "cpu0",
             kind=LinkKind.NVSWITCH if nvlink else LinkKind.PCIE,
-            bytes_per_s=450e9 if nvlink else 64e9,
+            bytes_per_s=nvlink_rate if nvlink else 64e9,
             count=18,
         )
         for i in range(gpus_per_node)

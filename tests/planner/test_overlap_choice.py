@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from planner.explain.overlap_account import overlap_by_site
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
+from simulator.analytical import account
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.hf_config import load_model
@@ -52,8 +54,11 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib, stag
         assert account_s == pytest.approx(table.step_s.min(), rel=1e-9)
 
 
-def test_what_modes_hide_adds_up_to_the_plan():
-    """Sites apart and together: the same seconds hidden, since no product is alongside two of them."""
+def test_what_modes_hide_adds_up_to_the_plan(monkeypatch):
+    """Sites apart and together: at the same clocks the same seconds hidden, since no product is alongside two of
+    them.
+    """
+    monkeypatch.setattr(account, "working_clocks", lambda *inputs: np.ones(len(inputs[-1].table)))
     model, machine, workload = load_model("llama3-8b"), make_cluster(1, 4), Workload(seq_len=4096, global_batch_size=8)
     runtime = resolve({"name": "meshwright"})[0]
 

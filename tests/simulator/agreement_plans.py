@@ -169,7 +169,7 @@ def _kind(plan: Plan, scenario: Scenario, micro_batches: int) -> str:
 def tell(drawn: Drawn, *, spans: bool = True) -> Predicted:
     """Return a plan's step by the analytical model and by the simulation; without `spans`, no parts of it."""
     table = estimate_plans(drawn.scenario, [drawn.plan])
-    lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
+    lowered = lower_training(drawn.scenario, drawn.plan, detail=Detail.LAYER)
     run = simulate(lowered.program, lowered.costs, spans=spans)
     formula = {name: float(column[0]) for name, column in table.breakdown_s.items()}
     simulated = breakdown_s(run) if spans else {}

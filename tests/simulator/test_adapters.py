@@ -201,7 +201,7 @@ def test_levels_of_detail_agree_and_bounds_lie_below(adapter, runtime, plan, mic
     asked = question(adapter, plan=plan, micro_batches=micro_batches, name=name, version=version or None)
     table = estimate_plans(asked, [plan])
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
-    lowered = lower_training(asked, plan, detail=Detail.KERNEL, clocks=float(table.clocks[0]))
+    lowered = lower_training(asked, plan, detail=Detail.KERNEL)
     columns, screening = plan_columns([plan]), Screening(asked)
     some = screening.plans(columns, screening.blocks(columns, (plan.recompute,)), np.arange(1))
 

@@ -177,18 +177,6 @@ def test_float32_products_stay_on_the_datasheet_and_widen_the_interval() -> None
     assert single.step_s.low / single.step_s.value < narrow.step_s.low / narrow.step_s.value
 
 
-def test_arithmetic_goes_with_the_share_of_time_that_it_runs() -> None:
-    found = calibrated(profile(), cluster())
-    assert found is not None
-    limited = dataclasses.replace(found, burst=0.9)
-
-    clocks = limited.clocks(np.array([1.0, 0.95, 0.5, 0.0]), 0.63)
-
-    assert clocks[0] == 1.0
-    assert clocks[1] == pytest.approx(0.95**0.63)
-    assert clocks[2] == clocks[3] == 0.9, "no faster than a GPU that has rested"
-
-
 def test_a_profile_without_a_rested_product_leaves_the_clocks_that_are_described() -> None:
     """A calibration whose time went to layers says nothing of what the power limit leaves them."""
     one = take_gpus(cluster(), 1)

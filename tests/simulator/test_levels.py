@@ -5,7 +5,9 @@ the plan.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from simulator.analytical.estimates import estimate_plans
@@ -15,6 +17,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
+from simulator.lowering import training
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
 from topology.catalog.clusters import cluster
@@ -93,10 +96,7 @@ def test_every_level_of_detail_tells_the_same_step(name: str, _: str, runtime: R
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
     kernel_s, layer_s = (
         simulate(lowered.program, lowered.costs, spans=False).step_s
-        for lowered in (
-            lower_training(scenario, plan, detail=detail, clocks=float(table.clocks[0]))
-            for detail in (Detail.KERNEL, Detail.LAYER)
-        )
+        for lowered in (lower_training(scenario, plan, detail=detail) for detail in (Detail.KERNEL, Detail.LAYER))
     )
 
     assert layer_s == pytest.approx(kernel_s, rel=0.01)
@@ -115,7 +115,7 @@ def test_passes_of_more_kernels_than_a_queue_holds_wait_for_their_host() -> None
         runtime=Runtime(name="torchtitan", param_dtype="bfloat16"),
     )
     table = estimate_plans(scenario, [plan])
-    lowered = lower_training(scenario, plan, detail=Detail.LAYER, clocks=float(table.clocks[0]))
+    lowered = lower_training(scenario, plan, detail=Detail.LAYER)
 
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
     assert account_s == pytest.approx(simulate(lowered.program, lowered.costs, spans=False).step_s, rel=0.01)
@@ -132,7 +132,8 @@ def test_copies_take_as_long_at_any_clocks() -> None:
     )
     copies_s = []
     for clocks in (1.0, 0.8):
-        lowered = lower_training(scenario, plan, detail=Detail.LAYER, clocks=clocks)
+        with patch.object(training, "working_clocks", lambda *_, at=clocks: np.array([at])):
+            lowered = lower_training(scenario, plan, detail=Detail.LAYER)
         copied = [cost.seconds for key, (cost, _) in lowered.costs.kernels.items() if key[0].startswith("copy_")]
         copies_s.append(copied)
 

@@ -28,6 +28,8 @@ DEGREES = (
     {"pp": 4, "dp_shard": 4, "schedule": "Interleaved1F1B", "virtual_stages": 2},
     {"pp": 2, "dp_shard": 8, "schedule": "ZBVZeroBubble", "virtual_stages": 2},
     {"pp": 4, "tp": 2, "dp_shard": 2, "schedule": "LoopedBFS", "virtual_stages": 2},
+    {"pp": 8, "tp": 2, "schedule": "1F1B"},  # the head takes longer than the layer before it
+    {"tp": 16},
 )
 PLANS = [
     Plan(**degrees, micro_batch_size=size, recompute=recompute, sequence_parallel=degrees.get("tp", 1) > 1)
@@ -48,8 +50,17 @@ def steps(**machine) -> np.ndarray:
     return np.asarray(table.step_s - table.breakdown_s["allocator"])
 
 
-def test_a_faster_network_slows_no_plan() -> None:
-    reported = np.stack([steps(network=rate) for rate in (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)])
+@pytest.mark.parametrize(
+    ("what", "rates"),
+    [
+        ("network", (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)),
+        ("nvlink_rate", (100e9, 200e9, 450e9, 900e9, 3600e9)),
+        ("power_w", (350.0, 500.0, 600.0, 700.0, 900.0, 1400.0)),
+    ],
+)
+def test_a_better_machine_slows_no_plan(what, rates) -> None:
+    """Also where waits that it shortens leave power to products."""
+    reported = np.stack([steps(**{what: rate}) for rate in rates])
 
     slower = np.nonzero((reported[1:] > reported[:-1] * (1 + 1e-9)).any(axis=0))[0]
     assert [PLANS[row] for row in slower] == []

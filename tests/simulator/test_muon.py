@@ -225,7 +225,7 @@ def test_levels_of_detail_agree_and_bounds_lie_below(name: str, plan: Plan) -> N
     question = asked(model, "muon", plan.gpus)
     table = estimate_plans(question, [plan])
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
-    lowered = lower_training(question, plan, clocks=float(table.clocks[0]))
+    lowered = lower_training(question, plan)
     columns, screening = plan_columns([plan]), Screening(question)
     some = screening.plans(columns, screening.blocks(columns, (plan.recompute,)), np.arange(1))
 

@@ -68,7 +68,7 @@ def test_the_account_takes_as_long_as_the_simulation(name, savers, plan, gpus):
     question = asked(name, *savers, gpus=gpus, batch=2 * gpus)
 
     table = estimate_plans(question, [plan])
-    lowered = lower_training(question, plan, clocks=float(table.clocks[0]))
+    lowered = lower_training(question, plan)
     account_s = float(table.step_s[0] - table.breakdown_s["allocator"][0])
 
     assert account_s == pytest.approx(simulate(lowered.program, lowered.costs, spans=False).step_s, rel=0.01)
