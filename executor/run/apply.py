@@ -41,8 +41,7 @@ from executor.launch.versions import versions
 from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.effects import operator_table, read_back
 from executor.run.rank_records import RankRecords, first_record
-from executor.run.slow_ranks import slow_ranks
-from executor.run.step_summary import summarise_steps
+from executor.run.step_summary import slow_ranks, summarise_steps
 from simulator.config.plan import rank_grid
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
