@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from executor.launch.legal import refuse_unsupported
 from executor.model.attention import NORM_EPS, Attention
-from executor.model.feed_forward import FeedForward
 from executor.model.latent_attention import LatentAttention
-from executor.model.moe import MixtureOfExperts
+from executor.model.moe import FeedForward, MixtureOfExperts
 from executor.model.shards import ParameterShard
 from simulator.config.model import Model
 

@@ -9,8 +9,7 @@ import pytest
 
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
-from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question
-from planner.serving.question.target_time import target_s
+from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question, target_s
 from planner.serving.search import search_serving
 from planner.serving.stated import problems_of
 from planner.serving.targets.fewest import on_fewest_gpus

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.requests.served import SO_FAR
+from planner.requests.known import SO_FAR
 from ui import panels
 from ui.background import service
 from ui.charts.row_types import JobDocument, StepPoint
