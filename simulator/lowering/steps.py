@@ -30,8 +30,6 @@ class TransferStep:
     op: str
     group: str
     nbytes: int
-    host_s: float
-    seconds: float
     ranks: int
 
 

@@ -56,8 +56,7 @@ class GroupRates:
     intra_bytes_per_s: float  # between neighbours in a node; infinite for a single rank per node
     inter_bytes_per_s: float  # NIC bandwidth this group gets on each node, all its ranks there together
     inter_latency_s: float
-    nvswitch: bool = False  # all ranks on a node are connected to one NVSwitch hub
-    nvls: bool = False  # that hub can reduce and multicast in the switch
+    nvls: bool = False  # the NVSwitch hub of all ranks on a node can reduce and multicast in the switch
     compute_capability: int = 0
     intra_nccl_bytes_per_s: float = 0.0
     inter_all_to_all_bytes_per_s: float = 0.0
@@ -141,7 +140,6 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
     inter = network_bytes_per_s(rates, groups) if networked else 0.0
     ports = network_bytes_per_s(rates, groups, ports_alone=True) if networked else 0.0
     hubs = {rates.ports[gpu][0] for gpu in chosen if gpu in rates.ports}
-    switched = slowest.layer == "nvswitch"
     kinds = [cluster.kind(rates.node.gpus[gpu].kind) for gpu in chosen] or [cluster.slowest_kind]
     return GroupRates(
         intra_bytes_per_s=slowest.bytes_per_s,
@@ -150,8 +148,7 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
         inter_all_to_all_bytes_per_s=inter * _spine_share_all_to_all(cluster, shape),
         ports_bytes_per_s=ports * _spine_share(cluster, shape),
         inter_latency_s=cluster.fabric.latency_s if cluster.fabric is not None else 0.0,
-        nvswitch=switched,
-        nvls=switched and hubs <= rates.multicast,
+        nvls=slowest.layer == "nvswitch" and hubs <= rates.multicast,
         compute_capability=min(kind.compute_capability for kind in kinds),
         layer=slowest.layer,
         gpus=chosen,
