@@ -19,7 +19,7 @@ from typing import Any
 
 from executor.launch.interfaces import interfaces
 from executor.launch.nodes import connect, node_name
-from executor.launch.versions import driver_version, versions
+from topology.versions import driver_version, versions
 
 MEET_S = 20.0  # seconds for the nodes to reach the first one
 

@@ -23,12 +23,11 @@ from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
 from executor.parallel.cast_units import cast_units
-from executor.parallel.context_parallel import RingAttention, positions
+from executor.parallel.context_parallel import RingAttention, UlyssesAttention, positions
 from executor.parallel.data_parallel import Replica, apply_fsdp
 from executor.parallel.expert_parallel import apply_expert_parallel
 from executor.parallel.meshes import Meshes
 from executor.parallel.tensor_parallel import apply_tensor_parallel
-from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
 from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime

@@ -37,7 +37,6 @@ from executor.launch.nodes import (
 from executor.launch.process_exit import interrupt_on_sigterm
 from executor.launch.request import Request
 from executor.launch.roll_call import why_no_meeting
-from executor.launch.versions import versions
 from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.effects import operator_table, read_back
 from executor.run.rank_records import RankRecords, first_record
@@ -50,6 +49,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, PlannerError
 from topology.units import MIB
+from topology.versions import versions
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0

@@ -14,10 +14,9 @@ from typing import NamedTuple
 from click.exceptions import Exit
 
 from planner.calibrate.agenda import Agenda, Wanted, agenda_for
-from planner.calibrate.agenda_report import agenda_document, announced, what_is_left
 from planner.calibrate.calibrate_process import calibrate as run
 from planner.calibrate.calibrate_process import read_records, time_host
-from planner.calibrate.calibration_report import document, lines
+from planner.calibrate.calibration_report import agenda_document, announced, document, lines, what_is_left
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.commands.doctor import budget_s

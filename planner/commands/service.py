@@ -7,31 +7,23 @@ import os
 import re
 import stat
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
 
-from planner.io.explorer_server import environment
+from planner.io.explorer_server import environment, require_installed
 from planner.remote.settings import LOOPBACK, Settings
 from planner.requests.tools import Service
 from topology import codec
 from topology.errors import BadInput, UserError
 from topology.units import GIB, MIB
 
-NEEDS = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
 MODULE = "planner.service"
 
 
 def service(asked: Service) -> None:
     """Print what `planner service` answers."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"the service needs {', '.join(missing)}",
-            why="they are an optional part of meshwright",
-            remedy="pip install 'meshwright[service]'",
-        )
+    require_installed("service", "service", ("fastapi", "uvicorn", "sqlalchemy", "alembic"))
     users = None if asked.tokens is None else read_tokens(asked.tokens)
     if asked.host not in LOOPBACK and users is None:
         raise UserError(

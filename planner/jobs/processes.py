@@ -150,7 +150,7 @@ class Job:
         self.result: Any = None
         self.early: Any = None
         self.error: PlannerError | None = None
-        self.last_request_at = time.monotonic()
+        self.last_request_at = self.started = time.monotonic()
         self.began: float | None = None
         self.slowed = False
         self.reserved = reserved

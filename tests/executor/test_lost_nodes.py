@@ -13,10 +13,10 @@ from executor.launch import interfaces, roll_call
 from executor.launch.local_ranks import Failure, Rendezvous
 from executor.launch.nodes import combine_agent_results, connect, wait_for_file, write_agent_result, write_agent_start
 from executor.launch.roll_call import why_no_meeting
-from executor.launch.versions import differences
 from executor.run.apply import collect, run_node
 from tests.executor.test_apply_run import DONE, REQUEST, step, write
 from topology.errors import BadInput
+from topology.versions import differences
 
 LOST_PEER = replace(
     DONE, outcome="failed", exit_code=1, failure=Failure(rank=0, exit_code=1, signal=None, message="closed by peer")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from topology.readers.pci_tree import PciPlace, path_class
-from topology.readers.sysfs import read_sysfs
+from topology.readers.sysfs import PciPlace, path_class, read_sysfs
 
 
 def device(root, path, *, kind, vendor="0x10de", numa=0, width="16", width_max="16", speed="32.0 GT/s PCIe"):
