@@ -26,8 +26,7 @@ from simulator.config.hf_config import load_model
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
-from topology.rates.known import require_plannable
-from topology.rates.reach import cluster_caveats
+from topology.rates.reach import cluster_caveats, require_plannable
 from topology.units import GIB
 
 

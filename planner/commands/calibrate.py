@@ -42,7 +42,7 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_folder, with_named_runs
-from topology.rates.known import require_plannable
+from topology.rates.reach import require_plannable
 from topology.units import MIB
 
 LEAST_S = 1.0  # least seconds left for measuring

@@ -63,10 +63,6 @@ class PcieLink:
         speed = self.speed_gt_max if self.speed_gt_max is not None else self.speed_gt
         return pcie_bytes_per_s(speed, self.width) if speed and self.width else None
 
-    @property
-    def downgraded(self) -> bool:
-        return self.width is not None and self.width_max is not None and 0 < self.width < self.width_max
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SysfsGpu:

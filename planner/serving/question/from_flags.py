@@ -8,6 +8,8 @@ from pathlib import Path
 
 from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
+from planner.requests.serving import Deployment as DeploymentFlags
+from planner.requests.serving import Engine, Load
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
@@ -40,49 +42,22 @@ UNLIKELY = {"--ttft": 100.0, "--tpot": 2.0}
 _SAID = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,18})?(?:e[+-]?[0-9]{1,2})?|\.[0-9]{1,18}) ?(us|ms|s)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingFlags:
-    """What a command states of a serving question and of one deployment; None means not stated.
-
-    Lengths are in tokens, targets in seconds or as people write them (`target_s`), `request_rate` in requests a second.
-    `replicas` to `prefill` are parts of a deployment; commands that choose one take none of them.
+@dataclass(frozen=True, kw_only=True)
+class ServingFlags(Load, Engine, DeploymentFlags):
+    """What a command states of a serving question and of one deployment; None means not stated. Commands that choose a
+    deployment take no part of one.
     """
 
     model: str | None = None
     cluster: str | None = None
     gpu: str | None = None
     gpus: int | None = None
-    engine: str | None = None
     objective: str | None = None
-    isl: int | None = None
-    osl: int | None = None
-    vary: float | None = None
-    concurrency: int | None = None
-    request_rate: float | None = None
-    arrivals: str | None = None
-    requests: str | None = None
-    cached_prompt: float | None = None
-    ttft: float | str | None = None
-    tpot: float | str | None = None
-    weights: str | None = None
-    kv_cache: str | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    eager: bool | None = None
-    no_custom_all_reduce: bool | None = None
-    two_batch_overlap: bool | None = None
-    receive_every: int | None = None
-    draft_tokens: int | None = None
-    accepted_tokens: float | None = None
     gpu_price: float | None = None
     separate: bool = False
-    replicas: int | None = None
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
-    dp_attention: int | None = None
-    prefill: str | None = None
     profile: Path | None = None
     strict: bool = False
 

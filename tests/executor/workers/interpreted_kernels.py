@@ -15,9 +15,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from executor.kernels import all_reduce, copies, decoder_rows, paged_attention
+from executor.kernels.decoder_rows import rotate_pairs
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
-from executor.kernels.rotary import rotate_pairs
 from executor.model import rotary
 from executor.overlap.fused import Tile, tiles_of
 from executor.serving import operators
