@@ -16,8 +16,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from executor.launch import legal
 from executor.model.adapters import train_only
-from executor.model.decoder import Decoder
-from executor.model.init_weights import init_weights
+from executor.model.decoder import Decoder, init_weights
 from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
 from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
