@@ -26,8 +26,7 @@ from topology.finding import finding as make_finding
 from topology.health import report as health_report
 from topology.health.diagnose import Health, diagnose
 from topology.processes import process_owner
-from topology.profile.measured_links import with_measured_rates
-from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement
+from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement, with_measured_rates
 from topology.redact import redact as redact_text
 from topology.redact import redact_cluster
 from topology.versions import driver_version

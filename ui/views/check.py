@@ -165,9 +165,6 @@ def _diff(text: str, name: str, key: str) -> None:
     )
 
 
-show(data.question())
-
-
 def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
     """Return which fields of CheckFlags a configuration says itself. Raises BadInput for a text that cannot be read."""
     if serving_engine(text):
@@ -175,3 +172,6 @@ def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
     found = read_configuration(text, where, CheckFlags(launch=launch))
     named = {name for name in ("model", "cluster", "gpus") if getattr(found, name) is not None}
     return frozenset(named | ({"seq_len", "global_batch"} - found.leaves_open))
+
+
+show(data.question())
