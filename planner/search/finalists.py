@@ -1,8 +1,7 @@
 """The last round: predict every plan to list by the most accurate method, and sort them.
 
 Plans that surely fit come first, then those that may fit, then those that do not. Within each group, plans closer than
-TIE to the fastest are a tie, of which the simplest comes first; then the next fastest and its ties. Rows of a table
-represent the others of their grid or of their tie.
+TIE to the fastest are a tie, of which the simplest comes first; then the next fastest and its ties.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
 from simulator.analytical.counted import Counted, counted_rows
-from simulator.columns.plan_columns import PlanColumns
 from simulator.config.estimate import RATHER_SURE, SURE, Estimate
 from simulator.config.overlap_sites import NONE
-from simulator.config.plan import MESH_AXES, NCCL, Plan
+from simulator.config.plan import NCCL, Plan
 from simulator.legality.rules import is_legal
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import Replays
@@ -35,9 +30,6 @@ TIE = 0.05
 ORDER_MARGIN = 0.02  # share of a step that another order of GPUs must save to be worth setting
 # Share of a step that other exchanges of FSDP must save: within it the analytical model and a simulation agree.
 EXCHANGE_MARGIN = 0.01
-# Splits of data parallelism into replicas and shards that are costed for each listed plan, and how much slower,
-# relatively, the simplest of them may be to represent all.
-PER_TIE_GROUP, TIE_GROUP_MARGIN = 3, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,64 +185,3 @@ def mechanisms(plan: Plan) -> tuple[str, ...]:
         "state in host memory": plan.offload != "none",
     }
     return tuple(name for name, used in named.items() if used)
-
-
-def one_of_tie_group(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
-    """Return the plans of (step, plan), fastest first, without those that tie with another plan of their tie group.
-
-    Plans of a tie group differ only in how data parallelism is split into replicas and shards, and in settings. Of such
-    a tie the simplest is kept, at the position of the fastest.
-    """
-    kept: list[tuple[float, Plan]] = []
-    for step, plan in found:
-        place = next(
-            (
-                i
-                for i, (best, one) in enumerate(kept)
-                if _tie_group(one) == _tie_group(plan) and step <= best * (1 + TIE)
-            ),
-            None,
-        )
-        if place is None:
-            kept.append((step, plan))
-        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (
-            1 + TIE_GROUP_MARGIN
-        ):
-            kept[place] = (kept[place][0], plan)
-    return [plan for _, plan in kept]
-
-
-def _tie_group(plan: Plan) -> tuple[int, ...]:
-    return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
-
-
-def rank_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_variants: bool) -> list[int]:
-    """Return up to `top` rows, best value first; one per grid unless `all_variants`.
-
-    Equal values go to the plan with fewer pipeline stages, then context, tensor and expert ranks, then shards, then
-    smaller micro batches: the simpler plan. Remaining ties are in enumeration order.
-    """
-    keys = (
-        table.reshard_after_forward,
-        table.sequence_parallel,
-        table.zero_stage,
-        table.virtual_stages,
-        table.micro_batch_size,
-        table.dp_shard,
-        table.ep,
-        table.tp,
-        table.cp,
-        table.pp,
-        values,
-    )
-    rows: list[int] = []
-    seen: set[tuple[int, ...]] = set()
-    for candidate in np.lexsort(keys):
-        row = int(candidate)
-        if len(rows) >= top:
-            break
-        grid = tuple(int(getattr(table, axis)[row]) for axis in (*MESH_AXES, "ep", "etp"))
-        if all_variants or grid not in seen:
-            rows.append(row)
-            seen.add(grid)
-    return rows

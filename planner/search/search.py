@@ -21,17 +21,7 @@ from numpy.typing import NDArray
 from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import (
-    PER_TIE_GROUP,
-    TIE,
-    TIE_GROUP_MARGIN,
-    Finalist,
-    counted_finalists,
-    in_order,
-    one_of_tie_group,
-    predict_all,
-    rank_rows,
-)
+from planner.search.finalists import TIE, Finalist, counted_finalists, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -46,6 +36,7 @@ from planner.search.plan_space.screened import Screened
 from planner.search.reasons import why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
+from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import RATHER_SURE, SURE, Fit
 from simulator.config.plan import MESH_AXES, Plan

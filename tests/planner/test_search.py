@@ -14,7 +14,7 @@ from planner.explain.tables import search_line
 from planner.question.case_runtime import resolve_runtime
 from planner.question.prediction import Method, predict
 from planner.question.question import question_of
-from planner.search.finalists import TIE, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
+from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space import judged
 from planner.search.plan_space.branch_and_bound import BestFirst
@@ -23,6 +23,7 @@ from planner.search.plan_space.collected import ListedTies
 from planner.search.plan_space.screened import Screened
 from planner.search.search import SearchOptions, suggest
 from planner.search.stages.assignment import NEAR_FIT
+from planner.search.tie_groups import TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening

@@ -16,7 +16,7 @@ Rows = NDArray[np.intp]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTies:
     """A list of `count` plans in which one stands for those of its tie group that are slower by no more than `tie`: one
-    that is slower by no more than `margin`, both relative (`planner.search.finalists`).
+    that is slower by no more than `margin`, both relative (`planner.search.tie_groups`).
     """
 
     count: int
