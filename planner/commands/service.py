@@ -18,12 +18,13 @@ from topology import codec
 from topology.errors import BadInput, UserError
 from topology.units import GIB, MIB
 
+NEEDS = ("fastapi", "uvicorn", "sqlalchemy", "alembic")
 MODULE = "planner.service"
 
 
 def service(asked: Service) -> None:
     """Print what `planner service` answers."""
-    require_installed("service", "service", ("fastapi", "uvicorn", "sqlalchemy", "alembic"))
+    require_installed("service", "service", NEEDS)
     users = None if asked.tokens is None else read_tokens(asked.tokens)
     if asked.host not in LOOPBACK and users is None:
         raise UserError(

@@ -174,7 +174,7 @@ def _walk_one_of_each(groups: Sequence[_Group]) -> None:
 @dataclass(frozen=True, slots=True)
 class _End:
     """The end of a walk at `done_s`, `of` the pass at `place`, the last of `rank`, or of collectives up to there; see
-    `simulator.bounds.critical_path.longest_paths`.
+    `longest_paths`.
     """
 
     place: int

@@ -156,7 +156,14 @@ def _beside_ring(ring: Ring, context: CostContext) -> KernelStep:
 
 
 def _transfer(step: Transfer) -> TransferStep:
-    return TransferStep(op=step.op, group=step.over, nbytes=_whole(step.nbytes), ranks=_whole(step.ranks))
+    return TransferStep(
+        op=step.op,
+        group=step.over,
+        nbytes=_whole(step.nbytes),
+        host_s=step.call_s,
+        seconds=float(step.alone_s[0]),
+        ranks=_whole(step.ranks),
+    )
 
 
 def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:

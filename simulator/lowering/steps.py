@@ -30,6 +30,8 @@ class TransferStep:
     op: str
     group: str
     nbytes: int
+    host_s: float
+    seconds: float
     ranks: int
 
 

@@ -114,6 +114,13 @@ class Redistributor:
             self._tables[key] = costs, ties
         return self._tables[key]
 
+    def cost(self, source: Layout, target: Layout) -> Cost | None:
+        """Return the cost of the cheapest path, or None if there is none: a finished sum cannot become pending
+        again.
+        """
+        found = self._paths_from(source).get(self._number(target))
+        return found[0] if found else None
+
     def path(self, source: Layout, target: Layout) -> tuple[RedistributionStep, ...]:
         """Return the steps of the cheapest path. Raises KeyError where `cost` is None."""
         tree, steps, layout = self._paths_from(source), [], self._number(target)
