@@ -222,7 +222,7 @@ HEADS, PAGE = Heads(queries=8, kv=2, width=16), 16
 def cached(dtype: torch.dtype) -> tuple[torch.Tensor, Pages]:
     """Rows of queries, keys and values of three tokens, and a cache of nine pages."""
     keys, values = draw(2, 9, HEADS.kv, PAGE, HEADS.width, seed=11, dtype=dtype)
-    return draw(3, HEADS.row, seed=12, dtype=dtype), Pages(keys, values)
+    return draw(3, (HEADS.queries + 2 * HEADS.kv) * HEADS.width, seed=12, dtype=dtype), Pages(keys, values)
 
 
 def attend(splits: int, dtype: torch.dtype) -> float:
