@@ -7,7 +7,7 @@ bytes per second **per direction**, each with its source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 ASSUMED = "assumed: "  # how findings begin that state what a cluster's description left open
@@ -286,3 +286,24 @@ class Cluster:
             for group in self.groups
             for gpu in group.node.gpus
         )
+
+
+def part_of_node(node: Node, gpus: int) -> Node:
+    """Return `node` with its first `gpus` GPUs only, and the network ports nearest to them."""
+    kept = node.gpus[:gpus]
+    removed = {gpu.vertex for gpu in node.gpus[gpus:]}
+    indices = {str(gpu.index) for gpu in kept}
+    if node.closest_nics:
+        near = {label for index, labels in node.closest_nics.items() if index in indices for label in labels}
+        removed |= {nic.vertex for nic in node.nics if nic.label not in near and nic.name not in near}
+    trays = {gpu.tray for gpu in kept}
+    removed |= {v.id for v in node.vertices if v.tray not in trays and v.kind is not VertexKind.NVSWITCH}
+    return replace(
+        node,
+        gpus=kept,
+        vertices=tuple(vertex for vertex in node.vertices if vertex.id not in removed),
+        nics=tuple(nic for nic in node.nics if nic.vertex not in removed),
+        links=tuple(link for link in node.links if link.a not in removed and link.b not in removed),
+        pairs={pair: label for pair, label in node.pairs.items() if set(pair.split("-")) <= indices},
+        closest_nics={index: labels for index, labels in node.closest_nics.items() if index in indices},
+    )

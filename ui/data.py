@@ -34,7 +34,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
 from topology.health.diagnose import diagnose
-from topology.rates.known import plannable
+from topology.rates.reach import plannable
 from ui import panels, saved_plans, sharing
 from ui.background import remote, service, waiting
 from ui.charts.look import words

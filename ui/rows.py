@@ -20,7 +20,7 @@ from planner.search.result import places
 from simulator.config.estimate import Fit
 from simulator.config.plan import PLAN_FIELDS, SIZES
 from topology.cluster import LinkKind, Severity
-from topology.rates.known import plannable
+from topology.rates.reach import plannable
 from topology.rates.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology.units import GIB, in_gb_per_s, in_gib, in_seconds
 from ui.charts.look import rate_range

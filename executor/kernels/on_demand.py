@@ -16,13 +16,13 @@ MODULES = {
     "TensorDescriptor": "triton.tools.tensor_descriptor",
     **dict.fromkeys(("flagged_words", "one_shot", "two_shot"), "executor.kernels.all_reduce"),
     "add_slots": "executor.kernels.copies",
-    "stamp": "executor.kernels.cycles",
+    "stamp": "executor.kernels.copies",
     **dict.fromkeys(("add_norm", "gated", "rotate_and_store"), "executor.kernels.decoder_rows"),
     "gather_matmul": "executor.kernels.gather_matmul",
     **dict.fromkeys(("Place", "gather_specialised", "tile_descriptor"), "executor.kernels.gather_specialised"),
     "matmul_scatter": "executor.kernels.matmul_scatter",
     **dict.fromkeys(("attend_pages", "merge_shares"), "executor.kernels.paged_attention"),
-    "rotate_pairs": "executor.kernels.rotary",
+    "rotate_pairs": "executor.kernels.decoder_rows",
 }
 
 

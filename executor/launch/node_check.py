@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from executor.launch.interfaces import interfaces
 from executor.launch.nodes import connect, node_name
-from executor.launch.versions import driver_version, versions
+from executor.launch.roll_call import interfaces
+from topology.versions import driver_version, versions
 
 MEET_S = 20.0  # seconds for the nodes to reach the first one
 

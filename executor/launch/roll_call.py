@@ -2,15 +2,22 @@
 
 The host of the rendezvous listens at its port until every other node has sent its name, and then notifies all of them.
 torch's own rendezvous at the same port follows; it can wait for slow imports, since all nodes are present.
+
+Network interfaces: NCCL's documentation of NCCL_SOCKET_IFNAME has prefixes of names separated by commas, = before exact
+names, ^ before excluded ones; without it InfiniBand interfaces, then any except docker's and lo. Gloo takes exact
+names.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+
+import psutil
 
 from executor.launch.local_ranks import Rendezvous
 from executor.launch.nodes import CONNECT_S, POLL_S, absent_words, connect, own_addresses
@@ -18,6 +25,8 @@ from executor.launch.nodes import CONNECT_S, POLL_S, absent_words, connect, own_
 HOST_S = 8.0  # the host waits longer than its guests, so that they report a closed port first
 MOST_BYTES = 1024  # of a name, or of the reason why the nodes do not meet
 COMPLETE = "complete"
+LAST_CHOICE = ("docker", "lo")
+VARIABLES = {"cuda": "NCCL_SOCKET_IFNAME", "cpu": "GLOO_SOCKET_IFNAME"}
 
 
 def why_no_meeting(meeting: Rendezvous, node: str, patience_s: float) -> str:
@@ -119,3 +128,33 @@ def _absent_words(here: Sequence[str], meeting: Rendezvous, waited_s: float) -> 
 
 def _name(node: str) -> str:
     return node.rpartition("-")[0]
+
+
+def interfaces() -> list[str]:
+    """Return the names of the interfaces that are up and have an address, in the order in which NCCL takes them."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    named = [
+        name
+        for name, found in psutil.net_if_addrs().items()
+        if name in up and any(one.family in {socket.AF_INET, socket.AF_INET6} for one in found)
+    ]
+    return sorted(named, key=lambda name: (not name.startswith("ib"), name.startswith(LAST_CHOICE), name))
+
+
+def why_no_interface(device: str) -> str:
+    """Return why ranks of this node could not connect to other nodes by the interfaces named in the environment; an
+    empty string if they could, or none is named.
+    """
+    variable = VARIABLES[device]
+    asked = os.environ.get(variable, "")
+    if not asked or asked.startswith("^"):
+        return ""
+    here = interfaces()
+    exact = device == "cpu" or asked.startswith("=")
+    words = tuple(filter(None, asked.lstrip("=").split(",")))
+    taken = [name for name in here if (name in words if exact else name.startswith(words))]
+    if not taken:
+        return f"{variable} is {asked}, and there are {', '.join(here)}"
+    if all(name == "lo" for name in taken):
+        return f"{variable} is {asked}, which no other node reaches; there are {', '.join(here)}"
+    return ""

@@ -8,6 +8,7 @@ With `text`, torchtitan's own tokenizer and data loader run, which costs host ti
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 
+from executor.launch.request import Request
+from executor.parallel.train_step import StepResult
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.networks import torchtitan_family
+from topology.errors import BadPlan
 
 FLAVOR = "calibration"  # the name of the only size of a registered model
 STEPS = 100000  # steps of the learning-rate schedule; the caller takes steps one by one
@@ -119,3 +123,24 @@ def _reusing_meshes(trainer: type, plan: Plan) -> type:
             return _meshes[key]
 
     return ReusedMeshes
+
+
+class TitanTrainer:
+    """One of torchtitan's Trainers, on random tokens. Building it is a collective call.
+
+    `peak_reserved_bytes` is the largest that a step has reserved: torchtitan resets torch's own count with each step.
+    """
+
+    def __init__(self, request: Request, device: Any) -> None:
+        """Raises BadPlan for a model that torchtitan does not have, and if ranks share a GPU."""
+        if request.gpus and tuple(request.gpus) != tuple(range(len(request.gpus))):
+            raise BadPlan("torchtitan runs rank r on GPU r", why=f"the plan places ranks on {list(request.gpus)}")
+        self._step = titan_step(request.model, request.plan, request.workload, request.runtime, device)
+        self.peak_reserved_bytes = 0
+
+    def step(self, index: int) -> StepResult:
+        """Run one optimizer step; batches do not depend on `index`."""
+        del index
+        seen = self._step()
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, int(seen.get("reserved_bytes", 0)))
+        return StepResult(loss=seen.get("loss", math.nan), gradient_norm=seen.get("gradient_norm", math.nan))

@@ -5,12 +5,16 @@ callables that communicate: `core` of attention; `gather_tokens`, `reduce_tokens
 `project_in` and `project_out`, the first and last matmuls of attention and feed-forward. Parameters have the names of
 the whole model even when only some layers are built, so that `layers.7.attention.wq.weight` is the same everywhere.
 
+Initial weights are the same under every plan: each rank draws one whole parameter at a time from its name and the run's
+seed, and keeps its part. Nothing is communicated.
+
 Shapes in comments: B sequences, S tokens of each held here, h hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -18,13 +22,13 @@ from torch import Tensor, nn
 
 from executor.launch.legal import refuse_unsupported
 from executor.model.attention import NORM_EPS, Attention
-from executor.model.feed_forward import FeedForward
 from executor.model.latent_attention import LatentAttention
-from executor.model.moe import MixtureOfExperts
-from executor.model.shards import ParameterShard
+from executor.model.moe import FeedForward, MixtureOfExperts
+from executor.model.shards import ParameterShard, local_shard, local_tensor
 from simulator.config.model import Model
 
 ROPE_BASE = 500_000.0  # Llama 3's value; the shapes do not include it and costs do not depend on it
+STD = 0.02
 
 
 class Block(nn.Module):
@@ -102,3 +106,27 @@ class Decoder(nn.Module):
             x = self.norm(x)
             x = self.output(x) if targets is None else self.output(x, targets)
         return x
+
+
+def draw(name: str, shape: torch.Size, *, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the whole initial value of the parameter `name`: ones for norms, normal numbers for the rest."""
+    if len(shape) == 1 and "norm" in name:
+        return torch.ones(shape, device=device, dtype=dtype)
+    if name.endswith("bias"):
+        return torch.zeros(shape, device=device, dtype=dtype)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
+    # Always drawn in float32: for other types the generator would give different numbers.
+    return (torch.randn(shape, generator=generator, device=device, dtype=torch.float32) * STD).to(dtype)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, *, seed: int, parameter_shards: Mapping[str, ParameterShard] | None = None) -> None:
+    """Fill every parameter of `model` (not on the meta device) in place. `parameter_shards` has its sharded parameters,
+    by name.
+    """
+    for name, parameter in model.named_parameters():
+        here, shard = local_tensor(parameter), (parameter_shards or {}).get(name)
+        shape = parameter.shape if shard is None else shard.full_shape
+        whole = draw(name, shape, seed=seed, device=here.device, dtype=here.dtype)
+        here.copy_(local_shard(whole, parameter, shard))

@@ -12,11 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.model.attention import apply_linear, identity
-from executor.model.feed_forward import FeedForward
+from executor.model.attention import InputProjection, OutputProjection, apply_linear, identity, project_each
 from executor.model.permute import inverse_of, take, weighted_sum
 from executor.model.saved_results import as_autocast, product
 from simulator.config.model import MixtureOfExperts as Shapes
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202). Tensor parallelism replaces `project_in` and `project_out`."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden, width, bias=False)
+        self.w2 = nn.Linear(width, hidden, bias=False)
+        self.w3 = nn.Linear(hidden, width, bias=False)
+        self.project_in: InputProjection = project_each
+        self.project_out: OutputProjection = apply_linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.project_in(x, (self.w1, self.w3))
+        return self.project_out(functional.silu(gate) * up, self.w2)
 
 
 class Experts(nn.Module):

@@ -16,19 +16,17 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from executor.launch import legal
 from executor.model.adapters import train_only
-from executor.model.decoder import Decoder
-from executor.model.init_weights import init_weights
+from executor.model.decoder import Decoder, init_weights
 from executor.model.vocabulary_loss import HeadInPieces, VocabularyLoss
 from executor.overlap.fsdp_exchange import push_exchanges
 from executor.parallel import pipeline
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint
 from executor.parallel.cast_units import cast_units
-from executor.parallel.context_parallel import RingAttention, positions
+from executor.parallel.context_parallel import RingAttention, UlyssesAttention, positions
 from executor.parallel.data_parallel import Replica, apply_fsdp
 from executor.parallel.expert_parallel import apply_expert_parallel
 from executor.parallel.meshes import Meshes
 from executor.parallel.tensor_parallel import apply_tensor_parallel
-from executor.parallel.ulysses import UlyssesAttention
 from simulator.config.model import Model
 from simulator.config.plan import COPY_ENGINE, Plan
 from simulator.config.runtime import Runtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.launch.freed_memory import keep_freed_memory
+from executor.launch.garbage_collection import keep_freed_memory
 from executor.model.shards import ParameterShard, local_tensor
 from executor.parallel import gradients, pipeline
-from executor.parallel.batches import rank_batch
+from executor.parallel.context_parallel import positions
 from executor.parallel.data_parallel import Replica
 from executor.parallel.optimizer_in_backward import OptimizerInBackward
 from executor.parallel.parallelize import ParallelModel, Setup, parallelize
+from simulator.config.plan import Plan
 from simulator.config.runtime import TF32
 from simulator.config.savers import CHUNKED_LOSS, OPTIMIZER_IN_BACKWARD
+from simulator.config.workload import Workload
 
 LEARNING_RATE = 3e-4
 CLIP = 1.0
@@ -182,3 +185,21 @@ class Trainer:
             weight_decay=0.1,
             fused=self.device.type == "cuda",
         )
+
+
+def row(index: int, step: int, *, vocab: int, seq_len: int, seed: int) -> Tensor:
+    """Return one sequence of seq_len + 1 token ids."""
+    digest = hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "little"))
+    return torch.randint(vocab, (seq_len + 1,), generator=generator)
+
+
+def rank_batch(
+    plan: Plan, workload: Workload, *, vocab: int, step: int, seed: int, data_rank: int, cp_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Return (tokens, targets), each (sequences of this data-parallel rank, tokens of this context-parallel rank)."""
+    share = workload.global_batch_size // plan.data_parallel
+    rows = range(data_rank * share, (data_rank + 1) * share)
+    whole = torch.stack([row(i, step, vocab=vocab, seq_len=workload.seq_len, seed=seed) for i in rows])
+    own_positions = positions(workload.seq_len, cp_rank, plan.cp, torch.device("cpu"))
+    return whole[:, own_positions], whole[:, own_positions + 1]

@@ -21,7 +21,6 @@ from pathlib import Path
 from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
-from executor.launch.interfaces import why_no_interface
 from executor.launch.legal import check
 from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous, command, launch
 from executor.launch.nodes import (
@@ -34,15 +33,13 @@ from executor.launch.nodes import (
     write_agent_result,
     write_agent_start,
 )
-from executor.launch.process_exit import interrupt_on_sigterm
+from executor.launch.process_exit import exit_code_of
 from executor.launch.request import Request
-from executor.launch.roll_call import why_no_meeting
-from executor.launch.versions import versions
+from executor.launch.roll_call import why_no_interface, why_no_meeting
 from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.effects import operator_table, read_back
 from executor.run.rank_records import RankRecords, first_record
-from executor.run.slow_ranks import slow_ranks
-from executor.run.step_summary import summarise_steps
+from executor.run.step_summary import slow_ranks, summarise_steps
 from simulator.config.plan import rank_grid
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
@@ -51,6 +48,7 @@ from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan, PlannerError
 from topology.units import MIB
+from topology.versions import versions
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
@@ -77,35 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--killed", type=int, default=0, help="start nothing: report what a run left that this signal ended"
     )
     parser.add_argument("--patience", type=float, default=LATE_S, help="seconds for files of other nodes to appear")
-    options = parser.parse_args(argv)
-    interrupt_on_sigterm()
-    try:
-        if options.nodes > 1:
-            wait_for_file(Path(options.request), options.patience)
-        request = codec.convert(codec.read_json(options.request), Request, where=options.request)
-        check(request.plan, request.model, request.workload, request.runtime)
-        if options.killed:
-            document = report_killed(request, options.request, options.out, options.killed)
-        elif options.collect:
-            names = tuple(filter(None, options.names.split(",")))
-            document = collect(request, options.request, options.out, options.nodes, options.patience, names)
-        elif options.nodes > 1:
-            meeting = Rendezvous(
-                count=options.nodes,
-                endpoint=options.endpoint or _endpoint_from_environment(),
-                run_id=options.meeting,
-                address=options.address,
-                names=tuple(filter(None, options.names.split(","))),
-                join_s=options.join,
-            )
-            return run_node(request, options.request, options.out, options.budget, meeting)
-        else:
-            document = run(request, options.request, options.out, options.budget)
-    except KeyboardInterrupt:
-        return 130
-    except PlannerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(_run_as_asked, parser.parse_args(argv))
+
+
+def _run_as_asked(options: argparse.Namespace) -> int:
+    if options.nodes > 1:
+        wait_for_file(Path(options.request), options.patience)
+    request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+    check(request.plan, request.model, request.workload, request.runtime)
+    names = tuple(filter(None, options.names.split(",")))
+    if options.killed:
+        document = report_killed(request, options.request, options.out, options.killed)
+    elif options.collect:
+        document = collect(request, options.request, options.out, options.nodes, options.patience, names)
+    elif options.nodes > 1:
+        meeting = Rendezvous(
+            count=options.nodes,
+            endpoint=options.endpoint or _endpoint_from_environment(),
+            run_id=options.meeting,
+            address=options.address,
+            names=names,
+            join_s=options.join,
+        )
+        return run_node(request, options.request, options.out, options.budget, meeting)
+    else:
+        document = run(request, options.request, options.out, options.budget)
     return int(document["exit_code"])
 
 

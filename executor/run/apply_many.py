@@ -8,7 +8,6 @@ new ones. Runs for which no time is left get no report. Never imports torch.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +16,13 @@ from pathlib import Path
 from executor.gpu.monitor import GpuMonitor
 from executor.launch.legal import check
 from executor.launch.local_ranks import LaunchResult, launch
-from executor.launch.process_exit import interrupt_on_sigterm
+from executor.launch.process_exit import exit_code_of
 from executor.launch.request import Request
 from executor.run.apply import ENDING_S, GRACE_S, MODULE, environment, report, write_report
 from executor.run.rank_records import RankRecords
 from simulator.config.plan import MESH_AXES
 from topology import codec
 from topology.codec import JsonObject
-from topology.errors import PlannerError
 
 MIN_LAUNCH_S = 20.0  # seconds below which no processes are started
 
@@ -47,16 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="executor.run.apply_many")
     parser.add_argument("--run", required=True, action="append", nargs=2, metavar=("REQUEST", "OUT"))
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
-    options = parser.parse_args(argv)
-    interrupt_on_sigterm()
-    try:
-        runs = [read_run(Path(request), Path(out)) for request, out in options.run]
-        documents = run_many(runs, options.budget)
-    except KeyboardInterrupt:
-        return 130
-    except PlannerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(_run_all, parser.parse_args(argv))
+
+
+def _run_all(options: argparse.Namespace) -> int:
+    runs = [read_run(Path(request), Path(out)) for request, out in options.run]
+    documents = run_many(runs, options.budget)
     return 0 if len(documents) == len(runs) and not any(d["exit_code"] for d in documents) else 1
 
 

@@ -11,7 +11,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from executor.launch.versions import differences, driver_version, versions
+from topology.versions import differences, driver_version, versions
 
 LARGEST_BYTES = 1024
 

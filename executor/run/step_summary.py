@@ -1,15 +1,22 @@
-"""Summary of a run from its ranks' step records: times, throughput, clocks and memory."""
+"""Summary of a run from its ranks' step records: times, throughput, clocks and memory; and the ranks that kept others
+waiting in its profiled step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
 from executor.launch.records import median_and_spread
 from executor.launch.request import Request
 from executor.run.rank_records import RankRecords, StepRecord
+from simulator.config.plan import Plan, rank_grid
+from simulator.program import trace as tr
+from simulator.program.trace import Trace
 from topology.codec import JsonObject
 
+LEAST_SHARE = 0.1  # share of the step by which the others wait longer; below it is random variation
+LONGER = 1.05  # ratio to the others' kernel time above which kernels, not the host, make a rank late
 CLOCK_CHANGE = 0.1  # relative change of a run's clocks; more than the power limit changes them between steps
 
 
@@ -82,3 +89,29 @@ def _clock_change(clocks: Sequence[float]) -> dict[str, float] | None:
     return (
         {"step": float(at), "before_hz": before, "after_hz": after} if abs(after / before - 1) > CLOCK_CHANGE else None
     )
+
+
+def slow_ranks(plan: Plan, traces: Mapping[int, Trace]) -> list[str]:
+    """Return a line for each rank that is later than the other ranks of its stage, which do the same work.
+
+    Judged by kernels of NCCL, which last from their launch until all ranks have joined; empty where there are none.
+    """
+    lines = []
+    for stage in rank_grid(plan):
+        ranks = [int(rank) for rank in stage.flat if int(rank) in traces]
+        if len(ranks) < 2 or len(ranks) < stage.size:
+            continue
+        waits = {rank: traces[rank].exposed_s(rank) for rank in ranks}
+        computes = {rank: traces[rank].busy_s(rank, tr.COMPUTE) for rank in ranks}
+        late = min(ranks, key=lambda rank: waits[rank])
+        others = [rank for rank in ranks if rank != late]
+        step_s, waited_s = max(traces[rank].end_s for rank in ranks), median(waits[rank] for rank in others)
+        if waited_s - waits[late] < LEAST_SHARE * step_s or not all(waits.values()):
+            continue
+        slower = computes[late] / max(median(computes[rank] for rank in others), 1e-12)
+        cause = f"its kernels took {slower:.2f} times as long" if slower >= LONGER else "its host was late"
+        lines.append(
+            f"rank {late} kept others waiting: {waited_s:.3g} s of a step in collectives, itself {waits[late]:.3g} s;"
+            f" {cause}"
+        )
+    return lines

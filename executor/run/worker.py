@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
-from executor.gpu.compiled_code import forget_compiled
-from executor.gpu.device import device_name, synchronize
+from executor.gpu.device import device_name, forget_compiled, synchronize
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.heartbeat import Heartbeat
 from executor.launch.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.launch.request import Request
 from executor.measure.profile_step import profile_step
+from executor.measure.torchtitan import TitanTrainer
 from executor.model.shards import local_tensor
 from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_for, set_timeout
 from executor.parallel.model_facts import read_model_facts
@@ -38,7 +38,6 @@ from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
 from executor.run.host_load import HostLoad
 from executor.run.same_software import require_same_software
-from executor.run.titan_trainer import TitanTrainer
 from executor.verify.checks import check_numbers
 from topology import codec
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor.model.decoder import Decoder
-from executor.model.init_weights import init_weights
+from executor.model.decoder import Decoder, init_weights
 from executor.serving.cache import PAGE, PagedCache, pages_of
 from executor.serving.decoder import ServedDecoder, Spread
 from executor.serving.engine import Engine

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.model.attention import NORM_EPS
-from executor.model.decoder import ROPE_BASE
-from executor.model.init_weights import draw
+from executor.model.decoder import ROPE_BASE, draw
 from executor.overlap.all_reduce import all_reduce_rms_norm, fits_own_kernel
 from executor.serving import operators
 from executor.serving.cache import PagedCache

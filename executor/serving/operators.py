@@ -54,11 +54,6 @@ class Heads:
     kv: int
     width: int
 
-    @property
-    def row(self) -> int:
-        """Numbers of queries, keys and values of one token."""
-        return (self.queries + 2 * self.kv) * self.width
-
 
 @dataclass(frozen=True, slots=True)
 class Pages:

@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from executor.launch.local_ranks import launch
-from executor.launch.process_exit import interrupt_on_sigterm
+from executor.launch.process_exit import exit_code_of
 from executor.launch.records import read_records
 from executor.serving.request import ServeRequest, require_served
 from topology import codec
 from topology.codec import JsonObject
-from topology.errors import PlannerError
 
 MODULE = "executor.serving.worker"
 ENDING_S = 8.0  # seconds of the budget for ending ranks and writing the report
@@ -34,17 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
-    options = parser.parse_args(argv)
-    interrupt_on_sigterm()
-    try:
-        request = codec.convert(codec.read_json(options.request), ServeRequest, where=options.request)
-        require_served(request)
-        document = run(request, options.request, options.out, options.budget)
-    except KeyboardInterrupt:
-        return 130
-    except PlannerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return exit_code_of(_serve, parser.parse_args(argv))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    request = codec.convert(codec.read_json(options.request), ServeRequest, where=options.request)
+    require_served(request)
+    document = run(request, options.request, options.out, options.budget)
     return 0 if document["status"] == "finished" else 1
 
 

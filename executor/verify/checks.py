@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from executor.gpu.compiled_code import forget_compiled
+from executor.gpu.device import forget_compiled
 from executor.launch.heartbeat import Heartbeat
 from executor.launch.legal import cp_method
 from executor.launch.records import Recorder, nonfinite_as_none

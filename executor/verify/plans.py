@@ -20,12 +20,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from executor.model.adapters import train_only
-from executor.model.decoder import Decoder
-from executor.model.init_weights import STD, init_weights
+from executor.model.decoder import STD, Decoder, init_weights
 from executor.model.shards import ParameterShard, local_shard, local_tensor
-from executor.parallel.batches import rank_batch
 from executor.parallel.parallelize import Setup
-from executor.parallel.train_step import CLIP, LEARNING_RATE, Trainer
+from executor.parallel.train_step import CLIP, LEARNING_RATE, Trainer, rank_batch
 from simulator.config.adapter import Adapter
 from simulator.config.model import Model
 from simulator.config.plan import Plan

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.configs.answer import Checked, check_text
-from planner.configs.check_document import check_document
+from planner.configs.answer import Checked, check_document, check_text
 from planner.configs.folder import CheckedFolder, check_folder
 from planner.configs.formats.configuration import CheckFlags
 from planner.configs.serving_start import serving_engine

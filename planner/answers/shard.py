@@ -13,20 +13,20 @@ from planner.requests.flag import values_of
 from planner.requests.tools import Shard
 from planner.sharding.answer import Answer, shard_case
 from planner.sharding.backends.dtensor_file import write_dtensor_file
-from planner.sharding.backends.program_text import program_text
 from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.frontends.request import is_request
-from planner.sharding.layouts.layout import make_mesh
+from planner.sharding.layouts.layout import Layout, make_mesh
+from planner.sharding.layouts.loop_domain import loop_text
 from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.plan import ShardingPlan, TensorMove
 from planner.sharding.plans.report import Limits
 from planner.sharding.problem.deadline import Deadline
-from planner.sharding.problem.problem import split_cases
+from planner.sharding.problem.problem import ShardingProblem, split_cases
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
-from topology.rates.known import require_plannable
-from topology.rates.reach import cluster_caveats
+from topology.rates.reach import cluster_caveats, require_plannable
 from topology.units import GIB
 
 
@@ -140,3 +140,33 @@ def _write_captured(answer: Answer, asked: Shard) -> None:
             raise UserError("pipeline stages are no DTensor placements", remedy="--program, which the executor runs")
         graph = answer.request.graph
         codec.write_text(asked.python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))
+
+
+def program_text(problem: ShardingProblem, plan: ShardingPlan) -> str:
+    """Return the program: `y = linear(a, w): [t, h, r{d}]`, then `all_reduce over d: y [t, h]`."""
+
+    def domain(name: str, layout: Layout) -> str:
+        tensor = problem.tensors[name]
+        return loop_text(layout, tensor.shape, problem.mesh, tensor.axes)
+
+    lines: list[str] = []
+    shown: set[str] = set()
+    for step in plan.steps:
+        needed = [step.tensor] if isinstance(step, TensorMove) else [name for name, _ in step.option.operands]
+        for name in needed:
+            if name in problem.inputs and name not in shown:
+                shown.add(name)
+                lines.append(f"{name}: {domain(name, plan.choice.layouts[name])}")
+        if isinstance(step, TensorMove):
+            joined = not step.collectives and any(one.collectives for one in step.steps)
+            kinds = [one.kind for one in step.collectives] or ["in the next buffer" if joined else "local slice"]
+            for kind in dict.fromkeys(kinds):
+                times = f"{kinds.count(kind)} x " if kinds.count(kind) > 1 else ""
+                over = f" over {step.collectives[0].mesh_dim}" if step.collectives else ""
+                lines.append(f"    {times}{kind}{over}: {step.tensor} {domain(step.tensor, step.target)}")
+            continue
+        operator = problem.operators[step.operator]
+        name = operator.result.name
+        lines += [f"    {one.kind} over {one.mesh_dim}, {one.note}" for one in step.collectives]
+        lines.append(f"{name} = {operator.text}: {domain(name, step.option.result)}")
+    return "\n".join(lines)

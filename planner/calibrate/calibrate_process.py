@@ -10,9 +10,9 @@ from typing import Any
 from planner.io import child
 from topology import codec
 from topology.errors import ProbeError
-from topology.profile.calibration_records import profile_from_records
 from topology.profile.measurement import Measurement, read_measurement
 from topology.profile.profile import Profile
+from topology.profile.store import profile_from_records
 
 
 def calibrate(

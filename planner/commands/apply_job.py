@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from planner.io import output
+from planner.io.inputs import parse_seconds
 from planner.io.printable import printable
 from planner.question.plan_file import load_plan
 from planner.requests.runs import Apply
@@ -93,11 +93,8 @@ def _run(asked: Apply) -> tuple[PlannedRun, int]:
 
 def patience_s(text: str) -> float:
     """Return the seconds of `90s`, `30m`, `12h`. Raises UserError for anything else, or more than two weeks."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh])", text.strip())
-    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else -1.0
-    if not 0 <= seconds <= MOST_HOURS * 3600:
-        raise UserError(f"--wait is {text!r}", why=f"it is 0h to {MOST_HOURS}h", remedy="--wait 12h")
-    return seconds
+    most, why = MOST_HOURS * 3600.0, f"it is 0h to {MOST_HOURS}h"
+    return parse_seconds(text, "--wait", range_s=(0.0, most), units="smh", why=why, example="12h")
 
 
 def _write(job: LauncherJob, written: JobFile, request: JsonObject) -> None:

@@ -14,10 +14,9 @@ from typing import NamedTuple
 from click.exceptions import Exit
 
 from planner.calibrate.agenda import Agenda, Wanted, agenda_for
-from planner.calibrate.agenda_report import agenda_document, announced, what_is_left
 from planner.calibrate.calibrate_process import calibrate as run
 from planner.calibrate.calibrate_process import read_records, time_host
-from planner.calibrate.calibration_report import document, lines
+from planner.calibrate.calibration_report import agenda_document, announced, document, lines, what_is_left
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.commands.doctor import budget_s
@@ -43,7 +42,7 @@ from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, User
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_folder, with_named_runs
-from topology.rates.known import require_plannable
+from topology.rates.reach import require_plannable
 from topology.units import MIB
 
 LEAST_S = 1.0  # least seconds left for measuring

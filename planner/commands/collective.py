@@ -13,8 +13,7 @@ from planner.requests.machines import Collective
 from planner.validate.collective_rows import predicted_rows, table_rows
 from topology.codec import JsonObject
 from topology.errors import UserError
-from topology.rates.known import require_plannable
-from topology.rates.reach import cluster_caveats
+from topology.rates.reach import cluster_caveats, require_plannable
 from topology.units import two_digits
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import re
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 from click.exceptions import Exit
@@ -14,7 +12,7 @@ from planner.calibrate.calibrate_process import measure as run
 from planner.commands import doctor_jobs
 from planner.commands.probe import probe_cluster
 from planner.io import output
-from planner.io.inputs import read_cluster
+from planner.io.inputs import parse_seconds, read_cluster
 from planner.io.printable import printable
 from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
@@ -28,12 +26,11 @@ from topology.finding import finding as make_finding
 from topology.health import report as health_report
 from topology.health.diagnose import Health, diagnose
 from topology.processes import process_owner
-from topology.profile.measured_links import with_measured_rates
-from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement
+from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement, with_measured_rates
 from topology.redact import redact as redact_text
 from topology.redact import redact_cluster
-
-MAX_BUDGET_S = 3600.0
+from topology.versions import driver_version
+from topology.versions import versions as versions_of_packages
 
 
 def doctor(asked: Doctor) -> None:
@@ -72,11 +69,7 @@ def doctor(asked: Doctor) -> None:
 
 def budget_s(text: str) -> float:
     """Return the seconds of `60`, `60s`, `1.5m`. Raises UserError for anything else, or more than an hour."""
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m)?", text.strip())
-    seconds = float(match[1]) * (60 if match[2] == "m" else 1) if match else 0.0
-    if not 5 <= seconds <= MAX_BUDGET_S:
-        raise UserError(f"--budget is {text!r}", why="it is 5s to 60m", remedy="--budget 60s")
-    return seconds
+    return parse_seconds(text, "--budget", range_s=(5.0, 3600.0), units="sm?", why="it is 5s to 60m", example="60s")
 
 
 def _refuse(*paths: Path | None, force: bool) -> None:
@@ -111,22 +104,9 @@ def _owners(cluster: Cluster) -> Cluster:
     return replace(cluster, findings=tuple(named(finding) for finding in cluster.findings))
 
 
-def installed() -> dict[str, str]:
-    """Return versions of what matters on this machine, without importing any of it."""
-    found = {"python": platform.python_version(), "kernel": platform.release()}
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    driver = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
-    if driver:
-        found["driver"] = driver[1]
-    for package in ("torch", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def _installed() -> dict[str, str]:
+    driver = driver_version()
+    return {"kernel": platform.release(), **({"driver": driver} if driver else {}), **versions_of_packages()}
 
 
 def _samples(
@@ -172,7 +152,7 @@ def _save(
 def _answer(
     cluster: Cluster, health: Health, measured: Measurement | None, *, here: bool, as_json: bool, hide: bool
 ) -> None:
-    versions = {"meshwright": version(), **(installed() if here else {})}
+    versions = {"meshwright": version(), **(_installed() if here else {})}
     if measured is not None:
         versions |= {"driver": measured.driver or versions.get("driver", ""), **(measured.versions or {})}
     if as_json:

@@ -10,8 +10,8 @@ from planner.io import output
 from planner.io.printable import printable
 from planner.requests.machines import Doctor
 from planner.runs.schedulers.node_answers import ERROR
-from planner.runs.schedulers.ray_check import check_ray
-from planner.runs.schedulers.slurm_check import check_slurm
+from planner.runs.schedulers.ray import check_ray
+from planner.runs.schedulers.slurm import check_slurm
 from topology import codec
 from topology.errors import UserError
 

@@ -8,8 +8,8 @@ from planner.io import output
 from planner.io.inputs import measurements
 from planner.io.printable import printable
 from planner.learn.fit import FEWEST, Measured, fit, left_out_errors, measured_of
+from planner.learn.logs import read_runs
 from planner.learn.next_runs import ask_next
-from planner.learn.runs_file import read_runs
 from planner.question.case_fields import case_id
 from planner.question.cases import Case, load_case
 from planner.question.learned_runtime import LearnedRuntime

@@ -22,7 +22,7 @@ from topology.export import simulators as export_topology
 from topology.probe import report
 from topology.probe.from_machine import probe_machine
 from topology.probe.from_text import probe_text
-from topology.rates.known import plannable
+from topology.rates.reach import plannable
 from topology.redact import redact_cluster
 
 

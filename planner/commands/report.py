@@ -17,7 +17,7 @@ from planner.pictures.timelines import timelines
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.runs import Report
 from planner.runs import profile_update, report_text
-from planner.runs.report_html import to_html
+from planner.runs.report_text import to_html
 from planner.runs.run_report import RunReport, load_run
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.trace import Span, Trace

@@ -7,12 +7,11 @@ import os
 import re
 import stat
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
 
-from planner.io.explorer_server import environment
+from planner.io.explorer_server import environment, require_installed
 from planner.remote.settings import LOOPBACK, Settings
 from planner.requests.tools import Service
 from topology import codec
@@ -25,13 +24,7 @@ MODULE = "planner.service"
 
 def service(asked: Service) -> None:
     """Print what `planner service` answers."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"the service needs {', '.join(missing)}",
-            why="they are an optional part of meshwright",
-            remedy="pip install 'meshwright[service]'",
-        )
+    require_installed("service", "service", NEEDS)
     users = None if asked.tokens is None else read_tokens(asked.tokens)
     if asked.host not in LOOPBACK and users is None:
         raise UserError(

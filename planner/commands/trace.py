@@ -18,7 +18,7 @@ from planner.requests.training import Trace
 from simulator.legality.rules import is_legal
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import breakdown_s, drawn_micro_batches, program_length
-from simulator.memory.over_time import with_memory
+from simulator.memory.replay import with_memory
 from simulator.program.chrome_trace import to_chrome
 from topology.codec import JsonObject, to_json, write_text
 from topology.errors import UserError

@@ -24,7 +24,6 @@ from planner.runs.profile_update import add_run_to_profile
 from planner.runs.run_report import load_run
 from planner.tune import text
 from planner.tune.candidates import Candidates
-from planner.tune.document import tune_document
 from planner.tune.history import history
 from planner.tune.loop import View
 from planner.tune.report import to_html
@@ -41,6 +40,7 @@ from planner.tune.sessions.start import (
     tuning_request,
 )
 from planner.tune.state import State, TuningRequest, read_state, write_new
+from planner.tune.text import tune_document
 from planner.tune.trials import Runner, Trial
 from topology import codec
 from topology.errors import PlannerError, UserError

@@ -17,7 +17,7 @@ PATIENCE_S = 5.0  # seconds to wait for a service at the start
 
 def ui(asked: Ui) -> None:
     """Print what `planner ui` answers."""
-    require_installed()
+    require_installed("explorer", "ui", ("streamlit", "altair"))
     require_free(asked.port)
     if asked.server is not None:
         _require_service(asked.server)

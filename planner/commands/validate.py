@@ -9,7 +9,7 @@ from planner.io import output
 from planner.io.grids import console, grid
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.printable import printable
-from planner.learn.runs_file import read_runs
+from planner.learn.logs import read_runs
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.requests.runs import Validate
 from planner.validate.validation import ErrorSummary, Summary, ValidationRow, summarise, validate_case

@@ -7,11 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from planner.configs.asked import Open, Stated, ask
-from planner.configs.formats.configuration import CheckFlags, Configuration, Limits
+from planner.configs.formats.configuration import CheckFlags, Configuration, Limits, did_you_mean
 from planner.configs.stated_rate import Against, StatedRate, against
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import FIXES_LEFT_OUT, PlanAnswer, answer_plan
+from planner.io.output import SCHEMA_VERSION
 from planner.question.prediction import predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import deadline_of, left_s, over
@@ -26,6 +27,7 @@ from simulator.fitting.calibrations import UNMEASURED, Calibrations
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
 from simulator.runtimes.library import compiles
+from topology import codec
 from topology.codec import JsonObject
 from topology.errors import Infeasible, Unproved
 from topology.time_limit import ended, limited
@@ -285,3 +287,42 @@ def _because(best: Better, singles: list[Better]) -> str:
     return (
         f"it surely fits; the change above takes {fastest.estimate.step_s.value:.3g} s and fits with a chance of {odds}"
     )
+
+
+def check_document(checked: Checked) -> JsonObject:
+    """Return the JSON document of `planner check`."""
+    found, best, stated = checked.found, checked.best, checked.stated
+    question = None if found is None else found.case.question
+    plan = found.case.plan if found is not None else stated.plan if stated is not None else None
+    said = question if question is not None else stated
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "framework": checked.configuration.framework,
+        "version": checked.configuration.version,
+        "legal": checked.legal,
+        "problems": codec.to_builtins(checked.problems),
+        "unknown": list(checked.configuration.unknown),
+        "did_you_mean": did_you_mean(checked.configuration),
+        "questions": codec.to_builtins(checked.questions),
+        "assumed": list(checked.assumed),
+        "plan": None if plan is None else codec.to_builtins(plan),
+        "workload": None if said is None else codec.to_builtins(said.workload),
+        "runtime": None if said is None else codec.to_builtins(said.runtime),
+        "model": None if question is None else question.model.name,
+        "cluster": None if said is None else said.cluster.name,
+        "estimate": None if found is None or found.estimate is None else codec.to_builtins(found.estimate),
+        "measured": None if checked.against is None else codec.to_builtins(checked.against),
+        "changes": [
+            {
+                "what": one.what,
+                "diff": one.diff,
+                "step_s": one.step_s,
+                "fits": one.fits,
+                "fit_probability": one.fit_probability,
+            }
+            for one in checked.changes
+        ],
+        "best": None if best is None else codec.to_builtins(best),
+        "best_because": checked.best_because,
+        "no_better": checked.no_better,
+    }

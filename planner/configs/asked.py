@@ -26,7 +26,7 @@ from simulator.legality.rule import UNKNOWN_MODEL, Grade, Problem
 from simulator.legality.rules import problems_without_model
 from topology.cluster import Cluster, NodeGroup
 from topology.errors import BadInput, PlannerError, Unproved, UserError
-from topology.rates.known import require_plannable
+from topology.rates.reach import require_plannable
 
 MOST_NODES = 2048  # most nodes tried if a configuration leaves its number of GPUs open
 # Flags, and the facts of a configuration that must not contradict them.

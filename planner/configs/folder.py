@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.configs.answer import Checked, check_text
-from planner.configs.check_document import check_document
+from planner.configs.answer import Checked, check_document, check_text
 from planner.configs.formats.configuration import CheckFlags, NotAConfiguration, did_you_mean
 from planner.configs.serving_start import serving_engine
 from planner.io.output import SCHEMA_VERSION

@@ -34,7 +34,7 @@ from planner.serving import (
     serving_question,
     value_of,
 )
-from planner.validate.serving_names import model_of, plain
+from planner.validate.serving_row import model_of, plain
 from simulator.config.hf_config import hub_name, load_model
 from simulator.config.stored_weights import of_name
 from simulator.serving.deployment import Deployment, Pool

@@ -10,9 +10,8 @@ from planner.explain.tables import cluster_line
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
-from planner.io.plan_words import changed_fields
+from planner.io.plan_words import changed_fields, differing
 from planner.question.cases import Case
-from planner.question.plan_file import differing
 from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec

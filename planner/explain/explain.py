@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from planner.explain.overlap_account import SiteOverlap, overlap_by_site
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
 from planner.question.prediction import predict
@@ -26,8 +25,10 @@ from planner.search.plan_space.screened import Screened
 from planner.search.plan_space.stated import exactly
 from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
+from simulator.analytical.estimates import EstimateTable
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import Estimate, MemoryEstimate
+from simulator.config.overlap_sites import NONE, SITES, modes_by_site, written
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
@@ -38,6 +39,7 @@ from topology.rates.scaling import scale_memory, with_gpus
 STATE = frozenset({"parameters", "gradients", "optimizer"})
 FACTORS = (0.25, 0.5, 2.0, 4.0)  # factors of a rate or memory size for which the search is repeated
 BISECTIONS = 4  # bisections of the interval of factors, down to 2^(1/16), 4.4 %
+OUTSIDE_LAYERS = "embedding and head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,3 +309,37 @@ def _flip(quantity: str, now: float, at: float, unit: str, becomes: Plan) -> Ans
     return AnswerFlip(
         quantity=quantity, now=now, at=at, unit=unit, wins="below" if at < now else "above", becomes=becomes
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteOverlap:
+    """One communication: seconds of a step that its mode hides, and seconds by which the step is shorter.
+
+    The latter is smaller if the overlapped matrix products take longer, or if the host issues more kernels. `site` is
+    one of `simulator.config.overlap_sites.SITES`, or ENDS for the communications outside layers.
+    """
+
+    site: str
+    mode: str
+    hides_s: float
+    saves_s: float
+
+
+def overlap_by_site(plan: Plan, cost: Callable[[Sequence[Plan]], EstimateTable]) -> tuple[SiteOverlap, ...]:
+    """Return the saving of each site's mode alone, in the order of a layer; empty if nothing overlaps."""
+    modes = modes_by_site(plan.tp_overlap)
+    if plan.tp == 1 or set(modes) == {NONE}:
+        return ()
+    texts = [NONE, *(written({site: mode}) for site, mode in zip(SITES, modes, strict=True)), plan.tp_overlap]
+    table = cost([replace(plan, tp_overlap=text) for text in texts])
+    hides = table.exposed_by_axis_s["tp"][0] - table.exposed_by_axis_s["tp"]
+    saves = table.step_s[0] - table.step_s
+    found = [
+        SiteOverlap(site=site, mode=mode, hides_s=float(hides[number]), saves_s=float(saves[number]))
+        for number, (site, mode) in enumerate(zip(SITES, modes, strict=True), start=1)
+    ]
+    ends_hidden_s = float(hides[-1] - hides[1:-1].sum())
+    if len(set(modes)) == 1 and ends_hidden_s > 0:
+        ends_saved_s = float(saves[-1] - saves[1:-1].sum())
+        found.append(SiteOverlap(site=OUTSIDE_LAYERS, mode=modes[0], hides_s=ends_hidden_s, saves_s=ends_saved_s))
+    return tuple(found)

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
-from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount
-from planner.explain.overlap_account import SiteOverlap
+from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount, SiteOverlap
 from planner.explain.tables import (
     changed_lines,
     cluster_line,

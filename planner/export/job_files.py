@@ -7,6 +7,8 @@ where `resourcesPerNode` replaces the runtime's resources, so GPUs are named the
 
 from __future__ import annotations
 
+import hashlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - of a pod, where NCCL's ranks meet; 64
 BASH = "#!/bin/bash"
 # Expanded by the shell of the job: the first node of the allocation is the rendezvous.
 FIRST_NODE = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+MAX_CHARACTERS = 40
 
 
 def slurm_options(name: str, *, nodes: int, gpus_per_node: int) -> JsonObject:
@@ -133,3 +136,16 @@ def job_set(pods: Pods) -> JsonObject:
             "replicatedJobs": [replicated],
         },
     }
+
+
+def slug(name: str) -> str:
+    """Return `name` if it is a DNS label, otherwise a label made from it, with a hash that keeps names distinct."""
+    cleaned = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if name and cleaned == name and len(name) <= MAX_CHARACTERS:
+        return name
+    return f"{cleaned[:MAX_CHARACTERS].strip('-') or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def renamed(name: str) -> tuple[str, ...]:
+    """Return what a job file does not express of a job's name, if it is no DNS label."""
+    return () if slug(name) == name else (f"the job's name {name!r}: written as {slug(name)!r}",)

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,18 +14,17 @@ from topology.errors import PlannerError, UserError
 from topology.processes import end_tree
 
 ADDRESS = "127.0.0.1"
-NEEDS = ("streamlit", "altair")
 GRACE_S = 5.0  # seconds between terminating and killing the server
 
 
-def require_installed() -> None:
-    """Raise UserError when the packages of the explorer are not installed."""
-    missing = [name for name in NEEDS if find_spec(name) is None]
+def require_installed(what: str, extra: str, packages: Sequence[str]) -> None:
+    """Raise UserError when packages of an optional part are not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"the explorer needs {' and '.join(missing)}",
+            f"the {what} needs {', '.join(missing)}",
             why="they are an optional part of meshwright",
-            remedy="pip install 'meshwright[ui]'",
+            remedy=f"pip install 'meshwright[{extra}]'",
         )
 
 

@@ -65,6 +65,22 @@ def parse_bytes(text: str) -> float:
     return float(value) * (1024.0 if binary else 1000.0) ** power
 
 
+TIMES_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def parse_seconds(text: str, flag: str, *, range_s: tuple[float, float], units: str, why: str, example: str) -> float:
+    """Return the seconds of `90s`, `1.5m` or `12h`, in one of `units`, and of a plain number if these end with `?`.
+
+    Raises UserError, with `why`, for anything else, and for what is outside of `range_s`.
+    """
+    known = f"[{units.removesuffix('?')}]{'?' if units.endswith('?') else ''}"
+    match = re.fullmatch(rf"([0-9]{{1,7}}(?:\.[0-9]{{1,3}})?)\s*({known})", text[:100].strip().lower())
+    seconds = float(match[1]) * TIMES_S[match[2] or "s"] if match else -1.0
+    if not range_s[0] <= seconds <= range_s[1]:
+        raise UserError(f"{flag} is {text[:40]!r}", why=why, remedy=f"{flag} {example}")
+    return seconds
+
+
 def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
     """Return the calibrations of a profile file; empty ones without a path.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -236,3 +236,29 @@ def value_words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# --- differences of any two values ------------------------------------------------------------------------------------
+
+
+def differing(one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the fields in which two values of one kind differ, each with both of its values in words."""
+    return _differing(codec.to_builtins(one), codec.to_builtins(other), "")
+
+
+def _differing(one: Any, other: Any, where: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            yield from _differing(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _differing(a, b, f"{where}[{index}]")
+    elif one != other:
+        yield where, _entry_text(one), _entry_text(other)
+
+
+def _entry_text(value: Any) -> str:
+    if isinstance(value, (list, tuple, dict)):
+        return f"{len(value)} entries"
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

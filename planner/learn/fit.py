@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from planner.learn.solver import Solution, solve
 from planner.question.cases import Case
 from planner.question.learned_runtime import CROSSING, FACTORS, FLUSH, MEMORY_FACTORS, Fitted, costs_of
+from planner.question.question import Question
 from planner.validate.validation import compared_bytes, measured_step_s
 from simulator.analytical.memory import CONTEXT_BYTES, STATE
 from simulator.calibration.calibration import Calibration, RuntimeCosts
@@ -182,10 +183,7 @@ class PredictedCases:
         found: dict[int, Estimate] = {}
         for places in self.groups:
             question = self.cases[places[0]].question
-            below = question.calibration or Calibration(gpu=question.cluster.slowest_kind)
-            key = (runtime_spec(question.runtime.name).names[0], compiled)
-            known = replace(below, runtimes={key: costs_of(values, rows=1)})
-            asked = replace(question, calibration=known)
+            asked = replace(question, calibration=_with_costs(question, values, compiled=compiled))
             table = asked.estimate([self.cases[place].plan for place in places])
             for row, place in enumerate(places):
                 estimate = table.estimate(row)
@@ -197,14 +195,18 @@ class PredictedCases:
         found = np.zeros((len(answers), len(self.cases)))
         for places in self.groups:
             question = self.cases[places[0]].question
-            below = question.calibration or Calibration(gpu=question.cluster.slowest_kind)
-            key = (runtime_spec(question.runtime.name).names[0], compiled)
-            known = [replace(below, runtimes={key: costs_of(values, rows=1)}) for values in answers]
+            known = [_with_costs(question, values, compiled=compiled) for values in answers]
             asked = replace(question, calibration=known[0])
             plans = [self.cases[place].plan for place in places]
             table = asked.estimate(plans * len(answers), each_with=[one for one in known for _ in plans])
             found[:, places] = table.step_s.reshape(len(answers), len(plans))
         return found
+
+
+def _with_costs(question: Question, values: Mapping[str, float], *, compiled: bool) -> Calibration:
+    """Return the calibration of a question with given costs of its runtime."""
+    below = question.calibration or Calibration(gpu=question.cluster.slowest_kind)
+    return replace(below, runtimes={(runtime_spec(question.runtime.name).names[0], compiled): costs_of(values, rows=1)})
 
 
 class Runs:

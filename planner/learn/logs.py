@@ -1,4 +1,5 @@
-"""Read the measurements in a training log: the lines that torchtitan, Megatron-LM and DeepSpeed write about steps.
+"""Runs in files: a list of cases (JSON), one case per line (JSON Lines), or a table (CSV) whose columns are paths into
+a case; and the measurements in a training log: what torchtitan, Megatron-LM and DeepSpeed write about steps.
 
 A log has step times and memory; the case that names it (`measured.log`) has the plan. torchtitan's line is written by
 components/metrics.py (`tps` tokens a second and GPU, `memory` what its allocator reserved at most), Megatron-LM's by
@@ -8,13 +9,18 @@ megatron/training/training.py (`training_log`, `report_memory`: MB are MiB), Dee
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from planner.question.case_words import sectioned
+from planner.question.cases import read_cases
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput
@@ -25,6 +31,7 @@ SKIPPED = 2  # first steps (which compile, allocate and choose algorithms) that 
 MIB, GIB = 1 / 1024, 1.0  # in GiB
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
+MOST_ROWS = 100_000
 
 
 @dataclass(slots=True)
@@ -167,3 +174,54 @@ def with_log(case: JsonObject, folder: Path, where: str) -> JsonObject:
 
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
+
+
+def read_runs(path: str | Path) -> list[JsonObject]:
+    """Return the cases of a file. Raises BadInput, naming the line, for an invalid case.
+
+    A column of a table has the name of its field, `plan.tp` or `measured.log`, or that of the command-line option; an
+    empty cell means not stated.
+    """
+    folder = Path(path).parent
+    found = [sectioned(row) for row in _read(str(path))]
+    return [with_log(case, folder, f"{path}: {case.get('id', f'case {n}')}") for n, case in enumerate(found, start=1)]
+
+
+def _read(name: str) -> list[JsonObject]:
+    if name.endswith(".csv"):
+        rows = islice(codec.parse_csv(codec.read_text(name), where=name), MOST_ROWS)
+        return [_case_of_row(row, f"{name}:{line}") for line, row in rows]
+    if name.endswith(".jsonl"):
+        lines = [line for line in codec.read_text(name).splitlines() if line.strip()][:MOST_ROWS]
+        found = [codec.parse_json(line, where=f"{name}:{number}") for number, line in enumerate(lines, start=1)]
+        for number, one in enumerate(found, start=1):
+            if not isinstance(one, dict):
+                raise BadInput(
+                    f"{name}:{number} is no case", why="a line is one object with model, cluster, workload, plan"
+                )
+        return [{"id": f"{name}:{number}", **one} for number, one in enumerate(found, start=1)]
+    return list(read_cases(name)[0])
+
+
+def _case_of_row(row: dict[str, str | None], where: str) -> JsonObject:
+    case: JsonObject = {"id": where}
+    for column, cell in row.items():
+        if cell is None or not cell.strip():
+            continue
+        *path, last = column.strip().split(".")
+        place = case
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise BadInput(f"{where}: column {column} is inside a value of another column")
+        place[last] = _value(cell.strip())
+    return case
+
+
+def _value(cell: str) -> Any:
+    """Return a number, true, false or null as JSON reads it, all else as text."""
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    return cell if isinstance(found, dict | list | str) else found

@@ -36,13 +36,11 @@ from planner.question.case_runtime import (
     runtime_section,
 )
 from planner.question.case_words import PLAN_KEYS, in_sections
-from planner.question.case_workload import case_workload, noted_workload
 from planner.question.flags import Flags, refuse_experts, refuse_unused
-from planner.question.notes import card_memory_noted, watts_noted
+from planner.question.notes import card_memory_noted, case_workload, noted_workload, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
-from planner.question.recipe_settings import published_recompute, recipe_settings
-from planner.question.recipes import default_batch, default_length
+from planner.question.recipes import default_batch, default_length, published_recompute, recipe_settings
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
 from simulator.config.hf_config import load_model, model_from_config

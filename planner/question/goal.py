@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from planner.io.inputs import parse_bytes, parse_seconds
 from planner.requests.training import Suggest
 from topology.errors import UserError
 
-TIMES_S = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 ABOUT_RUNS = (
     *("deadline", "budget", "mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint", "spot", "repair", "spares"),
 )
@@ -76,7 +77,7 @@ def goal_of(asked: Suggest) -> Goal | None:
     return Goal(
         tokens=_amount(tokens, "--tokens", "2T, 300B or 15e9"),
         gpu_price_per_hour=gpu_price,
-        deadline_s=None if deadline is None else _seconds(deadline),
+        deadline_s=None if deadline is None else _deadline_s(deadline),
         budget=None if budget is None else _amount(budget, "--budget", "1M, 250k or 50000"),
         **_mtbf(asked.mtbf),
         checkpoint_bytes_per_s=_rate(asked.checkpoint_bandwidth),
@@ -102,17 +103,20 @@ def _mtbf(text: str | None) -> dict[str, Any]:
     return {"mtbf_hours": hours, "mtbf_of": match[2] or "gpu"}
 
 
+def _deadline_s(text: str) -> float:
+    return parse_seconds(
+        text, "--deadline", range_s=(1.0, math.inf), units="hdw", why="units are h, d and w", example="30d"
+    )
+
+
 def _rate(text: str | None) -> float | None:
     """Return bytes per second from a number, or a number with a unit."""
-    match = re.fullmatch(
-        r"([0-9]{1,17}(?:\.[0-9]{1,6})?(?:e\+?[0-9]{1,2})?)\s*(?:([kmgt]?)(i?)b(?:/s|ps)?)?",
-        "" if text is None else text[:100].strip(),
-        flags=re.IGNORECASE,
-    )
     if text is None:
         return None
-    each = (1024.0 if match[3] else 1000.0) ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0) if match else 0.0
-    rate = float(match[1]) * each if match else 0.0
+    try:
+        rate = parse_bytes(re.sub(r"(?<=b)(/s|ps)$", "", text[:100].strip(), flags=re.IGNORECASE))
+    except UserError:
+        rate = 0.0
     if not SLOWEST_STORAGE <= rate <= FASTEST_STORAGE:
         raise UserError(
             f"--checkpoint-bandwidth {text[:40]!r} is no rate from 1 MB/s to 10 PB/s",
@@ -127,12 +131,4 @@ def _amount(text: str, flag: str, examples: str) -> float:
     value = float(match[1]) * THOUSANDS[match[2].lower()] if match else 0.0
     if not 1 <= value <= 1e18:
         raise UserError(f"{flag} {text[:40]!r} is not an amount from 1 to 10^18", remedy=f"{flag} {examples}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([hdw])\s*", text[:100].lower())
-    value = float(match[1]) * TIMES_S[match[2]] if match else 0.0
-    if value <= 0:
-        raise UserError(f"--deadline {text[:40]!r} is not a time", why="units are h, d and w", remedy="--deadline 30d")
     return value

@@ -8,11 +8,11 @@ writes the same bytes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.io.plan_words import differing
 from planner.io.version import version
 from planner.question.question import Question, question_of
 from simulator.calibration.calibration import Calibration
@@ -243,29 +243,6 @@ SHOWN = 6  # differences named in an error
 def differences(then: Any, now: Any) -> list[str]:
     """Return what differs between two values of one kind, field by field: `layers: 32, now 80`."""
     return [f"{where}: {one}, now {other}" for where, one, other in differing(then, now)]
-
-
-def differing(one: Any, other: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield the fields in which two values of one kind differ, each with both of its values in words."""
-    return _differing(codec.to_builtins(one), codec.to_builtins(other), "")
-
-
-def _differing(one: Any, other: Any, where: str) -> Iterator[tuple[str, str, str]]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys([*one, *other]):
-            yield from _differing(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        for index, (a, b) in enumerate(zip(one, other, strict=True)):
-            yield from _differing(a, b, f"{where}[{index}]")
-    elif one != other:
-        yield where, _shown(one), _shown(other)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple, dict)):
-        return f"{len(value)} entries"
-    text = "none" if value is None else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _text(value: Any) -> str:

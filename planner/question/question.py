@@ -28,8 +28,7 @@ from simulator.lowering.simulation import Simulated, simulate_plan
 from simulator.runtimes.stated import resolve
 from topology.cluster import Cluster, LinkKind
 from topology.errors import BadModel, Infeasible
-from topology.rates.known import require_plannable
-from topology.rates.reach import reach
+from topology.rates.reach import reach, require_plannable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

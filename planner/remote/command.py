@@ -16,7 +16,7 @@ from planner.io.printable import printable
 from planner.remote.connect import connect, require_httpx
 from planner.remote.errors import error_of
 from planner.requests.flag import Flag, Request, flags_of, value_of
-from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED
+from planner.requests.known import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput, UserError

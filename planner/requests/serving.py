@@ -105,7 +105,7 @@ class Drawn:
     csv: Path | None = option(None, "--csv", help="Serving, --objective pareto: save all of its points as a table.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """What a server is asked, and what its clients want; None is what nobody stated."""
 
@@ -137,7 +137,7 @@ class Load:
     tpot: str | None = option(None, "--tpot", help="Target: time per token after the first (0.02, 0.02s or 20ms).")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     """The engine that serves, and its settings."""
 
@@ -187,7 +187,7 @@ class Engine:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """Parts of one deployment, which a search chooses."""
 

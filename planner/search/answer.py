@@ -14,7 +14,7 @@ from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
 from planner.question.flags import Flags, refuse_experts
 from planner.question.question import Question, question_of
-from planner.question.recipe_settings import recipe_settings
+from planner.question.recipes import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus, with_or_without_off_fabric
 from planner.search.infeasible import minimal_gpus

@@ -17,8 +17,8 @@ from simulator.failures.goodput import (
     Failures,
     checkpoint_bytes,
     copy_s,
+    spread,
 )
-from simulator.failures.simulated import spread
 from topology.cluster import Source
 from topology.errors import Infeasible
 from topology.units import GIB

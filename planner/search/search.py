@@ -26,7 +26,7 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
-from planner.search.legal_ways import legal_ways
+from planner.search.legal_ways import contradiction, legal_ways
 from planner.search.plan_space.branch_and_bound import BestFirst, Explored, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.collected import ListedTies
@@ -36,7 +36,6 @@ from planner.search.plan_space.screened import Screened
 from planner.search.reasons import faster_unsure, why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
-from planner.search.stated_parts import contradiction
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import RATHER_SURE, SURE

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
 from planner.remote.settings import Settings
 from planner.requests.flag import Flag
-from planner.requests.served import RUNS, SHORT, SO_FAR
+from planner.requests.known import RUNS, SHORT, SO_FAR
 from planner.runs.scheduled import cancel_below
 from planner.service.outcome import ending, error_text, prepared, scheduled
 from planner.service.store.files import Files

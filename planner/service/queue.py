@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from planner.remote.settings import Settings
 from planner.requests.flag import Flag
-from planner.requests.served import RUNS
+from planner.requests.known import RUNS
 from planner.service.dispatcher import Dispatcher
 from planner.service.documents import JobDocument, JobList, JobSummary, document
 from planner.service.outcome import request_text

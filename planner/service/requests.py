@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
 from planner.requests.flag import Flag, command_line, flags_of
-from planner.requests.known import request_of
-from planner.requests.served import ALWAYS_WRITTEN, CONTINUED, SERVED
+from planner.requests.known import ALWAYS_WRITTEN, CONTINUED, SERVED, request_of
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadInput

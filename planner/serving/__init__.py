@@ -5,8 +5,7 @@ The public names are imported here.
 
 from __future__ import annotations
 
-from planner.serving.account import Account, serving_account
-from planner.serving.answer import ServingAnswer, answer_deployment
+from planner.serving.answer import Account, ServingAnswer, answer_deployment, serving_account
 from planner.serving.compare import compare_answers
 from planner.serving.crossings import Sweep, over_clients
 from planner.serving.explain import explain_serving

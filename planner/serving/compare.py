@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.io.plan_words import differing
 from planner.serving.answer import ServingAnswer
-from topology import codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +72,5 @@ def _terms(of: str, one: dict[str, float], other: dict[str, float]) -> list[Term
 
 
 def differences(one: Any, other: Any) -> Iterator[str]:
-    """Yield what differs between two values of one kind, field by field: `pool.tp: 4, then 8`."""
-    yield from _differences(codec.to_builtins(one), codec.to_builtins(other), "")
-
-
-def _differences(one: Any, other: Any, where: str) -> Iterator[str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in dict.fromkeys([*one, *other]):
-            yield from _differences(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
-    elif one != other:
-        yield f"{where}: {_shown(one)}, then {_shown(other)}"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return f"{len(value)} entries"
-    return "none" if value is None else str(value)[:40]
+    """Return what differs between two values of one kind, field by field: `pool.tp: 4, then 8`."""
+    return (f"{where}: {first}, then {second}" for where, first, second in differing(one, other))

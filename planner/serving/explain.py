@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from planner.serving.answer import ServingAnswer, answer_deployment
-from planner.serving.break_even import BreakEven, break_even
-from planner.serving.crossings import Sweep, over_clients, over_context, over_links
+from planner.serving.crossings import BreakEven, Sweep, break_even, over_clients, over_context, over_links
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult, search_serving
 from simulator.serving.deployment import Deployment

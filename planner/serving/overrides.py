@@ -13,10 +13,10 @@ from planner.serving.question.from_flags import (
     number_format,
     refuse_unknown_to,
     speculation_of,
+    target_s,
 )
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
-from planner.serving.question.target_time import target_s
 from planner.serving.stated import read_pool, require_pool
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, made_even
 from simulator.serving.traffic import Lengths, Traffic, steady_requests, with_clients

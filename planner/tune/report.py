@@ -10,7 +10,7 @@ from html import escape
 
 from planner.pictures.palette import BLUE, GREEN
 from planner.pictures.svg import MARGIN, Picture, legend, shortened
-from planner.runs.report_html import html_table, page
+from planner.runs.report_text import html_table, page
 from planner.tune.history import Believed, History, candidate_words
 from planner.tune.loop import View
 from planner.tune.text import chance_text

@@ -14,8 +14,7 @@ from typing import Any
 from planner.serving import sglang_of, trtllm_of, vllm_of
 from planner.validate.makers_settings import as_makers_set
 from planner.validate.offline_benchmark import as_benchmark_sets, is_benchmark, requests_sent
-from planner.validate.serving_names import cluster_of, model_of
-from planner.validate.serving_row import ServingRow, read_row, side_of, unread
+from planner.validate.serving_row import ServingRow, cluster_of, model_of, read_row, side_of, unread
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation

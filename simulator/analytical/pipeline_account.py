@@ -257,13 +257,12 @@ def _counted(timeline: RankTimeline, *, waits_for_traffic: bool, gathers: bool) 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How the ranks of a pipeline end a step: when each is ready to meet the others, when its compute ends, when
-    everything is done, shape (ranks, plans), and the `parts` of what follows its last pass, shape (ranks, parts,
+    """How the ranks of a pipeline end a step: when each is ready to meet the others, when everything is
+    done, shape (ranks, plans), and the `parts` of what follows its last pass, shape (ranks, parts,
     plans).
     """
 
     met: Floats
-    compute: Floats
     done: Floats
     parts: Floats
 
@@ -286,8 +285,8 @@ def passes_of_ranks(table: Table, passes: Sequence[PassCounts]) -> tuple[Floats,
 
 def _ends_of(endings: Sequence[Ending], clocks: Clocks, meeting: Floats | None) -> Ends:
     ranks, plans = clocks.compute.shape
-    met, compute, done = np.zeros((3, ranks, plans))
-    found = Ends(met, compute, done, np.zeros((ranks, len(PARTS), plans)))
+    met, done = np.zeros((2, ranks, plans))
+    found = Ends(met, done, np.zeros((ranks, len(PARTS), plans)))
     for some in endings:
         end = _end_of(some, clocks, meeting)
         for one in fields(Ends):
@@ -305,4 +304,4 @@ def _end_of(some: Ending, clocks: Clocks, meeting: Floats | None) -> Ends:
     before = timeline.at_pass
     spent_s = timeline.spent_s()
     parts = np.stack([spent_s[name] - before[name] for name in PARTS], axis=1)
-    return Ends(timeline.met, timeline.compute, timeline.done, parts)
+    return Ends(timeline.met, timeline.done, parts)

@@ -24,10 +24,6 @@ class Shares:
 
     seconds: dict[Source, Floats]
 
-    def more(self, source: Source, seconds: Floats) -> Shares:
-        """Return the shares of steps that take `seconds` more from `source`."""
-        return Shares(seconds={**self.seconds, source: self.seconds[source] + seconds})
-
     def row(self, index: int, step_s: float) -> dict[str, float]:
         """Return the shares of one plan, best source first; they add up to 1."""
         total = sum(float(part[index]) for part in self.seconds.values()) or step_s

@@ -26,7 +26,7 @@ from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import schedule_of_plan
-from simulator.pipeline.schedules.table import Action, Schedule
+from simulator.pipeline.schedules.table import Action
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Instruction, Launch, Program
 from simulator.runtimes.library import wraps_one
 from simulator.runtimes.model_operators import ModelOperators, operators_for
@@ -46,7 +46,6 @@ class Lowered:
 
     program: Program
     costs: MachineCosts
-    schedule: Schedule
 
 
 def lower_training(
@@ -156,7 +155,7 @@ class _Lowering:
             held_sms={op: sms for op in DATA_OPS if (sms := self.context.held_sms(op)) is not None},
             factor=float(self.context.groups.factor),
         )
-        return Lowered(program=program, costs=costs, schedule=schedule)
+        return Lowered(program=program, costs=costs)
 
     def _groups(self) -> dict[str, Groups]:
         world = self.plan.gpus

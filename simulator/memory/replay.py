@@ -1,4 +1,6 @@
-"""Replay steps of a plan's ranks through the model of torch's caching allocator until nothing changes."""
+"""Replay steps of a plan's ranks through the model of torch's caching allocator until nothing changes; of a simulated
+step, what is allocated over time.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
+from simulator.engine.simulate import Run
+from simulator.lowering.code_rank import MARK
 from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
 from simulator.memory.allocator import CachingAllocator, OutOfMemory
@@ -15,6 +19,7 @@ from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.memory.shortcut import ShortReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
+from simulator.program.trace import Counter, Trace
 from simulator.runtimes.model_operators import operators_for
 
 # Optimizer state is allocated at the end of the first step, so the second step has other addresses; a third shows
@@ -162,3 +167,14 @@ def _held(memory: CachingAllocator | GrowingAllocator) -> ReservedMemory:
         allocated_bytes=memory.peak_allocated_bytes,
         by_stream=dict(memory.streams()),
     )
+
+
+def with_memory(scenario: Scenario, plan: Plan, run: Run, micro_batches: int) -> Trace:
+    """Return the trace of a run of `micro_batches` with marked passes, with the memory of every rank that is shown."""
+    replay, counters = MemoryReplay(scenario, plan, micro_batches=micro_batches), list(run.trace.counters)
+    for rank in run.trace.ranks:
+        ends = [at for name, at in run.events_s[rank].items() if name.startswith(MARK)]
+        held = replay.over_passes(rank // (plan.gpus // plan.pp))
+        samples = tuple((at, float(nbytes)) for at, nbytes in zip([0.0, *sorted(ends)], held, strict=True))
+        counters.append(Counter(rank, "memory", "bytes", samples))
+    return replace(run.trace, counters=tuple(counters))

@@ -63,10 +63,6 @@ class Folding:
     classes: tuple[RankClass, ...]
     link_names: tuple[Hashable, ...]  # one link of each link class
 
-    def class_of(self) -> dict[int, int]:
-        """Return the class index of every rank."""
-        return {rank: c.index for c in self.classes for rank in c.ranks}
-
 
 def endpoint(instruction: Transfer) -> Endpoint:
     """Return the partner of an instruction as its code names it: the key of `RankClass.meetings`."""

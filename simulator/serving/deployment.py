@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from simulator.serving.measured import MeasuredServing
 
@@ -101,35 +102,47 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """A serving plan. If `prefill` is given, it reads prompts and `pool` generates the answers.
+class EngineSettings:
+    """An engine, and how it is set.
 
     `max_num_seqs` and `max_num_batched_tokens` limit one scheduler: running requests, and tokens of one step; 0 is the
     engine's default. `eager` engines capture no CUDA graph; without `custom_all_reduce` NCCL does all sums over ranks.
     With `two_batches` one half of a step's requests computes while tokens of the other half are exchanged with experts
     (SGLang's --enable-two-batch-overlap, vLLM's --enable-dbo). New requests are looked for after each prompt and after
-    `receive_every` steps without one (SGLang's --scheduler-recv-interval). With `balance_every`, ranks with requests of
-    their own read prompts together: when each has one, or after this many steps (TensorRT-LLM's attention_dp_config,
-    enable_balance and timeout_iters); 0 is at once. `measured` has a profile's measurements of the engine on these
-    GPUs.
+    `receive_every` steps without one (SGLang's --scheduler-recv-interval). `measured` has a profile's measurements of
+    the engine on these GPUs.
     """
 
     engine: str = "vllm"
-    pool: Pool = Pool()
-    prefill: Pool | None = None
     weights: str = "bfloat16"
     kv_cache: str = "bfloat16"
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     memory_fraction: float = 0.0
-    max_model_len: int = 0
     eager: bool = False
     custom_all_reduce: bool = True
     two_batches: bool = False
     receive_every: int = 1
-    balance_every: int = 0
     speculation: Speculation | None = None
     measured: MeasuredServing | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        return {field.name: getattr(self, field.name) for field in fields(EngineSettings)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment(EngineSettings):
+    """A serving plan. If `prefill` is given, it reads prompts and `pool` generates the answers.
+
+    With `balance_every`, ranks with requests of their own read prompts together: when each has one, or after this many
+    steps (TensorRT-LLM's attention_dp_config, enable_balance and timeout_iters); 0 is at once.
+    """
+
+    pool: Pool = Pool()
+    prefill: Pool | None = None
+    max_model_len: int = 0
+    balance_every: int = 0
 
     @property
     def gpus(self) -> int:

@@ -21,7 +21,7 @@ from simulator.serving.measured import LaunchTime, MeasuredServing, MeasuredStep
 from topology.cluster import Cluster
 from topology.codec import convert
 from topology.profile.profile import CollectiveSample
-from topology.profile.serving_samples import ServingSample
+from topology.profile.samples import ServingSample
 
 HOST_BOUND = 0.9  # share of a step's time for issuing it, above which the device waited for the host
 LATEST_S = 1e-3  # most seconds by which one kernel takes longer or shorter than modelled

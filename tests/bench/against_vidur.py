@@ -24,7 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from planner.serving import vllm_of
-from planner.validate.serving_names import cluster_of, model_of
+from planner.validate.serving_row import cluster_of, model_of
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.estimate import estimate_serving
 from simulator.serving.traffic import Lengths, Traffic

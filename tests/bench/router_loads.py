@@ -22,7 +22,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from executor.model import init_weights
+from executor.model import decoder
 from executor.model.decoder import Decoder
 from executor.parallel.train_step import LEARNING_RATE
 from simulator.config.hf_config import load_model
@@ -51,13 +51,13 @@ def main() -> None:
 def train(experts: int, per_token: int, steps: int, seed: int):  # type: ignore[no-untyped-def]
     """Yield the experts' loads over their mean of each step, (layers, experts)."""
     wider = STANDS_FOR / WIDTH
-    init_weights.STD *= math.sqrt(wider)
+    decoder.STD *= math.sqrt(wider)
     width = WIDTH * per_token // experts if experts > 8 * per_token else WIDTH // max(per_token // 2, 1)
     base = load_model("mixtral-8x7b")
     shape = {"hidden": WIDTH, "heads": WIDTH // HEAD, "kv_heads": WIDTH // HEAD, "head_dim": HEAD, "ffn": width}
     moe = MixtureOfExperts(experts=experts, experts_per_token=per_token, ffn=width)
     model = Decoder(replace(base, **shape, layers=LAYERS, vocab=WORDS, sliding_window=0, sliding_layers=0, moe=moe))
-    init_weights.init_weights(model, seed=seed)
+    decoder.init_weights(model, seed=seed)
     model.set_positions(torch.arange(TOKENS), torch.float32)
     loads: list[Tensor] = []
     for layer in model.layers.values():

@@ -15,9 +15,9 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.host_fit import host_alone
 from topology.codec import convert, to_builtins
-from topology.profile.calibration_records import profile_from_records
 from topology.profile.profile import CollectiveSample
 from topology.profile.samples import Conditions, HostSample, OperatorSample
+from topology.profile.store import profile_from_records
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from executor.model.decoder import Decoder  # noqa: E402 - as above
-from executor.model.init_weights import init_weights  # noqa: E402 - as above
+from executor.model.decoder import Decoder, init_weights  # noqa: E402 - as above
 from executor.parallel.activation_checkpoint import apply_activation_checkpoint  # noqa: E402 - as above
 from executor.parallel.cast_units import cast_units  # noqa: E402 - as above
 from executor.parallel.parallelize import CASTS, FSDP, wrapper  # noqa: E402 - as above

@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import resource
-from executor.launch.freed_memory import keep_freed_memory
+from executor.launch.garbage_collection import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

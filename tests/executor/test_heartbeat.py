@@ -33,9 +33,9 @@ def test_a_rank_that_left_by_itself_is_silent_for_a_reason() -> None:
 
 
 def test_a_rank_that_is_busy_elsewhere_is_blamed_by_its_line() -> None:
-    said = find_suspects([beat(0), beat(1, waiting=False, where="executor/parallel/batches.py:20"), beat(2)], 3)
+    said = find_suspects([beat(0), beat(1, waiting=False, where="executor/parallel/train_step.py:20"), beat(2)], 3)
 
-    assert said == ["rank 1 (pid 1001) was in step 3 at executor/parallel/batches.py:20 while others waited for it"]
+    assert said == ["rank 1 (pid 1001) was in step 3 at executor/parallel/train_step.py:20 while others waited for it"]
 
 
 def test_a_rank_that_never_came_is_blamed() -> None:
@@ -59,7 +59,7 @@ def test_the_rank_that_has_not_entered_is_blamed_not_those_that_wait_in_a_synchr
                 waiting=False,
                 stack_tells_waiting=False,
                 entered={"0,1,2,3#0": 40},
-                where="executor/parallel/batches.py:20",
+                where="executor/parallel/train_step.py:20",
             ),
             beat(3, waiting=False, stack_tells_waiting=False, entered={"0,1,2,3#0": 41}),
         ],
@@ -67,7 +67,7 @@ def test_the_rank_that_has_not_entered_is_blamed_not_those_that_wait_in_a_synchr
     )
 
     assert len(said) == 1
-    assert said[0].startswith("rank 2 (pid 1002) was in step 3 at executor/parallel/batches.py:20")
+    assert said[0].startswith("rank 2 (pid 1002) was in step 3 at executor/parallel/train_step.py:20")
     assert "3 of its group" in said[0]
 
 

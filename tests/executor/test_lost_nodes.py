@@ -9,14 +9,14 @@ from threading import Thread
 
 import pytest
 
-from executor.launch import interfaces, roll_call
+from executor.launch import roll_call
 from executor.launch.local_ranks import Failure, Rendezvous
 from executor.launch.nodes import combine_agent_results, connect, wait_for_file, write_agent_result, write_agent_start
 from executor.launch.roll_call import why_no_meeting
-from executor.launch.versions import differences
 from executor.run.apply import collect, run_node
 from tests.executor.test_apply_run import DONE, REQUEST, step, write
 from topology.errors import BadInput
+from topology.versions import differences
 
 LOST_PEER = replace(
     DONE, outcome="failed", exit_code=1, failure=Failure(rank=0, exit_code=1, signal=None, message="closed by peer")
@@ -182,10 +182,10 @@ def test_a_request_that_appears_late_is_waited_for(tmp_path) -> None:
     ],
 )
 def test_interfaces_by_which_ranks_cannot_meet_are_named(monkeypatch, device, value, why) -> None:
-    monkeypatch.setattr(interfaces, "interfaces", lambda: ["ib0", "eth0", "lo"])
-    monkeypatch.setenv(interfaces.VARIABLES[device], value)
+    monkeypatch.setattr(roll_call, "interfaces", lambda: ["ib0", "eth0", "lo"])
+    monkeypatch.setenv(roll_call.VARIABLES[device], value)
 
-    found = interfaces.why_no_interface(device)
+    found = roll_call.why_no_interface(device)
 
     assert (why in found) if why else found == ""
 

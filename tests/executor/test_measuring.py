@@ -13,7 +13,7 @@ from executor.gpu.state import Nvml, read_states
 from executor.parallel.facts import MeshFacts, ModelFacts
 from executor.run.apply import report
 from executor.run.effects import operator_table, read_back
-from executor.run.slow_ranks import slow_ranks
+from executor.run.step_summary import slow_ranks
 from planner.runs.apply_report import lines
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

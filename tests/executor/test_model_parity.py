@@ -6,8 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.model.decoder import ROPE_BASE, Decoder  # noqa: E402 - as above
-from executor.model.init_weights import init_weights  # noqa: E402 - after the check for torch
+from executor.model.decoder import (  # noqa: E402 - as above
+    ROPE_BASE,
+    Decoder,
+    init_weights,
+)
 from simulator.config.hf_config import load_model  # noqa: E402 - as above
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model  # noqa: E402 - as above
 

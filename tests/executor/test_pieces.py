@@ -11,11 +11,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn import functional  # noqa: E402 - after the check for torch
 
-from executor.model.decoder import Decoder  # noqa: E402 - as above
-from executor.model.init_weights import draw  # noqa: E402 - as above
+from executor.model.decoder import Decoder, draw  # noqa: E402 - as above
 from executor.model.moe import Experts  # noqa: E402 - as above
-from executor.parallel.batches import rank_batch, row  # noqa: E402 - as above
 from executor.parallel.context_parallel import combine, part_backward, part_forward, positions  # noqa: E402 - as above
+from executor.parallel.train_step import rank_batch, row  # noqa: E402 - as above
 from executor.verify.plans import small_model, small_plan, small_workload  # noqa: E402 - as above
 from simulator.config.hf_config import load_model  # noqa: E402 - as above
 from simulator.config.plan import Plan  # noqa: E402 - as above

@@ -6,8 +6,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - after the check for torch
 
-from executor.model.decoder import Decoder  # noqa: E402 - as above
-from executor.model.init_weights import init_weights  # noqa: E402 - as above
+from executor.model.decoder import Decoder, init_weights  # noqa: E402 - as above
 from executor.model.saved_results import ATTENTION  # noqa: E402 - as above
 from executor.overlap.autograd import AllGatherMatmul, MatmulReduceScatter  # noqa: E402 - as above
 from executor.overlap.nccl import Nccl  # noqa: E402 - as above

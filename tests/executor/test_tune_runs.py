@@ -162,7 +162,7 @@ def test_a_driver_that_still_counts_processes_is_waited_for(asked, tmp_path, mon
 
 def test_torchtitan_is_not_asked_for_ranks_on_other_gpus_than_its_own(asked) -> None:
     from executor.launch.request import Request
-    from executor.run.titan_trainer import TitanTrainer
+    from executor.measure.torchtitan import TitanTrainer
 
     question, plans = asked
     request = Request(

@@ -28,12 +28,12 @@ from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.sharding.answer import captured_row
 from planner.sharding.problem.problem import split_cases
-from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
 from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questions
 from planner.tune.sessions.session import cut_short
 from planner.tune.state import read_state
 from planner.tune.text import lines as text_of_tuning
+from planner.tune.text import tune_document
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload

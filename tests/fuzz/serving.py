@@ -13,8 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from planner.learn.logs import measured_in
-from planner.learn.runs_file import read_runs
+from planner.learn.logs import measured_in, read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.serving.answer import answer_deployment

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.export.job_files import slug
 from planner.export.launchers.trainjob import NAME_ANNOTATION
-from planner.export.slug import slug
 from planner.export.targets.registry import TARGETS, export, find_target
 from tests.planner.test_export import FSDP, job
 

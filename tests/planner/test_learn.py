@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from planner.learn.fit import FACTOR_SPREAD, HOST_SPREAD, LEAST_S, PredictedCases, Runs, fit, measured_of, usual_values
+from planner.learn.logs import read_runs
 from planner.learn.next_runs import ask_next
-from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from simulator.analytical.memory import STATE

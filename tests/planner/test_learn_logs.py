@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.learn.logs import measured_in
-from planner.learn.runs_file import read_runs
+from planner.learn.logs import measured_in, read_runs
 from topology.errors import BadInput, PlannerError
 
 LOGS = Path(__file__).parents[1] / "data" / "logs"

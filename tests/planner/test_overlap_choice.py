@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.explain.overlap_account import overlap_by_site
+from planner.explain.explain import overlap_by_site
 from planner.question.question import question_of
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest

@@ -15,7 +15,7 @@ import pytest
 from planner.runs import scheduled
 from planner.runs.schedulers import ray
 from planner.runs.schedulers.launchers import LauncherJob, collect_command, write_job
-from planner.runs.schedulers.ray_check import check_ray
+from planner.runs.schedulers.ray import check_ray
 from tests.tools import ray_nodes
 from topology import codec
 from topology.errors import PlannerError, UserError

@@ -18,13 +18,12 @@ import yaml
 
 from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
-from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
-from planner.serving.crossings import over_clients
+from planner.serving.crossings import break_even, over_clients
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import search_serving
-from planner.validate.serving_names import cluster_of, model_of
+from planner.validate.serving_row import cluster_of, model_of
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.server import OutOfTime

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from defusedxml import ElementTree
 
-from planner.serving.pareto import pareto
+from planner.serving.pareto import pareto, token_energy_j
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.search import search_serving
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.power import token_energy_j
 from tests.planner.conftest import Finished
 from topology.catalog.clusters import cluster
 

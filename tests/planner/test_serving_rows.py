@@ -8,9 +8,8 @@ import pytest
 
 from planner.validate.makers_settings import answers_of_rank
 from planner.validate.offline_benchmark import benchmark_limits
-from planner.validate.serving_names import cluster_of, model_of
 from planner.validate.serving_points import read_point, validate_point
-from planner.validate.serving_row import read_row
+from planner.validate.serving_row import cluster_of, model_of, read_row
 from simulator.serving.deployment import Deployment, Pool
 
 ROW: dict[str, Any] = {

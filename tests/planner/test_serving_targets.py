@@ -9,12 +9,10 @@ import pytest
 
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
-from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question
-from planner.serving.question.target_time import target_s
+from planner.serving.question.from_flags import ServingFlags, machine_of, serving_question, target_s
 from planner.serving.search import search_serving
 from planner.serving.stated import problems_of
-from planner.serving.targets.fewest import on_fewest_gpus
-from planner.serving.targets.most_load import at_load, most_load
+from planner.serving.targets.most_load import at_load, most_load, on_fewest_gpus
 from planner.serving.targets.ways import _other_engines, way_out
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.runs.schedulers.node_answers import ERROR, judge_nodes
-from planner.runs.schedulers.slurm_check import _gpus_of
+from planner.runs.schedulers.slurm import _gpus_of
 from tests.tools import slurm_nodes
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,7 @@ from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
 from planner.tune.loop import Limits, tune
 from planner.tune.runners import executor_trials
-from planner.tune.runners.command_trials import CommandTrials, command_words
-from planner.tune.runners.metric import metric_of
+from planner.tune.runners.command_trials import CommandTrials, command_words, metric_of
 from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload

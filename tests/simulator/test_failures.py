@@ -8,8 +8,7 @@ from statistics import fmean, stdev
 import pytest
 
 from planner.question.goal import Goal
-from simulator.failures.goodput import GPU_HOURS, RESTART_S, STORAGE_BYTES_PER_S, Failures
-from simulator.failures.simulated import histories
+from simulator.failures.goodput import GPU_HOURS, RESTART_S, STORAGE_BYTES_PER_S, Failures, histories
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 

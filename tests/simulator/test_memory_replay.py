@@ -25,10 +25,9 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
 from simulator.memory.allocator import CachingAllocator
-from simulator.memory.over_time import with_memory
 from simulator.memory.plan_memory import PlanMemory, Replays
 from simulator.memory.rank import RankReplay
-from simulator.memory.replay import MemoryReplay
+from simulator.memory.replay import MemoryReplay, with_memory
 from simulator.memory.tape import Act
 from simulator.memory.tensors import Passes
 from simulator.pipeline.schedules.table import Kind

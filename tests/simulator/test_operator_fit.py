@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from simulator.calibration.operator_curves import FITTED_TILES, attention_flops
-from simulator.fitting.contention_fit import fit_collective, fit_contention, left_out_errors
+from simulator.fitting.calibration_fit import fit_collective, fit_contention, left_out_errors
 from simulator.fitting.operator_fit import fit_attention, fit_matmul, fit_move, left_out
 from simulator.kernels.roofline import matmul_utilization
 from topology.profile.samples import ContentionSample, OperatorSample

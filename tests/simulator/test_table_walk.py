@@ -9,7 +9,7 @@ import pytest
 
 from simulator.analytical.course import LONG_AGO, Course, Hops, PassClocks
 from simulator.analytical.table_walk import TableWalk, walk_tables
-from simulator.bounds.critical_path import DEVICE, longest_paths
+from simulator.bounds.schedule_bound import DEVICE, longest_paths
 from simulator.pipeline.schedule_program import needs
 from simulator.pipeline.schedule_walk import table_of
 from simulator.pipeline.schedules.registry import SCHEDULES

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from planner.sharding.backends.program_text import program_text
+from planner.answers.shard import program_text
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.problem.problem import parse_problem
 

@@ -9,7 +9,6 @@ from topology.catalog.verify import verify_cluster
 from topology.cluster import Cluster, Gpu, Link, LinkKind, LinkState, Node, NodeGroup, Source, Vertex, VertexKind
 from topology.codec import to_json, write_text
 from topology.errors import BadInput
-from topology.profile.measured_links import with_measured_rates
 from topology.profile.measurement import (
     Flow,
     FlowSet,
@@ -20,6 +19,7 @@ from topology.profile.measurement import (
     measurement_from_records,
     profile_from_measurement,
     read_measurement,
+    with_measured_rates,
 )
 from topology.profile.profile import CollectiveSample, check_profile
 

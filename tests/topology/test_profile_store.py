@@ -11,10 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topology.errors import BadInput, NewerSchema, PlannerError
-from topology.profile.calibration_records import profile_from_records
 from topology.profile.profile import PROFILE_SCHEMA_VERSION, CollectiveSample, Profile, check_profile, read_profile
 from topology.profile.samples import Conditions, LayerSample, OperatorSample, Provenance
-from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_path, with_named_runs
+from topology.profile.store import (
+    add_to_store,
+    current_samples,
+    merge,
+    profile_from_records,
+    read_stored,
+    store_path,
+    with_named_runs,
+)
 
 
 def operator(m: int = 64, **changes) -> OperatorSample:

@@ -20,8 +20,8 @@ from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
 from ui.changed_rows import run_rows
 from ui.charts import compare, curves, detail, loads, look, measured, model, plans, topology
-from ui.charts.placement_layout import placement_rows
 from ui.charts.timeline import COLOURS
+from ui.charts.topology import placement_rows
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"

@@ -26,6 +26,7 @@ from topology.cluster import (
     Source,
     Vertex,
     VertexKind,
+    part_of_node,
 )
 from topology.errors import BadCluster
 
@@ -381,24 +382,3 @@ def grow(cluster: Cluster, gpus: int) -> Cluster:
     ]
     grown = replace(node, gpus=(*node.gpus, *more), links=(*node.links, *links))
     return replace(cluster, groups=(NodeGroup(node=grown),))
-
-
-def part_of_node(node: Node, gpus: int) -> Node:
-    """Return `node` with its first `gpus` GPUs only, and the network ports nearest to them."""
-    kept = node.gpus[:gpus]
-    removed = {gpu.vertex for gpu in node.gpus[gpus:]}
-    indices = {str(gpu.index) for gpu in kept}
-    if node.closest_nics:
-        near = {label for index, labels in node.closest_nics.items() if index in indices for label in labels}
-        removed |= {nic.vertex for nic in node.nics if nic.label not in near and nic.name not in near}
-    trays = {gpu.tray for gpu in kept}
-    removed |= {v.id for v in node.vertices if v.tray not in trays and v.kind is not VertexKind.NVSWITCH}
-    return replace(
-        node,
-        gpus=kept,
-        vertices=tuple(vertex for vertex in node.vertices if vertex.id not in removed),
-        nics=tuple(nic for nic in node.nics if nic.vertex not in removed),
-        links=tuple(link for link in node.links if link.a not in removed and link.b not in removed),
-        pairs={pair: label for pair, label in node.pairs.items() if set(pair.split("-")) <= indices},
-        closest_nics={index: labels for index, labels in node.closest_nics.items() if index in indices},
-    )

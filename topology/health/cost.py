@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from topology.cluster import Cluster, GpuKind, Link, LinkKind, LinkState, Node, NodeGroup, VertexKind
+from topology.cluster import Cluster, Finding, GpuKind, Link, LinkKind, LinkState, Node, NodeGroup, Severity, VertexKind
 from topology.rates.groups import GroupShape, group_rates
 from topology.units import MIB, in_mib, in_seconds
 
@@ -171,3 +171,40 @@ def slow_host_link_cost(cluster: Cluster, gpus: Sequence[int], share: float) -> 
         return None
     expected = REFERENCE_BYTES / min(rates)
     return Cost(op="copy", nbytes=REFERENCE_BYTES, gpus=tuple(gpus), now_s=expected / share, expected_s=expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthItem(Finding):
+    """A difference between expected and found.
+
+    `consequence` ends with the time that it costs, where rates are known; `cost` has the numbers. `source` is where it
+    was found: `probe`, `links` or `measured`.
+    """
+
+    cost: Cost | None = None
+    source: str = ""
+
+
+def health_item(
+    source: str,
+    code: str,
+    severity: Severity,
+    what: str,
+    why: str,
+    consequence: str,
+    remedy: str,
+    gpus: tuple[int, ...] = (),
+    cost: Cost | None = None,
+) -> HealthItem:
+    """Return a `HealthItem` from its texts in reading order."""
+    return HealthItem(
+        code=code,
+        severity=severity,
+        what=what,
+        why=why,
+        consequence=consequence,
+        remedy=remedy,
+        gpus=gpus,
+        cost=cost,
+        source=source,
+    )

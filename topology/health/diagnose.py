@@ -14,15 +14,16 @@ from topology.cluster import Cluster, Finding, LinkKind, LinkState, Node
 from topology.finding import ERROR, INFO, WARNING, gpu_names
 from topology.health.cost import (
     Cost,
+    HealthItem,
     cost_without_nvlink,
     group_cost,
+    health_item,
     links_in_use,
     most_common_link_count,
     slow_host_link_cost,
     time_without_text,
     unbridged_pair_cost,
 )
-from topology.health.item import HealthItem, health_item
 from topology.health.measurement_checks import evaluate_measurement
 from topology.profile.measurement import Measurement
 from topology.rates.node_rates import NodeRates

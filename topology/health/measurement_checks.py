@@ -12,8 +12,7 @@ from functools import partial
 
 from topology.cluster import Cluster
 from topology.finding import ERROR, INFO, WARNING, gpu_names
-from topology.health.cost import REFERENCE_BYTES, Cost, without_faults
-from topology.health.item import HealthItem, health_item
+from topology.health.cost import REFERENCE_BYTES, Cost, HealthItem, health_item, without_faults
 from topology.profile.measurement import (
     HOST,
     Flow,

@@ -15,12 +15,11 @@ from topology.cluster import Cluster, Finding, Severity
 from topology.readers.matrix_text import is_affinity
 from topology.readers.nccl_xml import GpuElement, NcclGraph, NcclTopology, normal_busid
 from topology.readers.nvml import NvmlGpu, NvmlSnapshot
-from topology.readers.pci_tree import PciPlace, path_class
 from topology.readers.smi_nvlink import NvlinkReport
 from topology.readers.smi_p2p import P2pMatrix
 from topology.readers.smi_query import QueriedGpu
 from topology.readers.smi_topo import TopoMatrix, nv_count
-from topology.readers.sysfs import SysfsSnapshot
+from topology.readers.sysfs import PciPlace, SysfsSnapshot, path_class
 
 T = TypeVar("T", int, str)
 MOST_NUMA = 2**16  # nodes; NVML's own bound

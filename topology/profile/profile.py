@@ -21,6 +21,7 @@ from topology.profile.samples import (
     DIRECTIONS,
     OPERATOR_KINDS,
     OVERLAP_OPERATIONS,
+    PHASES,
     REGIMES,
     ContentionSample,
     HostSample,
@@ -28,8 +29,8 @@ from topology.profile.samples import (
     OperatorSample,
     OverlapSample,
     Provenance,
+    ServingSample,
 )
-from topology.profile.serving_samples import PHASES, ServingSample
 from topology.ranges import Range, out_of_range
 from topology.rates.groups import GroupShape, group_rates
 

@@ -56,8 +56,7 @@ class GroupRates:
     intra_bytes_per_s: float  # between neighbours in a node; infinite for a single rank per node
     inter_bytes_per_s: float  # NIC bandwidth this group gets on each node, all its ranks there together
     inter_latency_s: float
-    nvswitch: bool = False  # all ranks on a node are connected to one NVSwitch hub
-    nvls: bool = False  # that hub can reduce and multicast in the switch
+    nvls: bool = False  # the NVSwitch hub of all ranks on a node can reduce and multicast in the switch
     compute_capability: int = 0
     intra_nccl_bytes_per_s: float = 0.0
     inter_all_to_all_bytes_per_s: float = 0.0
@@ -140,18 +139,17 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
     networked = cluster.fabric is not None
     inter = network_bytes_per_s(rates, groups) if networked else 0.0
     ports = network_bytes_per_s(rates, groups, ports_alone=True) if networked else 0.0
+    ring, all_to_all = _spine_shares(cluster, shape)
     hubs = {rates.ports[gpu][0] for gpu in chosen if gpu in rates.ports}
-    switched = slowest.layer == "nvswitch"
     kinds = [cluster.kind(rates.node.gpus[gpu].kind) for gpu in chosen] or [cluster.slowest_kind]
     return GroupRates(
         intra_bytes_per_s=slowest.bytes_per_s,
         intra_nccl_bytes_per_s=slowest.nccl_bytes_per_s,
-        inter_bytes_per_s=inter * _spine_share(cluster, shape),
-        inter_all_to_all_bytes_per_s=inter * _spine_share_all_to_all(cluster, shape),
-        ports_bytes_per_s=ports * _spine_share(cluster, shape),
+        inter_bytes_per_s=inter * ring,
+        inter_all_to_all_bytes_per_s=inter * all_to_all,
+        ports_bytes_per_s=ports * ring,
         inter_latency_s=cluster.fabric.latency_s if cluster.fabric is not None else 0.0,
-        nvswitch=switched,
-        nvls=switched and hubs <= rates.multicast,
+        nvls=slowest.layer == "nvswitch" and hubs <= rates.multicast,
         compute_capability=min(kind.compute_capability for kind in kinds),
         layer=slowest.layer,
         gpus=chosen,
@@ -259,30 +257,19 @@ def _port_rate(nic: Nic) -> float:
     return nic.bytes_per_s if nic.bytes_per_s is not None else UNKNOWN_NIC_BYTES_PER_S
 
 
-def _spine_share(cluster: Cluster, shape: GroupShape) -> float:
-    """Return the fraction of its NIC rate a ring keeps where it leaves the leaf switch.
+def _spine_shares(cluster: Cluster, shape: GroupShape) -> tuple[float, float]:
+    """Return the fractions of its NIC rate that a ring and an all-to-all keep where they leave the leaf switch.
 
     A ring crosses each leaf boundary once. With nodes `d` apart in a group, `min(d, leaf)` rings cross there at the
-    same time and share the uplinks, which carry `leaf / oversubscription` ports' worth.
+    same time and share the uplinks, which carry `leaf / oversubscription` ports' worth. Of an all-to-all, all but one
+    leaf's share leaves the leaf.
     """
-    fabric = cluster.fabric
-    if fabric is None or fabric.oversubscription <= 1 or _span(shape) <= fabric.nodes_per_leaf:
-        return 1.0
-    distance = max(1, round((_span(shape) - 1) / max(1, shape.nodes - 1)))
-    crossing = min(distance, fabric.nodes_per_leaf)
-    return min(1.0, fabric.nodes_per_leaf / (fabric.oversubscription * crossing))
-
-
-def _spine_share_all_to_all(cluster: Cluster, shape: GroupShape) -> float:
-    """Return the fraction of its NIC rate that an all-to-all keeps: all but one leaf's share leaves the leaf."""
-    fabric = cluster.fabric
-    if fabric is None or fabric.oversubscription <= 1 or _span(shape) <= fabric.nodes_per_leaf:
-        return 1.0
-    distance = max(1, round((_span(shape) - 1) / max(1, shape.nodes - 1)))
+    fabric, span = cluster.fabric, max(shape.span_nodes, shape.nodes)
+    if fabric is None or fabric.oversubscription <= 1 or span <= fabric.nodes_per_leaf:
+        return 1.0, 1.0
+    others = max(1, shape.nodes - 1)
+    distance = max(1, round((span - 1) / others))
+    ring = fabric.nodes_per_leaf / (fabric.oversubscription * min(distance, fabric.nodes_per_leaf))
     own = min(shape.nodes, max(1, fabric.nodes_per_leaf // distance))
-    leaving = (shape.nodes - own) / max(1, shape.nodes - 1)
-    return 1.0 if leaving <= 0 else min(1.0, 1.0 / (fabric.oversubscription * leaving))
-
-
-def _span(shape: GroupShape) -> int:
-    return max(shape.span_nodes, shape.nodes)
+    leaving = (shape.nodes - own) / others
+    return min(1.0, ring), min(1.0, 1.0 / (fabric.oversubscription * leaving)) if leaving > 0 else 1.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from topology.cluster import Cluster, Link, LinkKind, Node, NodeGroup
+from topology.cluster import Cluster, Link, LinkKind, Node, NodeGroup, part_of_node
 
 _NVLINK = frozenset({LinkKind.NVLINK, LinkKind.NVSWITCH})
 
@@ -114,14 +114,4 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
         if gpus % size:
             raise ValueError(f"{gpus} GPUs are no whole number of {size}-GPU nodes")
         return replace(cluster, groups=(NodeGroup(node=node, count=gpus // size),))
-    kept = node.gpus[:gpus]
-    removed = {gpu.vertex for gpu in node.gpus[gpus:]}
-    indices = {str(gpu.index) for gpu in kept}
-    smaller = replace(
-        node,
-        gpus=kept,
-        links=tuple(link for link in node.links if link.a not in removed and link.b not in removed),
-        pairs={key: label for key, label in node.pairs.items() if set(key.split("-")) <= indices},
-        closest_nics={key: nics for key, nics in node.closest_nics.items() if key in indices},
-    )
-    return replace(cluster, groups=(NodeGroup(node=smaller, count=1),))
+    return replace(cluster, groups=(NodeGroup(node=part_of_node(node, gpus), count=1),))

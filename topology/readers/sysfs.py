@@ -11,11 +11,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topology.readers.nccl_xml import pcie_bytes_per_s
-from topology.readers.pci_tree import PciPlace
 
 NVIDIA = 0x10DE
 MAX_ENTRIES = 4096
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciPlace:
+    """`bridges` are addresses from the root down. NCCL lists a switch once, sysfs lists each of its ports."""
+
+    busid: str
+    host: str  # the host bridge (sysfs) or cpu element (NCCL) the tree hangs on
+    bridges: tuple[str, ...] = ()
+    numa: int | None = None
+    tray: int = 0
+    ports_listed: bool = False
+
+
+def path_class(a: PciPlace, b: PciPlace) -> str | None:
+    """Return PIX, PXB, PHB, NODE or SYS; None when the devices are in different trays or nothing is known of NUMA."""
+    if a.tray != b.tray:
+        return None
+    shared = 0
+    for left, right in zip(a.bridges, b.bridges, strict=False):
+        if left != right:
+            break
+        shared += 1
+    if a.host == b.host and shared:
+        beyond = max(len(a.bridges), len(b.bridges)) - shared
+        return "PIX" if beyond <= (1 if a.ports_listed else 0) else "PXB"
+    if a.host == b.host:
+        return "PHB"
+    if a.numa is None or b.numa is None:
+        return None
+    return "NODE" if a.numa == b.numa else "SYS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +62,6 @@ class PcieLink:
         """One direction, with the lanes in use but the best speed: an idle link clocks down, it does not go narrow."""
         speed = self.speed_gt_max if self.speed_gt_max is not None else self.speed_gt
         return pcie_bytes_per_s(speed, self.width) if speed and self.width else None
-
-    @property
-    def downgraded(self) -> bool:
-        return self.width is not None and self.width_max is not None and 0 < self.width < self.width_max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

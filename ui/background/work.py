@@ -37,7 +37,7 @@ from planner.serving.targets.ways import WayOut, way_out
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.simulation import drawn_micro_batches
-from simulator.memory.over_time import with_memory
+from simulator.memory.replay import with_memory
 from simulator.program.chrome_trace import to_chrome
 from simulator.program.critical_path import critical_path, path_parts_s
 from simulator.serving.engine import COMPARED

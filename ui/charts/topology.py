@@ -7,17 +7,26 @@ from functools import partial
 from typing import Any, Literal, TypedDict
 
 import altair as alt
+import numpy as np
 
 from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
+from simulator.config.plan import MESH_AXES, Plan
 from topology.units import in_gb_per_s
 from ui.charts.loads import LEVELS, UNKNOWN, level, percent
 from ui.charts.look import Figure, finished, ink_on, paper, table, tips
-from ui.charts.placement_layout import AXIS_NAMES
 
 ROW = 92  # pixels between rows of the picture
 # Okabe and Ito's hues for group numbers, ordered so that adjacent numbers differ most.
 GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#BEBEC4")
+AXIS_NAMES = {
+    "pp": "pipeline stage",
+    "dp_replicate": "replica",
+    "dp_shard": "FSDP shard",
+    "cp": "context",
+    "tp": "tensor",
+}
+SHOWN_NODES = 32  # one page; the remaining nodes follow the same pattern
 
 
 def node(
@@ -251,3 +260,27 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> Figure:
         words = base.mark_text(fontSize=11, fontWeight="bold")
         layers.append(words.encode(text=alt.Text("group:Q"), color=alt.Color("on:N", scale=None)))
     return finished(alt.layer(*layers), dark, height=max(110, min(620, 22 * nodes + 60)))
+
+
+def placement_rows(plan: Plan, gpus_per_node: int) -> list[dict[str, int]]:
+    """Return one row per rank on the first `SHOWN_NODES` nodes: rank, node, gpu and its coordinate along every mesh
+    axis.
+
+    The mapping is `simulator.config.plan.rank_grid`'s: C order over `MESH_AXES`; `plan.placement` moves ranks between
+    GPUs.
+    """
+    shape = tuple(int(getattr(plan, axis)) for axis in MESH_AXES)
+    place = plan.placement or range(plan.gpus)
+    rows = []
+    for rank, where in enumerate(place):
+        node, gpu = divmod(int(where), gpus_per_node)
+        if node >= SHOWN_NODES:
+            continue
+        at = np.unravel_index(rank, shape)
+        rows.append({"rank": rank, "node": node, "gpu": gpu, **{a: int(c) for a, c in zip(MESH_AXES, at, strict=True)}})
+    return rows
+
+
+def axes_used(plan: Plan) -> list[str]:
+    """Return the mesh axes larger than one, those that span most nodes first."""
+    return [axis for axis in MESH_AXES if int(getattr(plan, axis)) > 1]

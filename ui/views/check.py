@@ -10,7 +10,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from planner.configs.named_fields import named_by
+from planner.configs.formats.configuration import CheckFlags
+from planner.configs.formats.kinds import read_configuration
 from planner.configs.serving_start import serving_engine
 from simulator.config.estimate import Estimate
 from topology import codec
@@ -162,6 +163,15 @@ def _diff(text: str, name: str, key: str) -> None:
         key=f"patch_{key}",
         on_click="ignore",
     )
+
+
+def named_by(text: str, where: str, launch: str = "") -> frozenset[str]:
+    """Return which fields of CheckFlags a configuration says itself. Raises BadInput for a text that cannot be read."""
+    if serving_engine(text):
+        return frozenset({"model", "seq_len", "global_batch"})
+    found = read_configuration(text, where, CheckFlags(launch=launch))
+    named = {name for name in ("model", "cluster", "gpus") if getattr(found, name) is not None}
+    return frozenset(named | ({"seq_len", "global_batch"} - found.leaves_open))
 
 
 show(data.question())

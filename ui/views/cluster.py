@@ -10,7 +10,7 @@ from planner.explain.tables import cluster_line
 from planner.pictures.node_layout import node_view, pair_rows
 from topology import codec
 from topology.errors import PlannerError
-from topology.rates.known import plannable
+from topology.rates.reach import plannable
 from ui import data, panels, rows
 from ui.charts import topology as charts
 from ui.question import state

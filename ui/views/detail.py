@@ -26,7 +26,7 @@ from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import words
-from ui.charts.placement_layout import AXIS_NAMES, SHOWN_NODES, axes_used, placement_rows
+from ui.charts.topology import AXIS_NAMES, SHOWN_NODES, axes_used, placement_rows
 from ui.question import state
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.requests.served import SO_FAR
+from planner.requests.known import SO_FAR
 from ui import panels
 from ui.background import service
 from ui.charts.row_types import JobDocument, StepPoint
-from ui.charts.run_curves import curve
+from ui.charts.run_curves import QUANTITIES, curve, points_of
 from ui.rows import run_names
-from ui.run_steps import QUANTITIES, points_of
 
 if TYPE_CHECKING:
     from planner.runs.runs_store import RunSummary

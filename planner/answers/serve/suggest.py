@@ -19,7 +19,7 @@ from planner.serving.question.from_flags import FEWEST, flags_of_search, machine
 from planner.serving.reports.documents import serving_document, way_out_document
 from planner.serving.reports.pareto import pareto_document
 from planner.serving.search import ServingPlan, ServingResult, search_serving
-from planner.serving.targets.fewest import on_fewest_gpus
+from planner.serving.targets.most_load import on_fewest_gpus
 from planner.serving.targets.ways import NOTHING, WayOut, way_out
 from simulator.config.hf_config import hub_name
 from simulator.config.plan import PLAN_FIELDS

@@ -24,9 +24,15 @@ from planner.configs.formats import (
 )
 from planner.configs.formats.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.formats.documents import Document, YamlDocument
-from planner.configs.formats.launch import launch_facts, started_by
+from planner.configs.formats.launch import (
+    TrainerCommand,
+    as_options,
+    is_trainer_command,
+    launch_facts,
+    named_file,
+    started_by,
+)
 from planner.configs.formats.savers import TRL_KEYS
-from planner.configs.formats.trainer_command import TrainerCommand, as_options, is_trainer_command, named_file
 from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
 from planner.configs.formats.transformers_fields import TABLE as TRANSFORMERS
 from planner.export.frameworks import accelerate_fields, deepspeed_fields

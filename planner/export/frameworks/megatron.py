@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.frameworks.megatron_fields import SHARDING, TABLE
 from planner.export.frameworks.megatron_model import model_flags
-from planner.export.frameworks.megatron_numbers import number_flags
 from planner.export.frameworks.megatron_types import FP8_RECIPES
 from planner.export.job import ExportJob, require_legal
 from planner.export.mapping import Settings
 from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
+from simulator.config.hf_config import model_from_config, shipped_models
+from simulator.config.hub_models import SHIPPED
 from simulator.config.model import Model
 from simulator.config.overlap_sites import NONE, USERBUFFERS, tp_overlap_label
 from simulator.kernels.low_precision import SYNONYMS
 from simulator.runtimes.environment import Variable
 from simulator.runtimes.library import are_modules, runtime_spec, spec_for
+from topology.codec import read_json
 
 VERSION = "0.19.2"
 TITLE = f"Megatron-LM (megatron-core {VERSION})"
@@ -32,6 +36,8 @@ CONNECTIONS = Variable(
 BLACKWELL = 100
 
 
+# DeepSeek-V3 trains its selection biases at this speed (arXiv 2412.19437, section 4.2).
+BIAS_RATE = 1e-3
 # Without the user's arguments the script runs on generated data, so that it starts unchanged.
 TRIAL = (
     "--mock-data",
@@ -45,8 +51,6 @@ TRIAL = (
 TRIAL_LINES = (
     f"[ $# -gt 0 ] || set -- {' '.join(TRIAL)}  # your data, tokenizer, learning rate and iterations instead\n"
 )
-
-
 UNKNOWN_NUMBERS = (
     "numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses"
 )
@@ -162,3 +166,52 @@ TARGET = Target(
     first_line="#!/bin/sh",
     run="sh megatron.sh",
 )
+
+
+def number_flags(model: Model) -> dict[str, Any]:
+    """Return the flags of a known model's numbers that do not affect its cost; empty if only the shape is known.
+
+    Flags: `megatron/training/arguments.py` and `TransformerConfig` of megatron-core 0.19.2.
+    """
+    config = _config(model)
+    flags: dict[str, Any] = {}
+    if "rms_norm_eps" in config:
+        flags["--norm-epsilon"] = config["rms_norm_eps"]
+    if model.rotary and "rope_theta" in config:
+        flags["--rotary-base"] = int(config["rope_theta"])
+    if "rotary_pct" in config:
+        flags["--rotary-percent"] = config["rotary_pct"]
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
+        flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": scaling["factor"]}
+    elif scaling.get("type") == "yarn" and model.latent:
+        names = {"factor": "--rotary-scaling-factor", "mscale": "--mscale", "mscale_all_dim": "--mscale-all-dim"}
+        flags |= {flag: scaling[key] for key, flag in names.items()}
+    return flags | (_router_flags(config) if model.moe else {})
+
+
+def _config(model: Model) -> dict[str, Any]:
+    """Return the config.json of a shipped model; empty for any other, even one that differs only in its positions."""
+    if model.name not in shipped_models():
+        return {}
+    config = dict(read_json(SHIPPED / f"{model.name}.json"))
+    same = replace(model_from_config(config, name=model.name), assumed=()) == replace(model, assumed=())
+    return config if same else {}
+
+
+def _router_flags(config: dict[str, Any]) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    loss = config.get("router_aux_loss_coef", config.get("aux_loss_alpha"))
+    if loss is not None:
+        # DeepSeek's loss is per sequence, the others' over all tokens.
+        kind = "seq_aux_loss" if config.get("seq_aux") else "aux_loss"
+        flags |= {"--moe-router-load-balancing-type": kind, "--moe-aux-loss-coeff": loss}
+    if config.get("scoring_func") == "sigmoid" and loss is not None:
+        flags["--moe-router-bias-update-rate"] = BIAS_RATE
+    if config.get("norm_topk_prob") is False:  # weights of the chosen experts do not sum to one
+        flags["--moe-router-pre-softmax"] = True
+    if config.get("n_group", 1) > 1:
+        flags |= {"--moe-router-num-groups": config["n_group"], "--moe-router-group-topk": config["topk_group"]}
+    if config.get("routed_scaling_factor", 1.0) != 1.0:
+        flags["--moe-router-topk-scaling-factor"] = config["routed_scaling_factor"]
+    return flags

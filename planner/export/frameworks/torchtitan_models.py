@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.export.job_files import slug
 from planner.export.schema import schema, shipped_model
-from planner.export.slug import slug
 from simulator.config.model import Model
 from simulator.config.workload import Workload
 from topology.errors import Infeasible

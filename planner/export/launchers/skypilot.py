@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
+from planner.export.job_files import renamed, slug
 from planner.export.launchers.program import framework_program, node_environment
 from planner.export.script import ShellExpression, command, device_lines, file_lines, host_order_notes, torchrun_words
-from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from topology.catalog.gpus import gpu_names
 from topology.codec import JsonObject
@@ -51,9 +51,7 @@ def write(job: ExportJob) -> Draft:
             f"exec {command([*started, *words])}\n"
         ),
     }
-    not_expressed = draft.not_expressed
-    if slug(job.name) != job.name:
-        not_expressed = (*not_expressed, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
+    not_expressed = (*draft.not_expressed, *renamed(job.name))
     if hosts.order_matters:
         not_expressed = (*not_expressed, "the order of hosts: SkyPilot numbers the machines it gets")
     return Draft(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from planner.export.draft import Draft, Target
 from planner.export.hosts import Hosts
 from planner.export.job import ExportJob
-from planner.export.job_files import BASH, FIRST_NODE, directives, slurm_options
+from planner.export.job_files import BASH, FIRST_NODE, directives, renamed, slug, slurm_options
 from planner.export.launchers.program import framework_program, node_environment
 from planner.export.script import (
     ShellExpression,
@@ -20,7 +20,6 @@ from planner.export.script import (
     host_order_notes,
     torchrun_words,
 )
-from planner.export.slug import slug
 from topology.codec import JsonObject
 
 VERSION = "22.05"
@@ -41,9 +40,7 @@ def write(job: ExportJob) -> Draft:
         "time": TIME,
         "output": "%x-%j.log",
     }
-    not_expressed = draft.not_expressed
-    if slug(job.name) != job.name:
-        not_expressed = (*not_expressed, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
+    not_expressed = (*draft.not_expressed, *renamed(job.name))
     rack: tuple[str, ...] = ()
     trays = {gpu.tray for gpu in job.question.cluster.groups[0].node.gpus}
     if len(trays) > 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
-from planner.export.job_files import train_job
+from planner.export.job_files import slug, train_job
 from planner.export.launchers.program import framework_program, node_environment
 from planner.export.script import (
     BUS_ORDER_REASON,
@@ -21,7 +21,6 @@ from planner.export.script import (
     file_lines,
     host_order_notes,
 )
-from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from simulator.runtimes.environment import Variable
 from topology.codec import JsonObject

@@ -1,19 +1,35 @@
-"""Slurm, by its commands.
+"""Slurm, by its commands; and a check that it has what a job needs, from what it declares and from a short job.
 
-Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1).
+Sources: squeue(1) and its job state codes, scontrol(1), sacct(1), scancel(1), sinfo(1), srun(1), gres.conf(5).
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import secrets
+import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from planner.runs.schedulers import launchers
-from planner.runs.schedulers.launchers import JobFile
+from planner.runs.schedulers.launchers import SLURM_PORT, JobFile
+from planner.runs.schedulers.node_answers import (
+    ERROR,
+    INFO,
+    NODE_CHECK,
+    WARNING,
+    Checked,
+    answers_in,
+    error,
+    judge_nodes,
+    worst_first,
+)
 from planner.runs.schedulers.scheduler import SchedulerState, Submission, last_line, log_tail, run
+from topology import codec
+from topology.errors import PlannerError
 
 LOGS = "slurm-*.txt"
 MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill", re.IGNORECASE)  # in slurmstepd's words
@@ -35,6 +51,9 @@ ACTIVE = frozenset(
         "SPECIAL_EXIT",
     ]
 )
+COMMANDS = ("sinfo", "srun", "sbatch", "squeue", "scontrol", "scancel")
+USABLE = frozenset({"idle", "mixed", "allocated", "completing"})
+ASK_S, NODES_FREE_S, CHECK_S = 30.0, 30, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +109,104 @@ def _memory_line(folder: Path) -> str:
     """Return the line of a job's log that reports exceeded memory; empty if there is none."""
     lines = log_tail(folder, LOGS).splitlines()
     return next((line.strip() for line in lines if MEMORY.search(line)), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Declared:
+    """A node as Slurm declares it."""
+
+    name: str
+    state: str
+    gpus: int
+
+
+def check_slurm(nodes: int, gpus_per_node: int | None, *, folder: Path, python: str = "python3") -> list[Checked]:
+    """Return the checks, faults first. Without `gpus_per_node` a job requests as many as nodes declare."""
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        why = "they are installed where jobs may be submitted"
+        return [error("commands", f"{', '.join(missing)} not found", why, "run this on a login node, or load a module")]
+    declared = _declared()
+    if isinstance(declared, Checked):
+        return [declared]
+    most = max((one.gpus for one in declared), default=0)
+    gpus = most if gpus_per_node is None else gpus_per_node
+    found = _judge_declared(declared, nodes, gpus)
+    if not any(one.severity == ERROR for one in found):
+        found += _look_at_nodes(nodes, gpus, folder=folder, python=python)
+    return worst_first(found)
+
+
+def _declared() -> list[_Declared] | Checked:
+    """Return the nodes of the default partition, or all nodes without one; or why Slurm does not list them."""
+    asked = _run(["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%G"])
+    if asked.returncode:
+        why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"code {asked.returncode}"
+        return error("controller", "sinfo does not answer", why, "ask whoever runs the cluster: slurmctld is away")
+    rows = [line.split("|") for line in asked.stdout.splitlines() if line.count("|") == 3]
+    ours = [row for row in rows if row[1].endswith("*")] or rows
+    return [
+        _Declared(name=name, state=state.rstrip("*~#!%$@^-").lower(), gpus=_gpus_of(gres))
+        for name, _, state, gres in ours
+    ]
+
+
+def _gpus_of(gres: str) -> int:
+    """Return the GPUs in `gpu:h100:8(S:0-1),shard:4`."""
+    return sum(int(number or 1) for number in re.findall(r"\bgpu(?::[\w.-]*[A-Za-z_][\w.-]*)?(?::(\d+))?", gres))
+
+
+def _judge_declared(declared: Sequence[_Declared], nodes: int, gpus: int) -> list[Checked]:
+    able = [one for one in declared if one.gpus >= gpus]
+    usable = [one for one in able if one.state in USABLE]
+    what = f"nodes of the default partition with {gpus} GPUs" if gpus else "nodes of the default partition"
+    if len(able) < nodes:
+        most = max((one.gpus for one in declared), default=0)
+        why = f"Slurm declares {len(declared)} nodes, at most {most} GPUs each"
+        remedy = "--gpus-per-node, --nodes, or GresTypes=gpu in slurm.conf and the devices in gres.conf"
+        return [error("gpus", f"{len(able)} {what}, {nodes} are needed", why, remedy)]
+    if len(usable) < nodes:
+        states = ", ".join(f"{one.name} is {one.state}" for one in able if one.state not in USABLE)
+        remedy = "scontrol show node NAME says why; fewer with --nodes"
+        return [error("nodes", f"{len(usable)} {what} are up, {nodes} are needed", states, remedy)]
+    return [Checked(code="nodes", severity=INFO, what=f"{len(usable)} {what} are up, {nodes} are needed")]
+
+
+def _look_at_nodes(nodes: int, gpus: int, *, folder: Path, python: str) -> list[Checked]:
+    """Run the check on nodes that are free now."""
+    token = folder / f".meshwright-{secrets.token_hex(8)}"
+    codec.write_text(token, "\n")
+    names = "$(scontrol show hostnames $SLURM_JOB_NODELIST | paste -sd, -)"
+    options = ["--job-name=meshwright-doctor", f"--nodes={nodes}", "--ntasks-per-node=1", "--time=2", "--quiet"]
+    options += [f"--immediate={NODES_FREE_S}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
+    # The names are only known inside the job, to a shell with a fixed script whose words are arguments.
+    script = (
+        f'names="{names}"; exec "$0" -m {NODE_CHECK} --names="$names" --file="$1"'
+        f' --endpoint="${{names%%,*}}:{SLURM_PORT}"'
+    )
+    try:
+        asked = _run(["srun", *options, "sh", "-c", script, python, str(token)], limit_s=CHECK_S)
+    except subprocess.TimeoutExpired:
+        return [error("job", f"a job of {nodes} nodes did not end within {CHECK_S:.0f} s", "", "squeue says why")]
+    finally:
+        token.unlink(missing_ok=True)
+    answers = answers_in(asked.stdout)
+    said = asked.stderr.strip().splitlines()
+    if not answers and re.search(r"immediate|temporarily|busy", asked.stderr, re.IGNORECASE):
+        why = "what is on them was not looked at"
+        return [
+            Checked(code="busy", severity=WARNING, what=f"{nodes} nodes are not free now", why=why, remedy="ask again")
+        ]
+    if not answers:
+        remedy = f"{python} with meshwright and torch must start on every node: activate its environment before"
+        return [error("python", "the check did not run on any node", said[0] if said else "", remedy)]
+    return judge_nodes(answers, nodes, gpus)
+
+
+def _run(command: Sequence[str], limit_s: float = ASK_S) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            list(command), capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except OSError as error:
+        raise PlannerError(f"{command[0]} could not be run", why=str(error)) from error

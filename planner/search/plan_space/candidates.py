@@ -10,7 +10,7 @@ search leaves out, although it might be legal, is counted in `pruned`. Both coun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any, cast
@@ -25,7 +25,7 @@ from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
 from simulator.columns.plan_table import table_of_columns
 from simulator.config.plan import MESH_AXES, Plan
-from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
+from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors
 from simulator.legality.rules import RULES
 from simulator.pipeline.schedules.registry import SCHEDULES
 from topology.cluster import Cluster
@@ -236,15 +236,21 @@ def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> Pla
 
 def _remove_illegal(table: PlanColumns, facts: RuleFacts, level: Level, rejected: Counter[str]) -> PlanColumns:
     """Remove rows that break a rule of `level`, each counted under the first rule it breaks."""
-    keep = np.ones(len(table), dtype=np.bool_)
-    for rule in RULES:
+    everywhere = np.ones(len(table), dtype=np.bool_)
+    return table.take(_legal(everywhere, (rule for rule in RULES if rule.level is level), table, facts, rejected))
+
+
+def _legal(keep: Mask, rules: Iterable[Rule], table: PlanColumns, facts: RuleFacts, rejected: Counter[str]) -> Mask:
+    """Return which of the rows to `keep` break none of some rules."""
+    keep = keep.copy()
+    for rule in rules:
         check_time()
-        if rule.level is level and rule.grade is Grade.ILLEGAL and rule.applies(facts):
+        if rule.grade is Grade.ILLEGAL and rule.applies(facts):
             hit = keep & rule.broken(table, facts)
             if hit.any():
                 rejected[rule.name] += int(hit.sum())
                 keep &= ~hit
-    return table.take(keep)
+    return keep
 
 
 def _grid_bound_masks(table: PlanColumns, facts: RuleFacts, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
@@ -401,18 +407,11 @@ def _policy_choices(
     }
     choices: dict[str, tuple[tuple[Any, Mask], ...]] = {}
     for name, values in offers.items():
-        legal = []
-        for value, offered in values:
-            keep = offered.copy()
-            tried = replace(table, **{name: np.full(len(table), value)})
-            for rule in RULES:
-                if rule.policy == name and rule.grade is Grade.ILLEGAL and rule.applies(facts):
-                    hit = keep & rule.broken(tried, facts)
-                    if hit.any():
-                        rejected[rule.name] += int(hit.sum())
-                        keep &= ~hit
-            legal.append((value, keep))
-        choices[name] = tuple(legal)
+        rules = [rule for rule in RULES if rule.policy == name]
+        choices[name] = tuple(
+            (value, _legal(offered, rules, replace(table, **{name: np.full(len(table), value)}), facts, rejected))
+            for value, offered in values
+        )
     return choices
 
 

@@ -40,14 +40,12 @@ class StageSolution:
     """The best assignment found, and its step in seconds; `plan` is None if none is below the cutoff.
 
     Steps exclude the expected cost of a nearly full allocator (`simulator.memory.flushes`). No assignment takes less
-    than `bound_s`. `has_room` is whether any may fit into memory, and `accounted` the number of assignments accounted
-    for.
+    than `bound_s`. `has_room` is whether any may fit into memory.
     """
 
     plan: Plan | None
     step_s: float
     bound_s: float
-    accounted: int = 0
     has_room: bool = True
 
     @property
@@ -76,21 +74,19 @@ def solve_stages(
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
     if not freedom.any:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=0.0)
-    bound_s, step_s, best, accounted, has_room = cutoff_s, cutoff_s, None, 0, False
+    bound_s, step_s, best, has_room = cutoff_s, cutoff_s, None, False
     for number in numbers:
         pipeline = build_pipeline(screening, costs, number, freedom, cutoff_s, limit_bytes)
         if pipeline is None:
             continue
         has_room = True
         search = _Assignments(pipeline, step_s, at_once)
-        bound_s, accounted = min(bound_s, search.run()), accounted + search.accounted
+        bound_s = min(bound_s, search.run())
         if search.best is not None:
             step_s, best = search.step_s, pipeline.plan_with(pipeline.options.take(search.best))
     if best is None:
-        return StageSolution(
-            plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), accounted=accounted, has_room=has_room
-        )
-    return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s), accounted=accounted)
+        return StageSolution(plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), has_room=has_room)
+    return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s))
 
 
 class _Assignments:
@@ -110,11 +106,6 @@ class _Assignments:
         options = pipeline.options
         keys = zip(options.rank, options.layers, options.dense, options.mode_mix, strict=True)
         self._row_of = {tuple(int(part) for part in key): row for row, key in enumerate(keys)}
-
-    @property
-    def accounted(self) -> int:
-        """How many assignments were accounted for."""
-        return len(self._seen)
 
     def run(self) -> float:
         """Search, and return a lower bound in seconds of all assignments; infinite if none can be below the cutoff."""

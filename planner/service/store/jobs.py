@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Engine, case, delete, func, insert, literal_column, select, update
 from sqlalchemy.exc import IntegrityError
 
-from planner.requests.served import RUNS
+from planner.requests.known import RUNS
 from planner.service.store.tables import ARTIFACTS, JOBS
 from topology import codec
 from topology.codec import JsonObject

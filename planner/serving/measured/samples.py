@@ -15,8 +15,7 @@ from topology.catalog.gpus import gpu_kind, match_driver_name
 from topology.codec import JsonObject
 from topology.errors import BadInput
 from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
-from topology.profile.samples import Provenance
-from topology.profile.serving_samples import ServingSample
+from topology.profile.samples import Provenance, ServingSample
 from topology.profile.store import merge, run_name
 
 LEAST_STEPS = 20  # steps of a load; fewer say little of the host

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
+from planner.requests.serving import Deployment as DeploymentFlags
+from planner.requests.serving import Engine, Load
 from planner.requests.training import Suggest
 from planner.serving.question.question import OBJECTIVES, ServingQuestion
 from planner.serving.question.releases import split_engine
-from planner.serving.question.target_time import target_s
 from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
@@ -34,51 +36,28 @@ FROM_CHECKPOINT = ("float4", "int4", "mxfp4")  # formats to which engines cannot
 CONVERTS = ("vllm", "sglang")  # programs that make 16-bit weights float8 while loading (their --quantization fp8)
 FEWEST = "min"  # of --gpus: the fewest that serve the load as asked
 ARRIVALS = {"constant": 0.0, "poisson": 1.0}
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Plain numbers from which milliseconds may be meant: nobody waits so many seconds for a token on purpose.
+UNLIKELY = {"--ttft": 100.0, "--tpot": 2.0}
+_SAID = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,18})?(?:e[+-]?[0-9]{1,2})?|\.[0-9]{1,18}) ?(us|ms|s)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingFlags:
-    """What a command states of a serving question and of one deployment; None means not stated.
-
-    Lengths are in tokens, targets in seconds or as people write them (`target_s`), `request_rate` in requests a second.
-    `replicas` to `prefill` are parts of a deployment; commands that choose one take none of them.
+@dataclass(frozen=True, kw_only=True)
+class ServingFlags(Load, Engine, DeploymentFlags):
+    """What a command states of a serving question and of one deployment; None means not stated. Commands that choose a
+    deployment take no part of one.
     """
 
     model: str | None = None
     cluster: str | None = None
     gpu: str | None = None
     gpus: int | None = None
-    engine: str | None = None
     objective: str | None = None
-    isl: int | None = None
-    osl: int | None = None
-    vary: float | None = None
-    concurrency: int | None = None
-    request_rate: float | None = None
-    arrivals: str | None = None
-    requests: str | None = None
-    cached_prompt: float | None = None
-    ttft: float | str | None = None
-    tpot: float | str | None = None
-    weights: str | None = None
-    kv_cache: str | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float | None = None
-    eager: bool | None = None
-    no_custom_all_reduce: bool | None = None
-    two_batch_overlap: bool | None = None
-    receive_every: int | None = None
-    draft_tokens: int | None = None
-    accepted_tokens: float | None = None
     gpu_price: float | None = None
     separate: bool = False
-    replicas: int | None = None
     tp: int | None = None
     pp: int | None = None
     ep: int | None = None
-    dp_attention: int | None = None
-    prefill: str | None = None
     profile: Path | None = None
     strict: bool = False
 
@@ -357,3 +336,28 @@ def _objective(flags: ServingFlags, assumed: list[str]) -> str:
     if given == "cost" and not flags.gpu_price:
         raise UserError("--objective cost needs a price", remedy="give --gpu-price, for a GPU and hour")
     return given
+
+
+def target_s(said: str | float | None, flag: str) -> float | None:
+    """Return the seconds of a target that a flag of `UNLIKELY` states; None if it states none.
+
+    A number without a unit is seconds. Raises UserError for anything that is no time, and for a plain number so large
+    that it may be meant in milliseconds.
+    """
+    if said is None or isinstance(said, (int, float)):
+        return said
+    found = _SAID.fullmatch(said.strip().lower()[:40])
+    if found is None:
+        raise UserError(
+            f"{flag} is {said[:40]!r}",
+            why="it is a time of at least 0: a number of seconds, or one with s, ms or us",
+            remedy=f"{flag} 0.5 or {flag} 500ms" if flag == "--ttft" else f"{flag} 0.02 or {flag} 20ms",
+        )
+    value = float(found[1]) * _UNITS_S[found[2] or "s"]
+    if not found[2] and value >= UNLIKELY[flag]:
+        raise UserError(
+            f"{flag} {said.strip()} may be meant in seconds or in milliseconds",
+            why="a number without a unit is seconds",
+            remedy=f"{flag} {found[1]}ms, or {flag} {found[1]}s",
+        )
+    return value

@@ -6,47 +6,34 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from simulator.config.model import Model
-from simulator.serving.deployment import Deployment, Pool, Speculation
+from simulator.serving.deployment import Deployment, EngineSettings, Pool
 from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
-from simulator.serving.measured import MeasuredServing
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
-from topology.rates.known import require_plannable
+from topology.rates.reach import require_plannable
 
 OBJECTIVES = ("latency", "throughput", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingQuestion:
-    """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not given.
+class ServingQuestion(EngineSettings):
+    """One question, for an engine as it is set. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any
+    currency, 0 if not given.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
-    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults. `measured`
-    has samples of a profile.
+    a million output tokens.
     """
 
     model: Model
     cluster: Cluster
     traffic: Traffic
     gpus: int = 0  # of the cluster, in the order of its nodes, to be used; 0: all
-    engine: str = "vllm"
     release: str = ""  # release of the engine; empty: the one that is described
-    weights: str = "bfloat16"
-    kv_cache: str = "bfloat16"
-    max_num_seqs: int = 0
-    max_num_batched_tokens: int = 0
-    memory_fraction: float = 0.0
-    eager: bool = False
-    custom_all_reduce: bool = True
-    two_batches: bool = False
-    receive_every: int = 1
-    speculation: Speculation | None = None
     objective: str = "throughput"
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     gpu_price_per_hour: float = 0.0
     separate: bool = False
-    measured: MeasuredServing | None = None
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -93,19 +80,4 @@ class ServingQuestion:
 
     def deployment(self, pool: Pool, prefill: Pool | None = None) -> Deployment:
         """Return a deployment under the question's engine, formats and limits."""
-        return Deployment(
-            engine=self.engine,
-            pool=pool,
-            prefill=prefill,
-            weights=self.weights,
-            kv_cache=self.kv_cache,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            memory_fraction=self.memory_fraction,
-            eager=self.eager,
-            custom_all_reduce=self.custom_all_reduce,
-            two_batches=self.two_batches,
-            receive_every=self.receive_every,
-            speculation=self.speculation,
-            measured=self.measured,
-        )
+        return Deployment(pool=pool, prefill=prefill, **self.settings())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.io.output import SCHEMA_VERSION
-from planner.serving.account import Account
-from planner.serving.answer import ServingAnswer
+from planner.serving.answer import Account, ServingAnswer
 from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Row, Sweep
 from planner.serving.explain import ServingExplanation

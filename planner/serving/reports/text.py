@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from planner.io.grids import console, grid
 from planner.io.printable import printable
-from planner.serving.break_even import BreakEven, break_even
-from planner.serving.crossings import Row
+from planner.serving.crossings import BreakEven, Row, break_even
 from planner.serving.question.question import ServingQuestion
 from planner.serving.reports.documents import price_per_million
 from planner.serving.search import ServingPlan, ServingResult

@@ -66,9 +66,6 @@ class Lifetimes:
     last: Mapping[str, int]
     nbytes: Mapping[str, int]
 
-    def live(self, number: int) -> Iterable[str]:
-        return (name for name, start in self.first.items() if start <= number <= self.last[name])
-
     def peak(self) -> tuple[int, int]:
         """Return the bytes at the peak, and the number of the instruction there."""
         changes: dict[int, int] = {}

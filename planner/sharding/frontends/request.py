@@ -14,7 +14,7 @@ from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL
 from planner.sharding.layouts.layout import Layout, Mesh, make_mesh
 from planner.sharding.layouts.loop_domain import Streamed, parse_domain
 from planner.sharding.problem.pipeline_stages import mesh_without_axis, placements_without_stage_axis
-from planner.sharding.problem.problem import POLICIES
+from planner.sharding.problem.problem import policy_named
 from simulator.sharded.graph import CapturedGraph, read_graph
 from topology.codec import JsonObject
 from topology.errors import BadInput
@@ -79,9 +79,7 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput(f"{where} is no request to shard a graph", why=str(error)) from error
     graph = read_graph(text.graph, where=where)
-    policy = None if text.policy == "none" else text.policy
-    if policy is not None and policy not in POLICIES:
-        raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    policy = policy_named(text.policy)
     if text.routes is not None and text.routes not in ROUTES:
         raise BadInput(f"unknown routes {text.routes[:40]!r}", remedy=f"{' or '.join(ROUTES)}, or none")
     mesh = make_mesh(text.mesh.names, text.mesh.shape)

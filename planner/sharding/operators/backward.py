@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from planner.sharding.operators.graph import Graph, GraphBuilder
 from planner.sharding.operators.single_steps import is_elementwise, is_view, single_steps, viewed
+from planner.sharding.ops.annotation import called_name, number_of
 from planner.sharding.ops.axis_flow import NotUnderstood, Shape
 from planner.sharding.ops.elementwise import gradient_texts
 from planner.sharding.ops.op import Step, View, padded
-from planner.sharding.ops.syntax import called_name, number_of
 from planner.sharding.ops.table import FUNCTIONS, shape_of
 from topology.errors import BadInput
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from planner.sharding.layouts.layout import REDUCERS
-from planner.sharding.ops.syntax import arguments_of, called_name, outermost_call
+from planner.sharding.ops.annotation import arguments_of, called_name, outermost_call
 from planner.sharding.ops.table import FUNCTIONS
 from topology.errors import BadInput
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.annotation import called_name
 from planner.sharding.ops.routed import ROUTED_OF, SENT_OF
-from planner.sharding.ops.syntax import called_name
 from planner.sharding.ops.table import FUNCTIONS
 
 MASK = "mask"

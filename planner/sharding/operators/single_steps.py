@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterator
 
 from planner.sharding.operators.operator import Operator
-from planner.sharding.ops.syntax import arguments_of, called_name
+from planner.sharding.ops.annotation import arguments_of, called_name
 from planner.sharding.ops.table import FUNCTIONS
 
 

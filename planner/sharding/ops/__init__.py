@@ -1,6 +1,6 @@
 """The known operators, one family per file; each is one entry, and `table.py` lists them.
 
-    syntax.py, annotation.py  formulas and annotations, parsed
+    annotation.py             formulas and annotations, parsed
     axis_flow.py, walker.py   a formula walked with axes in the place of numbers
     aten.py                   operators of PyTorch as they were captured, and statements made of them
     op.py                     what an entry says

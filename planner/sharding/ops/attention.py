@@ -6,11 +6,10 @@ import ast
 from collections.abc import Sequence
 
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.annotation import Dim, is_true
 from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement
 from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
 from planner.sharding.ops.op import Op, Phase, Saves, Step, reduced_phase, statistic, tensor
-from planner.sharding.ops.syntax import is_true
 from planner.sharding.ops.walker import Call, merge_or_keep
 from simulator.sharded.program import RING_ATTENTION
 

@@ -9,10 +9,10 @@ import ast
 import re
 from collections.abc import Sequence
 
+from planner.sharding.ops.annotation import called_name
 from planner.sharding.ops.aten import AtenCall, NotKnownError, Statement, annotated, axes_but, made
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op, Partials, Saves
-from planner.sharding.ops.syntax import called_name
 from planner.sharding.ops.walker import Call
 
 FLOATS = frozenset(("f64", "f32", "bf16", "f16"))

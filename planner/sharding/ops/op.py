@@ -12,9 +12,9 @@ from enum import Enum
 from typing import Any
 
 from planner.sharding.layouts.layout import Layout
+from planner.sharding.ops.annotation import arguments_of, called_name, number_of
 from planner.sharding.ops.aten import AtenCall, Statement
 from planner.sharding.ops.axis_flow import NotUnderstood
-from planner.sharding.ops.syntax import arguments_of, called_name, number_of
 from planner.sharding.ops.walker import Rule
 
 Dims = tuple[int, ...]

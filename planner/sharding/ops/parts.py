@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.annotation import Dim, number_of
 from planner.sharding.ops.aten import (
     AtenCall,
     NotKnownError,
@@ -20,7 +20,6 @@ from planner.sharding.ops.aten import (
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.elementwise import same_elements
 from planner.sharding.ops.op import Op, Saves, Step, View, no_gradient, padded, view
-from planner.sharding.ops.syntax import number_of
 from planner.sharding.ops.walker import Call, Made, part_of, position
 from simulator.sharded.graph import GraphNode
 

@@ -6,11 +6,10 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.annotation import Dim, is_none
 from planner.sharding.ops.aten import LETTERS, AtenCall, NotKnownError, Statement, annotated
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op, Saves, Step, summed
-from planner.sharding.ops.syntax import is_none
 from planner.sharding.ops.walker import Call, product_of_matrices
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

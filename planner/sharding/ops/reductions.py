@@ -6,6 +6,7 @@ import ast
 from math import prod
 from typing import Any
 
+from planner.sharding.ops.annotation import is_none, number_of
 from planner.sharding.ops.aten import (
     AtenCall,
     NotKnownError,
@@ -17,10 +18,9 @@ from planner.sharding.ops.aten import (
     whole_numbers,
     written,
 )
-from planner.sharding.ops.axis_flow import Value
+from planner.sharding.ops.axis_flow import AxisFlow, Value
 from planner.sharding.ops.elementwise import FLOATS
 from planner.sharding.ops.op import Op, Saves, Step, no_gradient, tensor
-from planner.sharding.ops.syntax import is_none, number_of
 from planner.sharding.ops.walker import Call, Made, merge_or_keep, position
 
 _REDUCERS = {"sum": "sum", "mean": "avg", "amax": "max", "max": "max", "amin": "min", "min": "min", "prod": "product"}
@@ -51,19 +51,23 @@ def _reduced(call: Call) -> Made:
     return [out, out] if call.name in {"max", "min"} and numbers is not None else out
 
 
-def _logsumexp(call: Call) -> Value:
+def _finished_along(call: Call, argument: int) -> tuple[AxisFlow, Value, int]:
+    """Return the first argument with its sums finished, and the position of the dim along which it is reduced."""
     flow, value = call.flow, call.flow.finish(call.value(0), f"{call.name} needs finished sums")
-    at = position(call.number(1, "dim", -1), value)
+    at = position(call.number(argument, "dim", -1), value)
     flow.reduced.update(flow.dim(value.dims[at]))
+    return flow, value, at
+
+
+def _logsumexp(call: Call) -> Value:
+    _, value, at = _finished_along(call, 1)
     merge_or_keep(call, "logsumexp", value.dims[at], f"{call.name} is no sum of what pieces give")
     keep = [()] if call.flag(2, "keepdim") else []
     return Value((*value.dims[:at], *keep, *value.dims[at + 1 :]))
 
 
 def _top_k(call: Call) -> list[Value]:
-    flow, value = call.flow, call.flow.finish(call.value(0), "topk needs finished sums")
-    at = position(call.number(2, "dim", -1), value)
-    flow.reduced.update(flow.dim(value.dims[at]))
+    flow, value, at = _finished_along(call, 2)
     merge_or_keep(call, "topk", value.dims[at], "the largest of a piece need not be the largest of all")
     made = flow.new_dim(call.number(1, "k", 1))
     flow.keep_unsharded(made, "the k largest are needed together")
@@ -71,9 +75,7 @@ def _top_k(call: Call) -> list[Value]:
 
 
 def _arg(call: Call) -> Value:
-    flow, value = call.flow, call.flow.finish(call.value(0), f"{call.name} needs finished sums")
-    at = position(call.number(1, "dim", -1), value)
-    flow.reduced.update(flow.dim(value.dims[at]))
+    flow, value, at = _finished_along(call, 1)
     flow.positional.update(flow.dim(value.dims[at]))
     merge_or_keep(call, "arg", value.dims[at], "the largest of a piece need not be the largest of all")
     return Value((*value.dims[:at], *value.dims[at + 1 :]))

@@ -2,7 +2,7 @@
 
 `frontends/routes.py` makes such a node of a captured graph. Its pairs of a token and one of its experts are
 independent, so ranks may have any of them, and each needs only the matrices of its own expert. A mesh axis that shards
-pairs and experts at once sends every pair to the rank of its expert and its result back (`backends/routes.py`).
+pairs and experts at once sends every pair to the rank of its expert and its result back (`backends/forward.py`).
 """
 
 from __future__ import annotations

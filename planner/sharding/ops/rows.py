@@ -80,10 +80,17 @@ def _capture_indexed(call: AtenCall) -> list[Statement]:
         return [call.statement(f"embedding({lines}, {matrix})", op="rows", args=args)]
     indexed, numbers, axes = _numbered(call, listed)
     picked = axes_but(len(shape), indexed)
-    together = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return annotated(call, [(call.tensor(0), picked), *numbers], _indexed_axes(picked, indexed, axes))
+
+
+def _indexed_axes(picked: Sequence[str], indexed: Sequence[int], axes: Sequence[str]) -> list[str]:
+    """Return the axes of what is picked: those of the numbers replace the indexed dims if these are neighbours, and
+    come first otherwise.
+    """
+    together = list(indexed) == list(range(indexed[0], indexed[-1] + 1))
     first = indexed[0] if together else 0
     rest = [axis for d, axis in enumerate(picked) if d not in indexed]
-    return annotated(call, [(call.tensor(0), picked), *numbers], [*rest[:first], *axes, *rest[first:]])
+    return [*rest[:first], *axes, *rest[first:]]
 
 
 def _numbered(
@@ -107,10 +114,7 @@ def _capture_put(call: AtenCall) -> list[Statement]:
     shape = call.shape(0)
     indexed, numbers, axes = _numbered(call, call.argument(1), "^")
     picked = axes_but(len(shape), indexed)
-    together = indexed == list(range(indexed[0], indexed[-1] + 1))
-    first = indexed[0] if together else 0
-    rest = [axis for d, axis in enumerate(picked) if d not in indexed]
-    values = [*rest[:first], *axes, *rest[first:]]
+    values = _indexed_axes(picked, indexed, axes)
     own = values[len(values) - len(call.shape(2)) :] if call.shape(2) else []
     result = [made(f"r{LETTERS[d]}", n) if d in indexed else picked[d] for d, n in enumerate(shape)]
     return annotated(call, [(call.tensor(0), picked), *numbers, (call.tensor(2), own)], result)

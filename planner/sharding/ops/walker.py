@@ -6,9 +6,8 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.sharding.ops.annotation import Dim
+from planner.sharding.ops.annotation import Dim, arguments_of, called_name, is_true, number_of, outermost_call
 from planner.sharding.ops.axis_flow import SCALAR, AxisFlow, NotUnderstood, Value
-from planner.sharding.ops.syntax import arguments_of, called_name, is_true, number_of, outermost_call
 
 Made = Value | list[Value]
 Rule = Callable[["Call"], Made]

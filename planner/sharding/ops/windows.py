@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from planner.sharding.ops.annotation import is_none, number_of
 from planner.sharding.ops.aten import (
     LETTERS,
     AtenCall,
@@ -24,7 +25,6 @@ from planner.sharding.ops.aten import (
 from planner.sharding.ops.axis_flow import NotUnderstood, Value
 from planner.sharding.ops.op import Op
 from planner.sharding.ops.products import with_bias
-from planner.sharding.ops.syntax import is_none, number_of
 from planner.sharding.ops.walker import Call
 
 

@@ -179,6 +179,13 @@ class ShardingProblem:
         return 0.0 if frozen else self.memory.state_bytes_per_parameter
 
 
+def policy_named(name: str | None) -> str | None:
+    """Return a policy; None for `none`. Raises BadInput for an unknown one."""
+    if name not in {None, "none", *POLICIES}:
+        raise BadInput(f"unknown policy {str(name)[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    return None if name == "none" else name
+
+
 def split_cases(data: Any, *, where: str) -> list[JsonObject]:
     """Return the cases of a file: a list, an object with a list `cases`, or one case. Raises BadInput."""
     cases = data.get("cases", [data]) if isinstance(data, dict) else data
@@ -225,9 +232,7 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
             tokens = placements_without_stage_axis(tokens, full_mesh.names.index(assignment.axis), full_mesh, of=name)
         return parse_placements(tokens, tensors[name].shape, mesh, of=name)
 
-    policy = None if case.policy == "none" else case.policy
-    if policy is not None and policy not in POLICIES:
-        raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    policy = policy_named(case.policy)
     builder = GraphBuilder(case.axes, case.functions)
     tensors = builder.tensors
     input_layouts: dict[str, Layout] = {}

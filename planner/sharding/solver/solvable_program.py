@@ -16,7 +16,6 @@ from scipy.sparse import csr_matrix
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.problem.deadline import NO_DEADLINE, Deadline
 from planner.sharding.problem.problem import MemoryLimit
-from planner.sharding.solver.candidates import operand_names
 from planner.sharding.solver.integer_program import IntegerProgram
 from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
@@ -251,8 +250,3 @@ class SolvableProgram(IntegerProgram):
         if not np.isfinite(cost):
             raise unsatisfiable()
         return round(float(cost))
-
-    def operands(self, each: int) -> list[int]:
-        """Return the classes of the tensors that a class of operators reads, by position, for its first member."""
-        names = operand_names(self.problem, self.members[each][0])
-        return [self.candidates.equivalence.tensors[name] for name in names]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 from planner.explain.answer_text import assumed_parts
 from planner.io import output
+from planner.io.inputs import parse_seconds
 from planner.question.cases import read_cases
 from planner.question.flags import Flags
 from planner.runs.schedulers.launchers import require_settings
@@ -22,8 +22,6 @@ from simulator.fitting.calibrations import Calibrations
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from topology.errors import BadInput, UserError
 
-MOST_BUDGET_S = 7 * 86400.0
-UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 BUDGET = "10m"
 
 
@@ -141,8 +139,5 @@ def require_agreed(known: State, command: str | None) -> None:
 
 def seconds_of(given: str, flag: str) -> float:
     """Return the seconds of `90`, `90s`, `10m`, `2h`. Raises UserError for anything else, or more than a week."""
-    match = re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*([smh]?)", given[:40].strip())
-    seconds = float(match[1]) * UNITS_S[match[2] or "s"] if match else 0.0
-    if not 1 <= seconds <= MOST_BUDGET_S:
-        raise UserError(f"{flag} is {given[:40]!r}", why="it is 1s to a week, in s, m or h", remedy=f"{flag} 10m")
-    return seconds
+    why = "it is 1s to a week, in s, m or h"
+    return parse_seconds(given, flag, range_s=(1.0, 7 * 86400.0), units="smh?", why=why, example="10m")

@@ -15,9 +15,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from executor.kernels import all_reduce, copies, decoder_rows, paged_attention
+from executor.kernels.decoder_rows import rotate_pairs
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
-from executor.kernels.rotary import rotate_pairs
 from executor.model import rotary
 from executor.overlap.fused import Tile, tiles_of
 from executor.serving import operators
@@ -222,7 +222,7 @@ HEADS, PAGE = Heads(queries=8, kv=2, width=16), 16
 def cached(dtype: torch.dtype) -> tuple[torch.Tensor, Pages]:
     """Rows of queries, keys and values of three tokens, and a cache of nine pages."""
     keys, values = draw(2, 9, HEADS.kv, PAGE, HEADS.width, seed=11, dtype=dtype)
-    return draw(3, HEADS.row, seed=12, dtype=dtype), Pages(keys, values)
+    return draw(3, (HEADS.queries + 2 * HEADS.kv) * HEADS.width, seed=12, dtype=dtype), Pages(keys, values)
 
 
 def attend(splits: int, dtype: torch.dtype) -> float:

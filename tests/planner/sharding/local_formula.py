@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from math import prod
 
 from planner.sharding.operators.operator import Operator
+from planner.sharding.ops.annotation import called_name, number_of
 from planner.sharding.ops.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.ops.syntax import called_name, number_of
 from planner.sharding.ops.table import rule_of
 from planner.sharding.ops.walker import Made, Walker
 

@@ -14,7 +14,7 @@ from simulator.serving.measured import LaunchTime, MeasuredServing, MeasuredStep
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.profile.profile import CollectiveSample
-from topology.profile.serving_samples import ServingSample
+from topology.profile.samples import ServingSample
 
 MODEL, CLUSTER, ENGINE = load_model("llama3-8b"), load_cluster("h200x4"), "meshwright"
 TRUE = MeasuredSteps(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.export.serving.commands import command
-from planner.serving.account import serving_account
-from planner.serving.answer import estimate_of
+from planner.serving.answer import estimate_of, serving_account
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.validate.serving_points import validate_point
 from simulator.config.hf_config import load_model
