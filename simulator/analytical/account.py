@@ -100,7 +100,7 @@ def account_inputs(
 
 def account_plans(inputs: AccountInputs) -> Account:
     """Return the account of all plans; plans whose steps have the same operations are walked together."""
-    inputs = _at_clocks(inputs)
+    inputs = at_clocks(inputs)
     rows = len(inputs.context.table)
     parts = {part: np.zeros(rows) for part in PARTS}
     if inputs.context.table.fully_sharded.any():
@@ -122,7 +122,7 @@ def account_plans(inputs: AccountInputs) -> Account:
     return Account(parts_s=parts, clocks=inputs.clocks)
 
 
-def _at_clocks(inputs: AccountInputs) -> AccountInputs:
+def at_clocks(inputs: AccountInputs) -> AccountInputs:
     """Return the inputs with what kernels at their clocks, rather than sustained ones, leave exposed of the transfers
     that run next to them. Bounds do without: longer kernels hide more.
     """
@@ -145,13 +145,11 @@ def _at_clocks(inputs: AccountInputs) -> AccountInputs:
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
     """Return the account of `plans`, which differ only in the layers and recompute modes of their stages.
 
-    `inputs` are those of one plan with the same pipeline; modes have the names of the runtime's description. `known`
-    has the passes that were counted for earlier plans with these inputs, and is added to.
+    `inputs` are those of one plan with the same pipeline, `at_clocks`; modes have the names of the runtime's
+    description. `known` has the passes that were counted for earlier plans with these inputs, and is added to.
     """
     rows = np.zeros(len(plans), dtype=np.intp)
-    inputs = _at_clocks(inputs).take(rows, inputs.context.take(rows))
-
-    return account_pipelines([PipelinePlans(inputs, plans, known)])[0]
+    return account_pipelines([PipelinePlans(inputs.take(rows, inputs.context.take(rows)), plans, known)])[0]
 
 
 # Axes along which communication can be exposed.

@@ -304,6 +304,15 @@ class Stretch:
 
 
 @dataclass(slots=True)
+class Copied:
+    """A copy within the GPU: its bytes/s and seconds, and what it costs compute that it runs next to."""
+
+    rate: Floats
+    seconds: Floats
+    cost: Background
+
+
+@dataclass(slots=True)
 class TrafficTimes:
     """Times of transfers around the blocks, and of copies; each distinct size is looked up once."""
 
@@ -317,6 +326,7 @@ class TrafficTimes:
     _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
     _seconds: dict[tuple[str, str, bytes | float], tuple[Floats, Floats]] = field(default_factory=dict)
     _rates: dict[tuple[str | bytes, ...], Floats] = field(default_factory=dict)
+    _copied: dict[tuple[int, int], tuple[Copied, Value, Packing]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         roofline = self.context.roofline
@@ -327,10 +337,20 @@ class TrafficTimes:
         self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm
         self.update_bytes_per_s = update_rate(self.context.runtime, roofline)
 
-    def copy_bytes_per_s(self, packing: Packing | None) -> Floats:
-        """Return the bytes/s of copies, or of one of FSDP's."""
+    def copied(self, moved_bytes: Value, packing: Packing | None) -> Copied:
+        """Return the rate, the seconds and the cost of a copy within the GPU; computed once for one of FSDP's."""
         if packing is None:
-            return self._hbm
+            seconds = np.asarray(moved_bytes / self._hbm)
+            return Copied(rate=self._hbm, seconds=seconds, cost=self._copying(seconds))
+        key = id(moved_bytes), id(packing)
+        if key not in self._copied:  # keep both alive, so that their ids stay unique
+            rate = self._copy_bytes_per_s(packing)
+            seconds = np.asarray(moved_bytes / rate)
+            copied = Copied(rate=rate, seconds=seconds, cost=self._copying(seconds))
+            self._copied[key] = copied, moved_bytes, packing
+        return self._copied[key][0]
+
+    def _copy_bytes_per_s(self, packing: Packing) -> Floats:
         sizes = (np.asarray(size).tobytes() for size in (packing.widened_bytes, packing.module_bytes))
         key: tuple[str | bytes, ...] = (packing.kernel, *sizes)
         if key not in self._rates:
@@ -338,8 +358,7 @@ class TrafficTimes:
             self._rates[key] = np.broadcast_to(rate, (len(self.context.table),))
         return self._rates[key]
 
-    def copying(self, seconds: Floats) -> Background:
-        """Return the cost of a copy within the GPU that takes `seconds` next to compute."""
+    def _copying(self, seconds: Floats) -> Background:
         there, nothing = seconds > 0, np.zeros(len(self.context.table))
         return Background(
             seconds=seconds,

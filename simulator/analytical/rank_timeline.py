@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from simulator.analytical.block_times import TINY, Background, BlockTimes, PassTimes, Stretch, TrafficTimes
+from simulator.analytical.block_times import TINY, Background, BlockTimes, Copied, PassTimes, Stretch, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import Packing
 from simulator.program.program import COMPUTE
@@ -68,6 +68,7 @@ class RankTimeline:
         self._last: tuple[Floats, PassTimes] | None = None  # the start of the last pass, and its times
         self._begun, self._sends = self.mark(), False  # where a repeated unit began, and whether it sends anything
         self._stretches: dict[tuple[int, int], tuple[Stretch, Background, PassTimes]] = {}
+        self._copies: dict[tuple[int, int], tuple[Stretch, Background, Copied]] = {}
         self.paired = False  # passes run alongside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: dict[str, Floats] = self.parts
@@ -224,18 +225,14 @@ class RankTimeline:
         packing: Packing | None = None,
         stream: str = COMPUTE,
     ) -> None:
-        rate = self.traffic.copy_bytes_per_s(packing)
-        seconds = np.asarray(moved_bytes / rate)
+        copied = self.traffic.copied(moved_bytes, packing)
         if stream != COMPUTE:
-            self._send(self.traffic.copying(seconds), stream, part="packing")
+            self._send(copied.cost, stream, part="packing")
             return
         self._wait(COMPUTE, self.host, "host")
+        seconds = copied.seconds
         stretched = self._beside_traffic(
-            self.compute,
-            seconds,
-            self._zero,
-            lambda cost: cost.stretch(seconds, self._zero, rate, self.traffic, copies=True),
-            part="copies",
+            self.compute, seconds, self._zero, lambda cost: self._stretched(cost, copied), part="copies"
         )
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + (seconds if stretched is None else seconds + stretched)
@@ -363,6 +360,14 @@ class RankTimeline:
             stretch = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
             self._stretches[key] = stretch, cost, times
         return self._stretches[key][0]
+
+    def _stretched(self, cost: Background, copied: Copied) -> Stretch:
+        """Return how much a collective and a copy slow each other down; computed once for each pair."""
+        key = id(cost), id(copied)
+        if key not in self._copies:
+            stretch = cost.stretch(copied.seconds, self._zero, copied.rate, self.traffic, copies=True)
+            self._copies[key] = stretch, cost, copied
+        return self._copies[key][0]
 
     def _beside_traffic(
         self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch], *, part: str

@@ -4,7 +4,7 @@ compute that `simulator.step.walk` issues.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from simulator.collectives.pushed import PUSHED, SUM_PASSES
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
-from simulator.step.fsdp_copies import Move
+from simulator.step.fsdp_copies import FsdpCopies, Move
 from simulator.step.held import State
 from simulator.step.host import tiles_host_s
 from simulator.step.muon import Orthogonal
@@ -20,6 +20,18 @@ from simulator.step.offload import ADD_PASSES, OFFLOAD
 from simulator.step.rank import Rank, Value
 from simulator.step.traffic import COPIES, REPLICAS, STREAM, SUMS, DataTraffic
 from simulator.step.units import Unit
+
+# Copies around FSDP's collectives, by name; see `FsdpCopies`.
+MOVES: dict[str, Callable[[FsdpCopies, Unit, bool], Move]] = {
+    "gathering": lambda copies, unit, _: copies.before_gather(unit.shared, unit.experts),
+    "copy_out": lambda copies, unit, _: copies.after_gather(unit.shared, unit.experts),
+    "copy_in": lambda copies, unit, further: copies.before_reduction(
+        unit.trained.shared, unit.trained.experts, further=further
+    ),
+    "reduced": lambda copies, unit, further: copies.after_reduction(
+        unit.trained.shared, unit.trained.experts, further=further
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -50,7 +62,7 @@ class DataWriter:
                 self.rank.wait(COMPUTE, self._gathered.pop(unit.name))
             if fresh:
                 self._resident.add(unit.name)
-                self._move("copy_out", unit, t.copies.after_gather(unit.shared, unit.experts))
+                self._move("copy_out", unit)
             if following is not None:
                 # The next gather may fill its buffer once the last one has been copied out.
                 self.rank.after(COPIES, COMPUTE)
@@ -190,8 +202,7 @@ class DataWriter:
             if not t.has_buckets:
                 if t.lists_tiles:
                     self.rank.host_work(f"tiles {unit.name}", self._tiles_s(unit))
-                own, further = unit.trained, unit.name in self._with_gradient
-                self._move("copy_in", unit, t.copies.before_reduction(own.shared, own.experts, further=further))
+                self._move("copy_in", unit, further=unit.name in self._with_gradient)
             if not t.every_micro_batch:
                 self._accumulated.discard(unit.name)
         fresh = unit.name not in self._with_gradient
@@ -202,10 +213,8 @@ class DataWriter:
             self.rank.after(STREAM, COMPUTE)
             self._reduce(unit)
             if t.fully_sharded and not t.has_buckets:
-                own = unit.trained
-                reduced = t.copies.after_reduction(own.shared, own.experts, further=not fresh)
                 self.rank.after(SUMS, STREAM)  # with replicas, next to their sum instead of after it
-                self._move("reduced", unit, reduced, stream=SUMS)
+                self._move("reduced", unit, further=not fresh, stream=SUMS)
             if not t.overlap:
                 self.rank.after(COMPUTE, SUMS if t.fully_sharded and not t.has_buckets else STREAM)
         if t.sends:
@@ -226,8 +235,12 @@ class DataWriter:
         parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
         return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
 
-    def _move(self, name: str, unit: Unit, move: Move, *, stream: str = COMPUTE) -> None:
-        if np.any(move.nbytes):
+    def _move(self, name: str, unit: Unit, *, further: bool = False, stream: str = COMPUTE) -> None:
+        """Copy what FSDP does around a unit's collectives: `MOVES`."""
+        known, key = self.traffic.moves, (name, unit, further)
+        if key not in known:
+            known[key] = MOVES[name](self.traffic.copies, unit, further)
+        if (move := known[key]).some:
             self.rank.copy(f"{name} {unit.name}", move.nbytes, packing=move.packing, stream=stream)
 
     def _copy_out(self, elements: Value) -> None:
@@ -275,7 +288,7 @@ class DataWriter:
         t = self.traffic
         if t.from_host:  # in the stream of copies, which gathers wait for
             self.rank.host_copy(f"h2d {unit.name}", self._shard(unit, "parameters") * t.param_bytes, stream=COPIES)
-        self._move("gathering", unit, t.copies.before_gather(unit.shared, unit.experts), stream=COPIES)
+        self._move("gathering", unit, stream=COPIES)
         self.rank.after(STREAM, COPIES)
         op = t.exchange("all_gather", unit)
         self._send(op, "fsdp", unit.shared * t.compute_bytes)

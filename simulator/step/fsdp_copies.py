@@ -35,9 +35,10 @@ TAKEN = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Bytes that a kernel moves for a module, and how it runs."""
+    """Bytes that a kernel moves for a module, whether they are any, and how it runs."""
 
     nbytes: Floats
+    some: bool
     packing: Packing
 
 
@@ -118,9 +119,8 @@ class FsdpCopies:
     ) -> Move:
         nbytes = np.zeros_like(shared) if self.none else shared * each(self.ranks) + experts * each(self.expert_ranks)
         module_bytes = (shared + experts) * self.gathered
-        return Move(
-            nbytes=nbytes, packing=Packing(kernel=kernel, module_bytes=module_bytes, widened_bytes=widened_bytes)
-        )
+        packing = Packing(kernel=kernel, module_bytes=module_bytes, widened_bytes=widened_bytes)
+        return Move(nbytes=nbytes, some=bool(np.any(nbytes)), packing=packing)
 
 
 def fsdp_copies(context: CostContext) -> FsdpCopies:

@@ -14,14 +14,14 @@ micro batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.step.context import CostContext
-from simulator.step.fsdp_copies import FsdpCopies, fsdp_copies
+from simulator.step.fsdp_copies import FsdpCopies, Move, fsdp_copies
 from simulator.step.offload import OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.units import Unit
 from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
@@ -63,6 +63,7 @@ class DataTraffic:
     compute_bytes: float
     reduce_bytes: float
     copies: FsdpCopies
+    moves: dict[tuple[str, Unit, bool], Move] = field(default_factory=dict)  # those of `copies` found so far
     lists_tiles: bool  # the host lists tiles of the gradients that are packed (FSDP2)
     keeps_memory: bool  # of these lists
     gradient_bytes: float

@@ -12,7 +12,7 @@ import pytest
 from planner.search.plan_space.candidates import plan_of
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
 from planner.search.stages.solver import AssignmentBounds, solve_stages
-from simulator.analytical.account import account_assignments
+from simulator.analytical.account import account_assignments, at_clocks
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.bounds.screening import Screening
@@ -184,7 +184,7 @@ def test_no_step_is_shorter_than_a_rank_is_busy() -> None:
     pipeline = build_pipeline(screening, costs, 0, freedom, float("inf"))
     every, _ = AssignmentBounds(pipeline).below(float("inf"), 48)
     plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in every]
-    parts = account_assignments(replace(pipeline.inputs, clocks=np.array([0.87])), plans).parts_s
+    parts = account_assignments(at_clocks(replace(pipeline.inputs, clocks=np.array([0.87]))), plans).parts_s
 
     assert {stages for one in plans for stages in one.recompute_per_stage} == {"none", "full"}
     assert (parts["host"] >= 0.0).all()
@@ -206,8 +206,9 @@ def test_no_assignment_is_quicker_than_its_bound_and_many_are_accounted_for_as_o
     every, _ = bounds.below(float("inf"), 48)
     plans = [pipeline.plan_with(pipeline.options.take(rows)) for rows in every]
     accounted, known = [pipeline.accounted(one) for one in plans], {}
-    step_s = account_assignments(pipeline.inputs, accounted).total_s
-    in_turn = [account_assignments(pipeline.inputs, accounted[start::2], known).total_s for start in (0, 1)]
+    inputs = at_clocks(pipeline.inputs)
+    step_s = account_assignments(inputs, accounted).total_s
+    in_turn = [account_assignments(inputs, accounted[start::2], known).total_s for start in (0, 1)]
     bound_s = np.array([bounds.bound_s(rows) for rows in every])
     alone = estimate_plans(screening.scenario, plans[-2:])
     least = bounds.least(float("inf"))

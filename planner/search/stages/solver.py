@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.stages.options import CostedPlans, Ints, Pipeline, RankOptions, build_pipeline, stage_freedom
-from simulator.analytical.account import account_assignments
+from simulator.analytical.account import AccountInputs, account_assignments, at_clocks
 from simulator.analytical.pipeline_account import KnownPasses
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_table import Floats
@@ -107,6 +107,11 @@ class _Assignments:
         keys = zip(options.rank, options.layers, options.dense, options.mode_mix, strict=True)
         self._row_of = {tuple(int(part) for part in key): row for row, key in enumerate(keys)}
 
+    @cached_property
+    def inputs(self) -> AccountInputs:
+        """What every account is computed from."""
+        return at_clocks(self.pipeline.inputs)
+
     def run(self) -> float:
         """Search, and return a lower bound in seconds of all assignments; infinite if none can be below the cutoff."""
         least = self.bounds.least(self.step_s)
@@ -132,7 +137,7 @@ class _Assignments:
         pipeline = self.pipeline
         plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in new]
         with np.errstate(invalid="ignore"):
-            account = account_assignments(pipeline.inputs, plans, self._passes)
+            account = account_assignments(self.inputs, plans, self._passes)
         step_s = np.nan_to_num(account.total_s, nan=np.inf)
         number = int(np.argmin(step_s))
         if step_s[number] >= self._nearest_s:
