@@ -15,6 +15,7 @@ from topology.units import GIB
 
 LEAST_TERM = 0.01  # share of the better plan's step below which a difference in a term is not named
 TERMS = 2  # terms that are named at most
+LEAST_CHANCE = 0.2  # of fitting, for which a faster plan is named
 SAME_TIME = 0.005  # relative difference below which two steps are reported as equal
 
 
@@ -31,13 +32,17 @@ def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
 
 
 def faster_unsure(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> tuple[MayFit, ...]:
-    """Return the plans that may fit and are faster than the first, which surely fits: the fastest, and slower ones that
-    are more likely to fit.
+    """Return the plans that may well fit and are faster than the first, which surely fits: the fastest, and slower ones
+    that are more likely to fit.
     """
     first = listed[0].estimate
     if first.memory.fit_probability < SURE:
         return ()
-    unsure = [one for one in finalists if one.estimate.memory.fit is Fit.LIKELY]
+    unsure = [
+        one
+        for one in finalists
+        if one.estimate.memory.fit is Fit.LIKELY and one.estimate.memory.fit_probability >= LEAST_CHANCE
+    ]
     found: list[MayFit] = []
     for one in sorted(unsure, key=lambda one: one.estimate.step_s.value):
         likely, faster = one.estimate.memory.fit_probability, 1 - one.estimate.step_s.value / first.step_s.value
