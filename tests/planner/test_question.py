@@ -193,7 +193,8 @@ def test_collectives_alone_calibrate_nothing_but_collectives() -> None:
 
     for plan in (split, alone):
         a, b = (question.estimate([plan]) for question in (plain, bent))
-        assert a.breakdown_s["compute"] == pytest.approx(b.breakdown_s["compute"])
+        # Kernels are the same but for their clocks, which follow the power that collectives between them leave.
+        assert a.breakdown_s["compute"] == pytest.approx(b.breakdown_s["compute"], rel=1e-3)
         first, second = a.estimate(0).step_s, b.estimate(0).step_s
         assert first.high / first.value == pytest.approx(second.high / second.value, rel=0.05)
     assert plain.estimate([split]).exposed_by_axis_s["tp"] != pytest.approx(
