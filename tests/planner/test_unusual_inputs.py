@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -68,17 +69,28 @@ def test_overlap_without_nvlink_is_predicted_where_nccl_moves_the_data_and_refus
     assert ("without NVLink: copies into memory of other GPUs" in shown) == (code == 3)
 
 
-@pytest.mark.parametrize("kind", ["simai", "astra-sim", "nccl-xml"])
-def test_a_capture_without_gpus_is_no_network(kind, capsys):
-    capture = ROOT / "tests" / "data" / "topo" / "p2p" / "h100_8gpu_p2p_r_ok.txt"
+NO_GPU = """<system version="1"><cpu numaid="0" affinity="ffff" arch="x86_64" vendor="GenuineIntel" familyid="6"
+modelid="143"><pci busid="0000:18:00.0" class="0x020000" link_speed="32.0 GT/s PCIe" link_width="16"><nic>
+<net name="mlx5_0" dev="0" speed="400000" port="1" guid="0x1" gdr="1"/></nic></pci></cpu></system>
+"""
 
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Path:
+    """A NCCL topology file of a host with a NIC and no GPU."""
+    path = tmp_path / "host.xml"
+    path.write_text(NO_GPU)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["simai", "astra-sim", "nccl-xml"])
+def test_a_capture_without_gpus_is_no_network(kind, capture, capsys):
     assert main(["probe", "--from", str(capture), "--to", kind]) == 3
     assert "shows no GPU" in capsys.readouterr().err
 
 
-def test_a_capture_without_gpus_is_no_cluster_file(tmp_path, capsys):
-    capture, out = ROOT / "tests" / "data" / "topo" / "p2p" / "h100_8gpu_p2p_r_ok.txt", tmp_path / "cluster.json"
-
+def test_a_capture_without_gpus_is_no_cluster_file(capture, tmp_path, capsys):
+    out = tmp_path / "cluster.json"
     assert main(["probe", "--from", str(capture), "--out", str(out)]) == 2
     assert "no GPU was found" in capsys.readouterr().err
     assert not out.exists()
