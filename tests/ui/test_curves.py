@@ -46,8 +46,8 @@ def test_a_machine_that_is_not_changed_has_the_listed_steps(result):
     ("name", "scale"), [("network", scale_network), ("NVLink", scale_nvlink), ("FLOP/s", scale_flops)]
 )
 def test_a_slower_machine_is_not_faster(result, name, scale):
-    """But for SMs and buffers that NCCL takes, of which it takes more for quicker links; where these make a step longer,
-    its host waits less.
+    """But for SMs and buffers that NCCL takes, of which it takes more for quicker links; where these make a step
+    longer, its host waits less.
     """
     plans, machine, factors = [ranked.plan for ranked in result.plans], result.question.cluster, (0.25, 1.0, 4.0)
     tables = [replace(result.question, cluster=scale(machine, factor)).estimate(plans) for factor in factors]
