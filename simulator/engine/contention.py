@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 
 import simpy
 
@@ -58,13 +59,20 @@ class _Resource:
 
 @dataclass(slots=True)
 class _Sms:
+    """A GPU's SMs: some are held by transfers, and copies take shares of what these leave."""
+
     total: float
     held: float = 0.0
+    taken: list[float] = field(default_factory=list)
     kernels: dict[Activity, None] = field(default_factory=dict)
 
     @property
+    def left(self) -> float:
+        return max(0.0, self.total - self.held) * prod([1.0 - share for share in self.taken])
+
+    @property
     def full(self) -> bool:
-        return bool(self.kernels) and sum([k.sms for k in self.kernels]) > (self.total - self.held) * _ROUNDING
+        return bool(self.kernels) and sum([k.sms for k in self.kernels]) > self.left * _ROUNDING
 
 
 class Contention:
@@ -106,6 +114,23 @@ class Contention:
         pool = self._sms[gpu]
         was_full = pool.full
         pool.held += sms
+        self._have_changed(pool, was_full=was_full)
+
+    def take(self, gpu: int, share: float) -> Callable[[object], None]:
+        """Take a share of what a GPU's compute kernels have left from them; return what gives it back."""
+        pool = self._sms[gpu]
+        was_full = pool.full
+        pool.taken.append(share)
+        self._have_changed(pool, was_full=was_full)
+
+        def give_back(_: object) -> None:
+            was_full = pool.full
+            pool.taken.remove(share)
+            self._have_changed(pool, was_full=was_full)
+
+        return give_back
+
+    def _have_changed(self, pool: _Sms, *, was_full: bool) -> None:
         if pool.kernels and (was_full or pool.full):
             self._share(self._affected(pool.kernels))
 
@@ -152,7 +177,7 @@ class Contention:
             pool = self._sms[gpu]
             kernels = list(pool.kernels)
             if pool.full:
-                parts = water_fill([kernel.sms for kernel in kernels], max(0.0, pool.total - pool.held))
+                parts = water_fill([kernel.sms for kernel in kernels], pool.left)
                 for kernel, part in zip(kernels, parts, strict=True):
                     caps[kernel] = part / kernel.sms if kernel.sms else 1.0
         if any(self._resources[key].full for activity in activities for key, _ in activity.uses):

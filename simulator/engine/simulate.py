@@ -341,8 +341,8 @@ class _Rank:
         cost = op.cost
         shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
         crosses_links = bool(cost.link_bytes_per_s) and isinstance(op.instruction, Copy)
-        if cost.sms and isinstance(op.instruction, Copy):
-            return self._holding(cost)
+        if cost.taken and isinstance(op.instruction, Copy):
+            return self._taking(cost)
         if not (shares_sms or crosses_links or cost.hbm_bytes_per_s):
             return self.env.timeout(cost.seconds)
         uses = [(self.hbm, cost.hbm_bytes_per_s)] if cost.hbm_bytes_per_s else []
@@ -353,12 +353,10 @@ class _Rank:
         gpu = self.index if shares_sms else None
         return self.machine.contention.start(Activity(cost.seconds, tuple(uses), rate, gpu, cost.sms))
 
-    def _holding(self, cost: Cost) -> simpy.Event:
-        """Begin a copy within the GPU that takes SMs from kernels while it lasts."""
-        contention = self.machine.contention
-        contention.hold(self.index, cost.sms)
+    def _taking(self, cost: Cost) -> simpy.Event:
+        """Begin a copy within the GPU that takes from kernels while it lasts."""
         end = self.env.timeout(cost.seconds)
-        end.callbacks.append(lambda _: contention.hold(self.index, -cost.sms))
+        end.callbacks.append(self.machine.contention.take(self.index, cost.taken))
         return end
 
     def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:

@@ -79,7 +79,7 @@ class MachineCosts:
                 return Cost(seconds=seconds, hbm_bytes_per_s=rate, link_bytes_per_s=rate)
             own_s = self.own_copies.get((instruction.kind, instruction.nbytes))
             if own_s is not None:
-                return Cost(seconds=own_s, sms=TAKEN * self.cluster.slowest_kind.sm_count)
+                return Cost(seconds=own_s, taken=TAKEN)
             rate = self.host_copy_bytes_per_s
             return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"

@@ -22,11 +22,12 @@ class Cost:
     `sms` are occupied on every rank taking part; `hbm_bytes_per_s` is the demand on the memory of every such rank,
     `link_bytes_per_s` that on the links of the transfer, averaged over `seconds` (a small message has a low demand
     because of its latency, so contention for bandwidth lengthens it little). `launches` is the number of launches that
-    a kernel stands for.
+    a kernel stands for. A copy within a GPU has `taken`: the share that it takes of the speed that kernels have left.
     """
 
     seconds: float
     sms: float = 0.0
+    taken: float = 0.0
     hbm_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     launches: float = 1.0

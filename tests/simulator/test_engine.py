@@ -1,7 +1,9 @@
 """The machine against closed forms: streams, hosts, meetings, contention, memory."""
 
 import pytest
+import simpy
 
+from simulator.engine.contention import Activity, Contention
 from simulator.engine.simulate import simulate
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse
 from simulator.program.program import CodeWriter, Collective, Launch, Program, Recv, Send
@@ -324,3 +326,21 @@ def test_without_spans_the_times_are_the_same():
 
     assert (bare.step_s, bare.trace.spans, bare.trace.counters) == (1.0, (), ())
     assert bare.events_s == simulate(alone(code), costs).events_s
+
+
+@pytest.mark.parametrize("copy_first", [True, False])
+def test_a_copy_takes_its_share_of_what_a_transfer_leaves(copy_first):
+    """A kernel of 10 s next to a transfer that holds half of the SMs and a copy that takes 0.7 of the rest for 10 s."""
+    env = simpy.Environment()
+    contention = Contention(env)
+    contention.add_gpu(0, 100.0)
+    kernel = contention.start(Activity(10.0, gpu=0, sms=100.0))
+    if not copy_first:
+        contention.hold(0, 50.0)
+    env.timeout(10.0).callbacks.append(contention.take(0, 0.7))
+    if copy_first:
+        contention.hold(0, 50.0)
+
+    env.run(until=kernel)
+
+    assert env.now == pytest.approx(10.0 + (10.0 - 10.0 * 0.5 * 0.3) / 0.5)
