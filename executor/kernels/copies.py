@@ -19,13 +19,3 @@ def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK:
         else:
             total += tl.load(slots + source * numel.to(tl.int64) + at, mask=inside, other=0.0).to(wide)
     tl.store(own + at, total.to(own.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def stamp(words):
-    """Store (cycles, nanoseconds) of the SM that runs this program in that SM's row of `words` (SMs, 2)."""
-    processor = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    tl.store(words + 2 * processor, cycles)
-    tl.store(words + 2 * processor + 1, now)

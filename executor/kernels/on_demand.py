@@ -16,7 +16,7 @@ MODULES = {
     "TensorDescriptor": "triton.tools.tensor_descriptor",
     **dict.fromkeys(("flagged_words", "one_shot", "two_shot"), "executor.kernels.all_reduce"),
     "add_slots": "executor.kernels.copies",
-    "stamp": "executor.kernels.copies",
+    "stamp": "executor.kernels.cycles",
     **dict.fromkeys(("add_norm", "gated", "rotate_and_store"), "executor.kernels.decoder_rows"),
     "gather_matmul": "executor.kernels.gather_matmul",
     **dict.fromkeys(("Place", "gather_specialised", "tile_descriptor"), "executor.kernels.gather_specialised"),

@@ -1,6 +1,6 @@
 """Another global batch, near the one that was asked for, that more data-parallel degrees divide.
 
-Of 64 sequences on 12 GPUs no plan is data parallel over all of them; of 72 the best one is.
+Of 64 sequences on 12 GPUs no plan is data parallel over all of them; of 60 the best one is.
 """
 
 from __future__ import annotations
