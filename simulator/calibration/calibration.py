@@ -19,8 +19,8 @@ from simulator.collectives.measured import MeasuredCollectives
 from simulator.config.overlap_sites import modes_in
 from simulator.config.runtime import TF32, Runtime
 from simulator.kernels.low_precision import recipe_of
-from simulator.kernels.operators import Work
-from simulator.kernels.roofline import Packing, Roofline
+from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.roofline import DATASHEET, Packing, Roofline, efficiency
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
 from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
 from simulator.runtimes.parts import HostSpec
@@ -118,7 +118,7 @@ class Calibration:
     """Measurements of one machine. Parts that were not measured are empty, and return costs from the datasheet.
 
     `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest
-    over its time on a GPU at work. `gpu_measured`: there is more than collectives. `profile` is the fingerprint of the
+    over its time in a step of nothing but products. `gpu_measured`: there is more than collectives. `profile` is the fingerprint of the
     profile. `current` is false for a profile of another driver or of long ago, which does not narrow any range.
     """
 
@@ -159,8 +159,16 @@ class Calibration:
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
     ) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a kernel, one value a row; `datasheet` returns its seconds from the datasheet."""
-        return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
+        """Return (seconds, source) of a kernel in a step of nothing but products, one value a row; `datasheet` returns
+        its seconds from the datasheet.
+
+        Products at the power limit lose as much of what they reach by themselves as those of datasheets do.
+        """
+        seconds, source = self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
+        if work.kind is WorkKind.MATMUL and dtype != "float32":
+            alone = efficiency(self.gpu.architecture).sustained
+            seconds = np.where(source == DATASHEET, seconds, seconds / alone)
+        return seconds, source
 
     def packing_factor(self, packing: Packing, usual: Floats | float) -> Floats:
         """Return the measured time of one of FSDP's copies over its counted time; `usual` where not measured."""

@@ -32,7 +32,7 @@ from simulator.fitting.overlap_fit import fit_rates, mean_error
 from simulator.fitting.overlap_samples import rates_as_numbers, site_rates, timed_modes
 from simulator.fitting.runtime_fit import fit_runtimes
 from simulator.fitting.step_samples import StandaloneTimes
-from simulator.kernels.roofline import Roofline
+from simulator.kernels.roofline import Roofline, efficiency
 from simulator.overlap.modes import EXECUTED
 from simulator.overlap.site_costs import SiteRates
 from topology import codec
@@ -58,7 +58,7 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
         gpu=kind,
         operators=operators,
         contention=fit_contention(found.contention),
-        burst=_burst(found.operators, operators, cluster),
+        burst=_burst(found.operators, operators, kind),
         gpu_measured=profile.calibrated,
         profile=codec.fingerprint(profile),
         current=not doubts_of(profile, cluster),
@@ -72,13 +72,14 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
     return replace(gpu, runtimes=fit_runtimes(found, cluster, gpu), collectives=collectives, overlap=overlap)
 
 
-def _burst(samples: Sequence[OperatorSample], operators: MeasuredOperators, cluster: Cluster) -> float:
-    """Return the measured time of products on a rested GPU over that on a busy one. If no operator was measured, one
-    GPU has the ratio of its architecture, as without a profile (`simulator.analytical.clocks`).
+def _burst(samples: Sequence[OperatorSample], operators: MeasuredOperators, kind: GpuKind) -> float:
+    """Return the measured time of products on a rested GPU over that in a step of nothing but products, in which they
+    take longer than by themselves; that of the architecture if neither was measured.
     """
-    if not samples and cluster.gpu_count == 1:
-        return Roofline(gpu=cluster.slowest_kind).rested
-    return burst_over_sustained(samples, operators.matmuls)
+    by_themselves = burst_over_sustained(samples, operators.matmuls)
+    if by_themselves is None:
+        return Roofline(gpu=kind).rested
+    return by_themselves * efficiency(kind.architecture).sustained
 
 
 def _collectives(profile: Profile) -> MeasuredCollectives | None:

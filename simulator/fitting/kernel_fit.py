@@ -60,15 +60,17 @@ def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> Measur
     )
 
 
-def burst_over_sustained(samples: Sequence[OperatorSample], matmuls: Mapping[str, MatmulCurve]) -> float:
-    """Return the time of products on a rested GPU over that of the same products on a busy one; at most 1."""
+def burst_over_sustained(samples: Sequence[OperatorSample], matmuls: Mapping[str, MatmulCurve]) -> float | None:
+    """Return the time of products on a rested GPU over that of the same products on a busy one, at most 1; None where
+    not measured.
+    """
     ratios = []
     for s in samples:
         curve = matmuls.get(s.dtype)
         if s.regime == "burst" and s.kind == "matmul" and not s.invalid and curve is not None:
             sizes = [np.array([float(s.shape.get(axis, 1))]) for axis in ("m", "n", "k", "batch")]
             ratios.append(s.seconds / float(curve.seconds(sizes[0], sizes[1], sizes[2], sizes[3], s.direction)[0]))
-    return min(float(np.median(ratios)), 1.0) if ratios else 1.0
+    return min(float(np.median(ratios)), 1.0) if ratios else None
 
 
 def _copy_rate(samples: list[OperatorSample]) -> float | None:
