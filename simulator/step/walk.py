@@ -22,6 +22,7 @@ from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
 from simulator.step.host import (
+    end_host_s,
     host_synchronizes,
     loading_host_s,
     loads_ahead,
@@ -147,14 +148,15 @@ class StepWalk:
         rank's stages.
         """
         units = [unit for stage in stages for unit in self.stages[stage]]
-        rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
+        tensors = sum(unit.repeats * unit.tensors for unit in units)
+        rank.host_work("rest", rest_host_s(self.spec.host, self.context.table) + end_host_s(self.context, tensors))
         data.finish(units)
         for family, stream in () if self.in_backward else NORM_STREAMS:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
         if self.spec.host.norm_to_host:
             rank.synchronize()
             rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
-        self._wait_for_tensors(rank, units)
+        self._wait_for_tensors(rank, tensors)
         matrices = self._orthogonalise(rank, data, units)
         left = [self.stages[stage][0] for stage in stages] if self.updates_units else units
         owned = self._update(rank, left, matrices)
@@ -178,8 +180,8 @@ class StepWalk:
         )
         return owned
 
-    def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
-        """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for
+    def _wait_for_tensors(self, rank: Rank, tensors: int) -> None:
+        """Issue host work for each of the updated `tensors`, for an optimizer whose updates wait for the host; the one for
         DTensors does not wait.
         """
         context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s
@@ -188,7 +190,7 @@ class StepWalk:
         flat = self.spec.fsdp.flat_parameters or self.spec.zero is not None
         cut = (context.table.fully_sharded | (context.table["tp"] > 1)) & (not flat)
         rank.synchronize()
-        rank.host_work("tensors", np.where(cut, 0.0, each_s * sum(unit.repeats * unit.tensors for unit in units)))
+        rank.host_work("tensors", np.where(cut, 0.0, each_s * tensors))
 
     def _owned(self, units: Sequence[Unit]) -> Floats:
         """Return the elements that a rank updates in some units."""
