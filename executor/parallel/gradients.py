@@ -62,7 +62,8 @@ def global_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank of a stage holds the same parameters in the same order, so the collectives match.
     for groups, grads in by_cut.items():
-        square = torch.stack([norm.double() ** 2 for norm in torch._foreach_norm(grads)]).sum()  # noqa: SLF001 - one kernel for all; torch's clipping uses it too
+        norms = torch._foreach_norm(grads)  # noqa: SLF001 - a few kernels for all; torch's clipping uses it too
+        square = torch.stack(norms).double().square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         total += square

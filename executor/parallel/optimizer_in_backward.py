@@ -52,7 +52,7 @@ class OptimizerInBackward:
             return
         here = local_tensor(grad)
         norm = torch.linalg.vector_norm(here, dtype=torch.promote_types(here.dtype, torch.float32))
-        self._norms.setdefault(cuts_of(grad), []).append(norm.double())
+        self._norms.setdefault(cuts_of(grad), []).append(norm)
         if self.keeps:
             self.seen[name] = grad.clone()
         if name not in self._local:  # FSDP reallocates its shards in the first forward pass
@@ -67,7 +67,7 @@ class OptimizerInBackward:
         """Return the 2-norm of all gradients of the last backward pass; a collective call."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for groups, norms in self._norms.items():
-            square = torch.stack(norms).square().sum()
+            square = torch.stack(norms).double().square().sum()
             for group in groups:
                 dist.all_reduce(square, group=group)
             total += square

@@ -4,7 +4,7 @@ the ends of passes that nothing overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from simulator.step.fsdp_copies import fsdp_copies
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import BLOCKS, has_replicas
-from simulator.step.update import host_update_bytes, update_bytes, update_rate
+from simulator.step.update import host_update_bytes, update_bytes, update_rate, updates_units
 from simulator.step.zero import adding_bytes
 
 Rows = NDArray[np.bool_]
@@ -53,7 +53,8 @@ class LeastTraffic:
         self._layers = {name: held for name, held in counts.items() if (held > 0).any()}
         self._m, self._piped = self.table.micro_batches, self.table["pp"] > 1
         self._first, self._last = 1.0 * layout.first, 1.0 * layout.last
-        self.last_s = self._update_s()
+        update_s, in_backward = self._update_s(), updates_units(context.runtime)
+        self.last_s = 0.0 * update_s if in_backward else update_s
         full = self.table.fully_sharded
         self.waits_for_traffic = full.copy()
         nothing = PassTraffic(*(np.zeros(dense.shape) for _ in range(3)))
@@ -71,6 +72,8 @@ class LeastTraffic:
         if not full.all():
             self.forward = self.forward.only(full)
             self.backward = self._whole(~full).only(~full).plus(self.backward.only(full))
+        if in_backward:
+            self.backward = replace(self.backward, copies_s=self.backward.copies_s + update_s)
 
     @cached_property
     def units_s(self) -> dict[str, UnitTraffic]:

@@ -180,6 +180,10 @@ class HostSpec:
     cut_step_s: float = 0.0  # added to `step_s` if parameters or sequences are sharded or divided
     cast_launches: float = 1.0  # the host's time to launch a cast of autocast, a bare operator, over that of a launch
     hop_launches: float = 0.0  # launches that sending or receiving a part of a ring is worth
+    # Launches that a parameter is worth when it is updated after the backward pass (norm, clipping, optimizer), and
+    # when its gradient is added to that of earlier micro batches.
+    update_launches: float = 0.0
+    accumulate_launches: float = 0.0
 
     def dispatches(self, recompute: str) -> bool:
         """Return whether layers are recomputed operator by operator through a dispatch mode."""

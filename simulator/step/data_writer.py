@@ -110,11 +110,17 @@ class DataWriter:
         if t.fully_sharded and not t.every_micro_batch:
             # Without a reduction in between, unsharded gradients are added in the type of the reduction.
             if t.adds_up:
-                self.rank.copy("accumulate", unit.trained.all * (t.compute_bytes + 2 * t.reduce_bytes))
+                self._accumulate(unit, t.compute_bytes + 2 * t.reduce_bytes)
         elif not t.fully_sharded and (nbytes := t.adding_bytes[further]):
-            self.rank.copy("accumulate", unit.trained.all * nbytes)
+            self._accumulate(unit, nbytes)
         if reducing and np.any(unit.trained.all):
             self._send_off(unit, ends_pass=ends_pass)
+
+    def _accumulate(self, unit: Unit, nbytes: float) -> None:
+        """Add a unit's gradients to earlier ones, moving `nbytes` for each number."""
+        if np.any(self.traffic.adding_host_s):
+            self.rank.host_work("accumulate", unit.tensors * self.traffic.adding_host_s)
+        self.rank.copy("accumulate", unit.trained.all * nbytes)
 
     def wait_for_reductions(self) -> None:
         """End a backward pass: FSDP2 waits for all reductions here (`_root_post_backward_final_callback`), as do DDP

@@ -49,10 +49,9 @@ BATCH_TOKENS = 280
 # forum, topic 68937). Next power of two assumed.
 QUEUED_LAUNCHES = 1024.0
 
-# Launches that an optimizer's step for one parameter costs the host in a backward pass: its norm and the norm's type,
-# the count of steps, and the update. Source: executor/parallel/optimizer_in_backward.py; on a CPU such a hook takes 29
-# to 39 us, where an operator of a forward and backward pass takes 7.6 (torch 2.13, fused AdamW of eight numbers).
-UPDATE_LAUNCHES = 4.0
+# Launches that an optimizer's step for one parameter costs the host in a backward pass: a norm, and `step` of an
+# optimizer of its own. Source: 212 us on a host whose launches take 40 (one H200; examples/profiles/hosts.md).
+UPDATE_LAUNCHES = 5.3
 
 # FSDP2 packs gradients for their reduction by a kernel that finds its tensors in a list of tiles, one for every 2 KiB
 # of a rank's shard. The host writes that list for every reduction: 3.5 ns a tile where malloc has the memory at hand,
@@ -181,6 +180,19 @@ def update_host_s(context: CostContext, tensors: int) -> Floats:
     """Return the host seconds of updating `tensors` parameters in a backward pass, shape (plans,)."""
     updates = tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
     return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
+
+
+def end_host_s(context: CostContext, tensors: int) -> Floats:
+    """Return the host seconds of updating `tensors` parameters after the backward pass, shape (plans,)."""
+    host = context.spec.host
+    launches = 0.0 if OPTIMIZER_IN_BACKWARD in context.runtime.savers else tensors * host.update_launches
+    return np.zeros(len(context.table)) + launches * host.launch_s
+
+
+def accumulate_host_s(context: CostContext, tensors: int) -> Floats:
+    """Return the host seconds of adding `tensors` gradients to those of earlier micro batches, shape (plans,)."""
+    host = context.spec.host
+    return np.zeros(len(context.table)) + tensors * host.accumulate_launches * host.backward_launch_s
 
 
 def tiles_host_s(nbytes: Floats | float, *, keeps_memory: bool = False) -> Floats:

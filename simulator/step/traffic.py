@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import FsdpCopies, Move, fsdp_copies
+from simulator.step.host import accumulate_host_s
 from simulator.step.offload import OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.units import Unit
 from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
@@ -74,6 +75,7 @@ class DataTraffic:
     adding_bytes: tuple[
         float, float
     ]  # moved for each gradient that is not sharded, in the first micro batch and others
+    adding_host_s: Floats  # the host's, for each tensor that is added
     bucket_bytes: float
     bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool
@@ -160,6 +162,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         has_buckets=spec.zero is not None,
         adds_up=spec.state.gradient_dtype != "reduce",
         adding_bytes=adding_bytes(context),
+        adding_host_s=accumulate_host_s(context, 1),
         bucket_bytes=spec.ddp.bucket_bytes,
         bucket_elements=bucket_elements(context),
         updates_on_host=bool(table.offloaded["optimizer"][0]),

@@ -199,10 +199,14 @@ class UnitMaker:
         layer = operators.moe_layer if block == "moe" else operators.dense_layer
         weights = [one for one in layer if one.matmul and not TOKENS & set(parse_matmul(one.matmul)[1])]
         trained = sum(one.adapter if adapter and adapter.freezes_all else one.weight_gradient for one in weights)
-        return trained + (0 if adapter and adapter.freezes_all else NORMS)
+        return trained + (0 if adapter and adapter.freezes_all else _vectors(self.model))
 
 
-NORMS = 2  # of a layer
+def _vectors(model: Model) -> int:
+    """Return the number of a layer's norms, and of the biases of its queries, keys and values."""
+    latent = 0 if model.latent is None else 1 + bool(model.latent.q_lora_rank)
+    return model.norms_per_layer + latent + 2 * model.qk_norm + 3 * model.qkv_bias
+
 
 KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 

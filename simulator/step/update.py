@@ -60,6 +60,14 @@ def update_bytes(
     return matrices * more + owned * per_owned + held * passes + quantised * casts
 
 
+def updates_units(runtime: Runtime) -> bool:
+    """Return whether each unit is updated during the backward pass, when its gradients are there; matrices that are
+    orthogonalised together and updates that wait for the host come at the end.
+    """
+    optimizer = OPTIMIZERS[runtime.optimizer]
+    return OPTIMIZER_IN_BACKWARD in runtime.savers and optimizer.matrices is None and not optimizer.tensor_s
+
+
 def host_update_bytes(runtime: Runtime, owned: Floats | float) -> Floats | float:
     """Return the bytes of its own memory that a host moves for clipping and updating `owned` parameters."""
     return update_bytes(runtime, owned, 0.0) * (DTYPE_BYTES[updated_dtype(runtime)] / DTYPE_BYTES["float32"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from simulator.step.away import AwayWriter, goes_away, moved_bytes
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
 from simulator.step.host import (
+    end_host_s,
     host_synchronizes,
     loading_host_s,
     loads_ahead,
@@ -31,7 +33,7 @@ from simulator.step.host import (
 from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import BLOCKS, DataTraffic, data_traffic
 from simulator.step.units import Unit
-from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes
+from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes, updates_units
 
 # The groups over which the gradient norm is summed, and the streams of these sums.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
@@ -57,6 +59,7 @@ class StepWalk:
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
         self.away = moved_bytes(context, model)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
+        self.updates_units = updates_units(context.runtime)
         self.loads_ahead = bool(loads_ahead(self.spec.host, context)[0])
         self.host_passes = bool(np.any(self.spec.host.pp_pass_s))  # whether passes take host time of their own
 
@@ -112,9 +115,13 @@ class StepWalk:
     def _backward(self, rank: Rank, data: DataWriter, units: Sequence[Unit], kind: Kind, *, last: bool) -> None:
         reducing = self.traffic.reduces(last_micro_batch=last) and kind is not Kind.INPUT_GRAD
         away = self._away(rank)
+        done: Unit | None = None  # whose gradients are there
         for position in reversed(range(len(units))):
             unit = units[position]
             rank.begin(unit)
+            if done is not None and self.updates_units and last:
+                self._update(rank, [replace(done, repeats=1)])
+            done = unit
             data.before_gradients(unit, reducing=reducing)
             if kind is Kind.WEIGHT_GRAD:
                 rank.run(unit, Pass.WEIGHT)
@@ -141,31 +148,40 @@ class StepWalk:
         rank's stages.
         """
         units = [unit for stage in stages for unit in self.stages[stage]]
-        rank.host_work("rest", rest_host_s(self.spec.host, self.context.table))
+        tensors = sum(unit.repeats * unit.tensors for unit in units)
+        rank.host_work("rest", rest_host_s(self.spec.host, self.context.table) + end_host_s(self.context, tensors))
         data.finish(units)
         for family, stream in () if self.in_backward else NORM_STREAMS:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
         if self.spec.host.norm_to_host:
             rank.synchronize()
             rank.host_work("clip", UPDATE_LAUNCHES * self.spec.host.launch_s)
-        self._wait_for_tensors(rank, units)
-        owned = self._owned(units)
-        runtime, whole = self.context.runtime, sum(u.repeats * u.trained.all for u in units)
-        quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
+        self._wait_for_tensors(rank, tensors)
         matrices = self._orthogonalise(rank, data, units)
+        left = [self.stages[stage][0] for stage in stages] if self.updates_units else units
+        owned = self._update(rank, left, matrices)
         if self.traffic.updates_on_host:
-            rank.update(update_bytes(runtime, 0.0, whole, quantised=quantised), owned)
-            data.update_on_host(owned, host_update_bytes(runtime, owned))
-        else:
-            micro_batches = self.context.table.micro_batches
-            rank.update(update_bytes(runtime, owned, whole, matrices, micro_batches, quantised), owned)
+            data.update_on_host(owned, host_update_bytes(self.context.runtime, owned))
         data.redistribute(units)
         if self.loads_ahead:
             rank.host_work("loading", loading_host_s(self.spec.host, self.context))
             rank.copy("tokens", 0.0)  # the device waits for them
 
-    def _wait_for_tensors(self, rank: Rank, units: Sequence[Unit]) -> None:
-        """Issue host work for every updated tensor, for an optimizer whose updates wait for the host; the one for
+    def _update(self, rank: Rank, units: Sequence[Unit], matrices: Value = 0.0) -> Floats:
+        """Update the parameters of some units on the device, unless the host does, and return their elements on a
+        rank.
+        """
+        runtime, owned = self.context.runtime, self._owned(units)
+        whole = sum(u.repeats * u.trained.all for u in units)
+        quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
+        here = 0.0 if self.traffic.updates_on_host else owned
+        rank.update(
+            update_bytes(runtime, here, whole, matrices, self.context.table.micro_batches, quantised), owned
+        )
+        return owned
+
+    def _wait_for_tensors(self, rank: Rank, tensors: int) -> None:
+        """Issue host work for each of the updated `tensors`, for an optimizer whose updates wait for the host; the one for
         DTensors does not wait.
         """
         context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s
@@ -174,7 +190,7 @@ class StepWalk:
         flat = self.spec.fsdp.flat_parameters or self.spec.zero is not None
         cut = (context.table.fully_sharded | (context.table["tp"] > 1)) & (not flat)
         rank.synchronize()
-        rank.host_work("tensors", np.where(cut, 0.0, each_s * sum(unit.repeats * unit.tensors for unit in units)))
+        rank.host_work("tensors", np.where(cut, 0.0, each_s * tensors))
 
     def _owned(self, units: Sequence[Unit]) -> Floats:
         """Return the elements that a rank updates in some units."""
