@@ -77,7 +77,7 @@ def _write_low(before: Sequence[OperatorSpec], tensor: str, out: list[OperatorSp
 def _quantise(
     product: OperatorSpec, spec: LowPrecisionSpec, recipe: Recipe, name: str, *, after_norm: bool
 ) -> list[OperatorSpec]:
-    """Return the operators that write a product's input in the low type, and in the backward pass its result's gradient.
+    """Return the operators that write a product's input in the low type, and backward the gradient of its result.
 
     What a norm has written, or tensor-parallel ranks have gathered, along one axis only is turned afterwards: a
     tensor's input for its weight's gradient, in the backward pass.

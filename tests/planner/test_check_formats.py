@@ -437,7 +437,7 @@ filter_fqns = ["output", "attention.wk", "router.gate"]
 
 
 def test_torchtitan_says_by_which_recipe_and_which_products_are_in_float8() -> None:
-    """torchtitan 0.2.2, components/quantization/float8.py: tensors unless a recipe is named, and never with its gather;
+    """Of 0.2.2, components/quantization/float8.py: tensors unless a recipe is named, and never with its gather;
     utils.py: a module stays as it is whose name has a part of the list in it, the output one only if it is named.
     """
 

@@ -230,7 +230,7 @@ def test_gpus_that_nobody_counts_are_as_many_as_the_degrees_need() -> None:
 
 
 def test_the_command_that_a_file_with_a_deepspeed_file_asks_for_answers_the_same_run() -> None:
-    """axolotl beside the same settings with FSDP in the place of the file: batch, length, types, recomputation, LoRA."""
+    """The same settings of axolotl with FSDP in the place of the file: batch, length, recomputation, LoRA."""
     text = (
         "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 2048\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
         "bf16: auto\ngradient_checkpointing: true\nadapter: lora\nlora_r: 16\nlora_target_modules: [q_proj, v_proj]\n"

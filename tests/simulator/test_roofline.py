@@ -459,7 +459,7 @@ def test_norms_of_short_rows_take_their_time_a_row(gpu, rows, forward_us, backwa
     ("backward", "whole_us", "causal_us", "all_us"), [(False, 931.6, 264.5, 214.3), (True, 2833.0, 776.4, 682.5)]
 )
 def test_attention_to_the_keys_of_two_ranks_takes_what_its_parts_take(backward, whole_us, causal_us, all_us) -> None:
-    """cuDNN on an H200, 32 heads of 128, microseconds: 8,192 tokens by one kernel; a rank's 4,096 queries with its own
+    """An H200 by cuDNN, 32 heads of 128, microseconds: 8,192 tokens by one kernel; a rank's 4,096 queries with its own
     keys, causal, and half of the other's, all (examples/validation/kernels.md).
     """
 

@@ -310,11 +310,12 @@ _FLOAT8, _MX = "quantize.linear.float8.recipe_name", "quantize.linear.mx.recipe_
 _FILTERS = ("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")
 _GATHERS = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 _PRECOMPUTES = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
-_WIDE_ANYWAY = ("output", "lm_head", "router")  # parts of names of modules that stay in 16 bits here, whatever is stated
+# Parts of names of modules that are counted in 16 bits whatever is stated.
+_WIDE_ANYWAY = ("output", "lm_head", "router")
 _RECIPES = {name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
 
 
-def _read_converters(settings: Settings, facts: Facts) -> Facts:
+def _read_converters(settings: Settings, _: Facts) -> Facts:
     """Read which products are in float8, and by which recipe, if one is stated."""
     kind = _converter(settings)
     if kind == "mx":
@@ -379,9 +380,7 @@ TOML: Table = (
     LOGS,
     # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
-    Entry(
-        keys=("model.converters", _FLOAT8, _MX, *_FILTERS, _GATHERS, _PRECOMPUTES), read=_read_converters
-    ),
+    Entry(keys=("model.converters", _FLOAT8, _MX, *_FILTERS, _GATHERS, _PRECOMPUTES), read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism always includes sequence parallelism.
     Entry(read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
     Entry(read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
