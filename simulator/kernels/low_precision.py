@@ -31,7 +31,7 @@ class Recipe:
     reads: float
     fused: bool = False
     norm_finds_largest: bool = False
-    turned_later: bool = False
+    transposed_later: bool = False
     wide_weight_gradient: bool = False
     transposed_on: tuple[str, ...] = ()
     only_on: tuple[str, ...] = ()  # empty: all GPUs whose tensor cores have the type
@@ -39,9 +39,9 @@ class Recipe:
 
     def written_bytes(self, architecture: str) -> float:
         """Return the bytes per number of all copies that quantising writes for the forward and backward pass."""
-        return self.element_bytes + self.turned_bytes(architecture)
+        return self.element_bytes + self.transposed_bytes(architecture)
 
-    def turned_bytes(self, architecture: str) -> float:
+    def transposed_bytes(self, architecture: str) -> float:
         """Return the bytes per number of the copy in the other direction; 0 where products need none."""
         return self.element_bytes if architecture.lower() in self.transposed_on else 0.0
 

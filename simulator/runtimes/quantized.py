@@ -79,7 +79,7 @@ def _quantise(
 ) -> list[OperatorSpec]:
     """Return the operators that write a product's input in the low type, and backward the gradient of its result.
 
-    What a norm has written, or tensor-parallel ranks have gathered, along one axis only is turned afterwards: a
+    What a norm has written, or tensor-parallel ranks have gathered, along one axis only is transposed afterwards: a
     tensor's input for its weight's gradient, in the backward pass.
     """
     operands, _, result = product.matmul.partition("->")
@@ -91,25 +91,25 @@ def _quantise(
 
     def operator(when: tuple[str, ...], *, gathered: bool) -> OperatorSpec:
         own, own_wanted = _own_tokens(given), _own_tokens(wanted)
-        turns_given = recipe.turned_later and (fused or (gathered and own != given))
-        turns_wanted = recipe.turned_later and gathered and own_wanted != wanted
-        turned = (*((given,) if turns_given else ()), *((wanted,) if turns_wanted else ()))
-        copies = tuple(f"{tensor}:low_turned" for tensor in turned)
+        transposes_given = recipe.transposed_later and (fused or (gathered and own != given))
+        transposes_wanted = recipe.transposed_later and gathered and own_wanted != wanted
+        transposed = (*((given,) if transposes_given else ()), *((wanted,) if transposes_wanted else ()))
+        copies = tuple(f"{tensor}:low_transposed" for tensor in transposed)
         return OperatorSpec(
             name=f"{product.name}_quantise",
             when=(*product.when, *when),
             reads=() if fused else (own,) * first,
-            writes=() if fused else (f"{own}:{'low' if turns_given else 'low_copies'}",),
+            writes=() if fused else (f"{own}:{'low' if transposes_given else 'low_copies'}",),
             launches=first,
             backward_reads=(*(own_wanted,) * passes, *copies),
-            backward_writes=(f"{own_wanted}:{'low' if turns_wanted else 'low_copies'}", *copies),
+            backward_writes=(f"{own_wanted}:{'low' if transposes_wanted else 'low_copies'}", *copies),
             backward_launches=passes,
             units={forward: (own,)} if forward else {},
             backward_units={backward: (own_wanted,)} if backward else {},
         )
 
     gathers = (given != _own_tokens(given) and not fused) or wanted != _own_tokens(wanted)
-    if not (recipe.turned_later and spec.gathers_tokens and gathers):
+    if not (recipe.transposed_later and spec.gathers_tokens and gathers):
         return [operator((), gathered=False)]
     return [operator(("sp",), gathered=True), operator(("!sp",), gathered=False)]
 

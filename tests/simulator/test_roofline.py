@@ -377,24 +377,24 @@ def test_torchao_moves_what_its_roofline_counts_to_quantise_a_number(recipe: str
     assert len(quantise.backward_reads) == len(quantise.reads)
 
 
-@pytest.mark.parametrize(("gpu", "turned"), [("h100-sxm", 1.0), ("b200-sxm", 0.0)])
+@pytest.mark.parametrize(("gpu", "transposed"), [("h100-sxm", 1.0), ("b200-sxm", 0.0)])
 @pytest.mark.parametrize(
     ("name", "matmul", "forward", "backward"),
     [
         # A norm writes its product's input along one axis: the copy along the other is read and written once.
-        ("fc1", "t h, h gf -> t gf", lambda t, u, z: 0.0, lambda t, u, z: 2 * z * t * H + (3 + z) * t * F),
-        # Tokens cast along one axis are gathered, and turned on every rank; what is not gathered is cast along both.
-        ("fc2", "t f, f h -> t h", lambda t, u, z: (3 + z) * t * F, lambda t, u, z: 3 * u * H + 2 * z * t * H),
+        ("fc1", "t h, h gf -> t gf", lambda *_: 0.0, lambda t, _, z: 2 * z * t * H + (3 + z) * t * F),
+        # Tokens cast along one axis are gathered, and transposed on every rank; others are cast along both.
+        ("fc2", "t f, f h -> t h", lambda t, _, z: (3 + z) * t * F, lambda t, u, z: 3 * u * H + 2 * z * t * H),
     ],
 )
-def test_transformer_engine_turns_what_it_gathers(gpu, turned, name, matmul, forward, backward) -> None:
+def test_transformer_engine_transposes_what_it_gathers(gpu, transposed, name, matmul, forward, backward) -> None:
     """Delayed scaling with sequence parallelism, bytes by hand from @v1.11: layernorm_linear.py (fp8_transpose of the
     gathered input), base.py (grad_output_preprocess: cast_to_fp8, gather, fp8_transpose; else cast and transpose).
     """
     architecture, recipe = gpu_kind(gpu).architecture, recipes()["delayed"]
     low = runtime_spec("megatron-lm").low_precision
     written = {"compute": 2.0, "low": 1.0, "low_copies": recipe.written_bytes(architecture)}
-    written |= {"low_turned": recipe.turned_bytes(architecture)}
+    written |= {"low_transposed": recipe.transposed_bytes(architecture)}
     t, u = 4096.0, 1024.0
     sizes = {"t": t, "u": u, "h": H, "f": F, "gf": F, "one": 1.0}
     norm = OperatorSpec(name="pre_mlp_norm", reads=("u h",), writes=("u h",))
@@ -403,7 +403,7 @@ def test_transformer_engine_turns_what_it_gathers(gpu, turned, name, matmul, for
 
     for direction, expected in ((forward_work, forward), (backward_work, backward)):
         moved = sum(float(np.sum(work.bytes)) for one in casts for work in direction(one, sizes, written.__getitem__))
-        assert moved == pytest.approx(expected(t, u, turned))
+        assert moved == pytest.approx(expected(t, u, transposed))
     assert found[0].writes == (("u h:low",) if name == "fc1" else ("u h",))
 
 
