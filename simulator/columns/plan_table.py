@@ -217,7 +217,8 @@ def axis_sizes(
     without a network. `pads`: experts with fewer rows than their capacity are padded to it.
 
     b sequences of a micro batch; s query positions, S key positions, D of a document and j keys a query sees on
-    average; w partial results of attention beyond the first, one from each other context-parallel rank's keys; t tokens
+    average; w partial results of attention beyond the first, one from each other context-parallel rank's keys, and P
+    the ranks through whose keys whole sequences are attended to one after another; t tokens
     inside a tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr the width of
     the residual stream in numbers of the products' type (larger under autocast, which adds in the wider type); d head
     width; a query and k key/value heads; q, kv and qkv their widths, qa and ka those of all ranks' heads, qkx that of
@@ -246,6 +247,7 @@ def axis_sizes(
         "D": workload.attended_len,
         "j": sum(model.keys_by_layers(workload.attended_len)),
         "w": cp - 1.0,
+        "P": np.where(table.conditions["cp_all_to_all"] | (workload.attended_len < workload.seq_len), 1.0, cp),
         "t": t,
         "u": u,
         "h": model.hidden,

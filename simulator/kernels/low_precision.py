@@ -30,6 +30,8 @@ class Recipe:
     element_bytes: float
     reads: float
     fused: bool = False
+    norm_finds_largest: bool = False
+    transposed_later: bool = False
     wide_weight_gradient: bool = False
     transposed_on: tuple[str, ...] = ()
     only_on: tuple[str, ...] = ()  # empty: all GPUs whose tensor cores have the type
@@ -37,7 +39,11 @@ class Recipe:
 
     def written_bytes(self, architecture: str) -> float:
         """Return the bytes per number of all copies that quantising writes for the forward and backward pass."""
-        return self.element_bytes * (2.0 if architecture.lower() in self.transposed_on else 1.0)
+        return self.element_bytes + self.transposed_bytes(architecture)
+
+    def transposed_bytes(self, architecture: str) -> float:
+        """Return the bytes per number of the copy in the other direction; 0 where products need none."""
+        return self.element_bytes if architecture.lower() in self.transposed_on else 0.0
 
     def relative_rate(self, architecture: str) -> float:
         """Return the arithmetic rate over that of a recipe with one scaling factor per tensor."""

@@ -128,6 +128,7 @@ class Work:
     added_bytes: Floats | float = 0.0  # of a stored tensor that the product adds its result to
     units: Mapping[str, Floats | float] = field(default_factory=dict)  # see `OperatorSpec`
     low: bool = False  # operands have a low type, the result has 16 bits
+    parts: Floats | float = 1.0  # attention goes through the keys of so many ranks one after another
     grouped_rows: Floats | float = 0.0  # in grouped products of experts, the rows of each expert; 0 for all others
 
 
@@ -304,6 +305,7 @@ def _attention(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: Dty
         m=sizes["s"],
         n=sizes["D"],
         k=sizes["d"],
+        parts=sizes["P"],
         batch=sizes["b"] * sizes["a"],
         launches=spec.backward_launches if backward else spec.launches,
         backward=backward,

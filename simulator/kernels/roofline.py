@@ -405,12 +405,18 @@ class Roofline:
         return np.asarray(1.0 + self.windowed * (slower - 1.0))
 
     def _attention_fraction(self, work: Work, kernel: str) -> Floats:
-        """Return the fraction of the peak that an attention kernel reaches on a full grid."""
+        """Return the fraction of the peak that an attention kernel reaches on a full grid.
+
+        Of keys that come from several ranks a kernel sees those of one: of W ranks' work 1/W is causal over a W-th of
+        the sequence, and takes 1 + W `ramp_s` / n of what it would without a ramp; the others have no diagonal, and
+        take 1 + `ramp_s` / n like a causal kernel over the whole.
+        """
         curves = efficiency(self.gpu.architecture).attention
         curve = curves.get(kernel) or curves["flash2"]
         fraction = curve.backward if work.backward else curve.forward
         ramp_s = (curve.ramp_backward_s or curve.ramp_s) if work.backward else curve.ramp_s
-        return np.asarray(fraction * curve.of_width(work.k) * work.n / (work.n + ramp_s))
+        keys = np.asarray(work.n) / (2.0 - 1.0 / np.asarray(work.parts))
+        return np.asarray(fraction * curve.of_width(work.k) * keys / (keys + ramp_s))
 
     def _attention(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)

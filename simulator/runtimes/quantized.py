@@ -54,9 +54,11 @@ def quantized(
             gathers = spec.gathers_tokens and operator.over == "tp" and bool(operator.collective)
             out.append(replace(operator, low=True) if gathers else operator)
             continue
-        fused = recipe.fused and operator.name in spec.after_norm
-        quantise = _quantise(operator, spec.reads(name, recipe), spec.cast_units, fused=fused)
-        out.insert(_before_gather(out, operator), quantise)
+        after_norm = operator.name in spec.after_norm
+        position = _before_gather(out, operator)
+        if recipe.fused and after_norm:
+            _write_low(out[:position], _own_tokens(operator.matmul.split(",")[0]), out)
+        out[position:position] = _quantise(operator, spec, recipe, name, after_norm=after_norm)
         also = (spec.keeps or {}).get(operator.name)
         wide = recipe.wide_weight_gradient or name in spec.saves_wide
         saved = (*operator.saves, *((also,) if also and not wide else ()))
@@ -65,26 +67,51 @@ def quantized(
     return tuple(out)
 
 
-def _quantise(product: OperatorSpec, reads: float, cast_units: tuple[str, str] | None, *, fused: bool) -> OperatorSpec:
-    """Return the operator that reads a product's input `reads` times and writes it in the low type, and in the backward
-    pass its result's gradient.
+def _write_low(before: Sequence[OperatorSpec], tensor: str, out: list[OperatorSpec]) -> None:
+    """Let the norm among the operators `before` a product, the first of `out`, write `tensor` in the low type."""
+    for position, operator in enumerate(before):
+        if operator.name.endswith("norm") and operator.writes == (tensor,):
+            out[position] = replace(operator, writes=(f"{tensor}:low",))
+
+
+def _quantise(
+    product: OperatorSpec, spec: LowPrecisionSpec, recipe: Recipe, name: str, *, after_norm: bool
+) -> list[OperatorSpec]:
+    """Return the operators that write a product's input in the low type, and backward the gradient of its result.
+
+    What a norm has written, or tensor-parallel ranks have gathered, along one axis only is transposed afterwards: a
+    tensor's input for its weight's gradient, in the backward pass.
     """
     operands, _, result = product.matmul.partition("->")
-    given, wanted = _own_tokens(operands.split(",")[0]), _own_tokens(result)
-    passes = int(reads)
-    forward, backward = cast_units or ("", "")
-    return OperatorSpec(
-        name=f"{product.name}_quantise",
-        when=product.when,
-        reads=() if fused else (given,) * passes,
-        writes=() if fused else (f"{given}:low_copies",),
-        launches=reads,
-        backward_reads=(wanted,) * passes,
-        backward_writes=(f"{wanted}:low_copies",),
-        backward_launches=reads,
-        units={forward: (given,)} if forward else {},
-        backward_units={backward: (wanted,)} if backward else {},
-    )
+    given, wanted = operands.split(",")[0].strip(), result.strip()
+    passes = int(spec.reads(name, recipe))
+    first = passes - 1 if after_norm and recipe.norm_finds_largest else passes
+    fused = recipe.fused and after_norm
+    forward, backward = spec.cast_units or ("", "")
+
+    def operator(when: tuple[str, ...], *, gathered: bool) -> OperatorSpec:
+        own, own_wanted = _own_tokens(given), _own_tokens(wanted)
+        transposes_given = recipe.transposed_later and (fused or (gathered and own != given))
+        transposes_wanted = recipe.transposed_later and gathered and own_wanted != wanted
+        transposed = (*((given,) if transposes_given else ()), *((wanted,) if transposes_wanted else ()))
+        copies = tuple(f"{tensor}:low_transposed" for tensor in transposed)
+        return OperatorSpec(
+            name=f"{product.name}_quantise",
+            when=(*product.when, *when),
+            reads=() if fused else (own,) * first,
+            writes=() if fused else (f"{own}:{'low' if transposes_given else 'low_copies'}",),
+            launches=first,
+            backward_reads=(*(own_wanted,) * passes, *copies),
+            backward_writes=(f"{own_wanted}:{'low' if transposes_wanted else 'low_copies'}", *copies),
+            backward_launches=passes,
+            units={forward: (own,)} if forward else {},
+            backward_units={backward: (own_wanted,)} if backward else {},
+        )
+
+    gathers = (given != _own_tokens(given) and not fused) or wanted != _own_tokens(wanted)
+    if not (recipe.transposed_later and spec.gathers_tokens and gathers):
+        return [operator((), gathered=False)]
+    return [operator(("sp",), gathered=True), operator(("!sp",), gathered=False)]
 
 
 def _own_tokens(tensor: str) -> str:

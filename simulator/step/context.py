@@ -77,10 +77,11 @@ class CostContext:
 
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number of a type named in descriptions. For low types: as products read it (`low`),
-        with all its copies (`low_copies`), and as data-parallel ranks gather parameters (`gathered`). `packed` is the
-        type of frozen weights, `trained` that of trained parameters.
+        with all its copies (`low_copies`), the copy in the other direction alone (`low_transposed`), and as
+        data-parallel ranks gather parameters (`gathered`). `packed` is the type of frozen weights, `trained` that of
+        trained parameters.
         """
-        if name in {"low", "low_copies", "gathered"}:
+        if name in {"low", "low_copies", "low_transposed", "gathered"}:
             return self._low_bytes(name)
         named = {
             "compute": self.runtime.activation_dtype,
@@ -100,4 +101,7 @@ class CostContext:
         recipe, low = recipe_of(self.runtime), self.spec.low_precision
         if recipe is None or (name == "gathered" and not (low and low.gathers_weights and recipe.dtype == "float8")):
             return self.dtype_bytes("compute")
-        return recipe.written_bytes(self.roofline.gpu.architecture) if name == "low_copies" else recipe.element_bytes
+        architecture = self.roofline.gpu.architecture
+        if name == "low_transposed":
+            return recipe.transposed_bytes(architecture)
+        return recipe.written_bytes(architecture) if name == "low_copies" else recipe.element_bytes

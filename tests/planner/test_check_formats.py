@@ -419,3 +419,41 @@ def test_what_deepspeed_cannot_move_to_the_host_at_a_stage_is_said(stage: int, k
     assert found.case is not None
     assert found.case.plan.offload == (what if stage >= least else "none")
     assert any(f"{key} changes nothing" in line for line in found.assumed) is (stage < least)
+
+
+FLOAT8 = """[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[training]
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 8
+[compile]
+enable = true
+[quantize.linear.float8]
+filter_fqns = ["output", "attention.wk", "router.gate"]
+"""
+
+
+def test_torchtitan_says_by_which_recipe_and_which_products_are_in_float8() -> None:
+    """Of 0.2.2, components/quantization/float8.py: tensors unless a recipe is named, and never with its gather;
+    utils.py: a module stays as it is whose name has a part of the list in it, the output one only if it is named.
+    """
+
+    def asked(more: str) -> Asked:
+        return ask(f"{FLOAT8}{more}", "a.toml", CheckFlags(gpus=8))
+
+    plain, rows = asked(""), asked('recipe_name = "rowwise"\n')
+    both = asked('recipe_name = "rowwise"\nenable_fsdp_float8_all_gather = true\n')
+    without = ask(FLOAT8.replace('"output", ', ""), "a.toml", CheckFlags(gpus=8))
+
+    assert plain.case.question.runtime.low_precision_recipe == "tensorwise"
+    assert rows.case.question.runtime.low_precision_recipe == "rowwise"
+    assert plain.configuration.unknown == ()
+    assert [line for line in plain.assumed if "filter_fqns" in line] == [
+        "quantize.linear.float8.filter_fqns: attention.wk counted in float8, like all products of layers"
+    ]
+    assert any("has no output" in line for line in without.assumed)
+    assert both.case is None
+    assert "both set" in str(both.problems)

@@ -227,3 +227,27 @@ def test_gpus_that_nobody_counts_are_as_many_as_the_degrees_need() -> None:
     assert asked.case is not None
     assert asked.case.plan.gpus == 32
     assert any("32 GPUs" in line for line in asked.assumed)
+
+
+def test_the_command_that_a_file_with_a_deepspeed_file_asks_for_answers_the_same_run() -> None:
+    """The same settings of axolotl with FSDP in the place of the file: batch, length, recomputation, LoRA."""
+    text = (
+        "base_model: meta-llama/Llama-3.2-1B\nsequence_len: 2048\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "bf16: auto\ngradient_checkpointing: true\nadapter: lora\nlora_r: 16\nlora_target_modules: [q_proj, v_proj]\n"
+    )
+    flags = CheckFlags(gpus=8)
+    asked = ask(f"{text}deepspeed: my files/zero3.json\n", "a.yaml", flags).questions
+    command = shlex.split(asked[-1].remedy)
+    found = ask(json.dumps(AUTO), command[2], CheckFlags(gpus=8, launch=command[4])).case
+    same = ask(f"{text}fsdp: [full_shard]\nfsdp_version: 2\n", "a.yaml", flags).case
+
+    assert command[:2] == ["planner", "check"]
+    assert command[2:4] == ["my files/zero3.json", "--launch"]
+    assert found is not None
+    assert found.plan.zero_stage == 3
+    for case in (found, same):
+        assert (case.plan.micro_batch_size, case.plan.recompute, case.question.workload.seq_len) == (2, "full", 2048)
+    assert found.question.workload == same.question.workload
+    assert found.question.model.parameters == same.question.model.parameters
+    assert found.question.runtime.adapter.rank == same.question.runtime.adapter.rank == 16
+    assert found.question.runtime.adapter.target_modules == same.question.runtime.adapter.target_modules

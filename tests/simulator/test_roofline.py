@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.config.runtime import Runtime
-from simulator.kernels.low_precision import recipe_of
+from simulator.kernels.low_precision import recipe_of, recipes
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import (
     GATHER_PACK,
@@ -377,6 +377,39 @@ def test_torchao_moves_what_its_roofline_counts_to_quantise_a_number(recipe: str
     assert len(quantise.backward_reads) == len(quantise.reads)
 
 
+@pytest.mark.parametrize(("gpu", "transposed"), [("h100-sxm", 1.0), ("b200-sxm", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "matmul", "forward", "backward"),
+    [
+        # A norm writes its product's input along one axis: the copy along the other is read and written once.
+        ("fc1", "t h, h gf -> t gf", lambda *_: 0.0, lambda t, _, z: 2 * z * t * H + (3 + z) * t * F),
+        # Tokens cast along one axis are gathered, and transposed on every rank; others are cast along both.
+        ("fc2", "t f, f h -> t h", lambda t, _, z: (3 + z) * t * F, lambda t, u, z: 3 * u * H + 2 * z * t * H),
+    ],
+)
+def test_transformer_engine_transposes_what_it_gathers(gpu, transposed, name, matmul, forward, backward) -> None:
+    """Delayed scaling with sequence parallelism, bytes by hand from @v1.11: layernorm_linear.py (fp8_transpose of the
+    gathered input), base.py (grad_output_preprocess: cast_to_fp8, gather, fp8_transpose; else cast and transpose).
+    """
+    architecture, recipe = gpu_kind(gpu).architecture, recipes()["delayed"]
+    low = runtime_spec("megatron-lm").low_precision
+    written = {"compute": 2.0, "low": 1.0, "low_copies": recipe.written_bytes(architecture)}
+    written |= {"low_transposed": recipe.transposed_bytes(architecture)}
+    t, u = 4096.0, 1024.0
+    sizes = {"t": t, "u": u, "h": H, "f": F, "gf": F, "one": 1.0}
+    norm = OperatorSpec(name="pre_mlp_norm", reads=("u h",), writes=("u h",))
+    found = quantized([norm, OperatorSpec(name=name, matmul=matmul, saves=("t h",))], low, recipe, "delayed")
+    casts = [one for one in found if one.name == f"{name}_quantise" and "!sp" not in one.when]
+
+    for direction, expected in ((forward_work, forward), (backward_work, backward)):
+        moved = sum(float(np.sum(work.bytes)) for one in casts for work in direction(one, sizes, written.__getitem__))
+        assert moved == pytest.approx(expected(t, u, transposed))
+    assert found[0].writes == (("u h:low",) if name == "fc1" else ("u h",))
+
+
+H, F = 8192.0, 7168.0
+
+
 def dtype_bytes(name: str) -> float:
     return {"low": 1.0, "compute": 2.0}[name]
 
@@ -420,3 +453,30 @@ def test_norms_of_short_rows_take_their_time_a_row(gpu, rows, forward_us, backwa
         work = Work(kind=WorkKind.MOVE, name="qk_norm", bytes=parts * moved, units={"row": np.array([rows])})
         assert roofline.seconds(work)[0] * 1e6 == pytest.approx(measured, rel=0.06)
         assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(replace(work, units={}))[0]
+
+
+@pytest.mark.parametrize(
+    ("backward", "whole_us", "causal_us", "all_us"), [(False, 931.6, 264.5, 214.3), (True, 2833.0, 776.4, 682.5)]
+)
+def test_attention_to_the_keys_of_two_ranks_takes_what_its_parts_take(backward, whole_us, causal_us, all_us) -> None:
+    """An H200 by cuDNN, 32 heads of 128, microseconds: 8,192 tokens by one kernel; a rank's 4,096 queries with its own
+    keys, causal, and half of the other's, all (examples/validation/kernels.md).
+    """
+
+    def seconds(parts: float) -> float:
+        work = Work(
+            kind=WorkKind.ATTENTION,
+            name="a",
+            flops=np.array([2.7e11]),
+            batch=32.0,
+            m=np.array([4096.0]),
+            n=np.array([8192.0]),
+            k=np.array([128.0]),
+            parts=parts,
+            backward=backward,
+        )
+        return float(Roofline(gpu=gpu_kind("h200-sxm")).seconds(work)[0])
+
+    measured = (causal_us + all_us) / (whole_us / 2)
+    assert 1.0 < seconds(2.0) / seconds(1.0) == pytest.approx(measured, abs=0.035)
+    assert seconds(8.0) > seconds(2.0)

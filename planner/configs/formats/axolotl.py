@@ -6,11 +6,13 @@ model is loaded in it, and FSDP holds it in float32 (accelerate's `fsdp2_prepare
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from planner.configs.formats.adapters import AXOLOTL
+from planner.configs.formats.launch import as_options
 from planner.configs.formats.savers import AXOLOTL as SAVERS
-from planner.configs.formats.transformers_fields import FSDP_RECOMPUTE, REENTRANT, named_optimizer
+from planner.configs.formats.transformers_fields import FSDP_RECOMPUTE, MICRO, REENTRANT, STEPS, named_optimizer
 from planner.configs.formats.yaml_format import (
     DATA_PARALLEL,
     FLAT,
@@ -31,6 +33,12 @@ _OFFLOAD = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
 _RESHARD = ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward")
 _STRATEGY = ("fsdp_config.sharding_strategy", "fsdp_config.fsdp_sharding_strategy")
 _VERSION = ("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
+_ARGUMENTS = {
+    "base_model": "model_name_or_path",
+    "sequence_len": "max_length",
+    "micro_batch_size": MICRO,
+    "gradient_accumulation_steps": STEPS,
+}
 _SIZES = ("dp_shard_size", "dp_replicate_size")
 
 
@@ -38,12 +46,24 @@ def _shards(settings: Settings) -> bool:
     return bool(settings.get("fsdp")) or any(key.startswith("fsdp_config.") for key in settings)
 
 
+def _as_arguments(settings: Settings) -> Settings:
+    """Return the settings as TrainingArguments, by which a line that starts a DeepSpeed file says them."""
+    said = {theirs: settings[ours] for ours, theirs in _ARGUMENTS.items() if settings.get(ours)}
+    recompute = _read_recompute(settings, {})["recompute"] != "none"
+    adapter = AXOLOTL.read(settings, {})["adapter"]
+    if adapter is not None:
+        targets = adapter["target_modules"]
+        said |= {"use_peft": True, "load_in_4bit": adapter["base_weights"] == "nf4", "lora_r": adapter["rank"]}
+        said |= {"lora_target_modules": targets if isinstance(targets, str) else ",".join(targets)} if targets else {}
+    return {**said, "bf16": settings.get("bf16") in {"auto", "full", True}, "gradient_checkpointing": recompute}
+
+
 def _read_mesh(settings: Settings, facts: Facts) -> Facts:
     if isinstance(named_file := settings.get("deepspeed"), str) and named_file:
         raise NotStated(
             f"the file names a DeepSpeed file, {named_file[:80]!r}",
             why="the ZeRO stage is in it",
-            remedy="check that file, with --model, --seq-len and --micro-batch",
+            remedy=f"planner check {shlex.quote(named_file[:200])} --launch {as_options(_as_arguments(settings))}",
         )
     rest = facts["gpus"] // (facts["tp"] * facts["cp"])
     if not _shards(settings):

@@ -88,7 +88,7 @@ def of_keys(document: Document, settings: Settings, at: str = "") -> Configurati
         gpus=_product(settings, None),
         given={"optimizer_said": settings.get("optimizer.name", "AdamW")},
         unknown=not_understood(settings, known, harmless),
-        assumed=tuple(assumed),
+        assumed=(*assumed, *torchtitan_fields.float8_assumed(settings)),
     )
 
 

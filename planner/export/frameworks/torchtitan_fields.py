@@ -306,11 +306,60 @@ def _read_context(settings: Settings, facts: Facts) -> Facts:
     return {"cp_method": one_of(settings, "parallelism.context_parallel_rotate_method", ROTATE, "allgather")}
 
 
-def _read_converters(settings: Settings, facts: Facts) -> Facts:
+_FLOAT8, _MX = "quantize.linear.float8.recipe_name", "quantize.linear.mx.recipe_name"
+_FILTERS = ("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns")
+_GATHERS = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+_PRECOMPUTES = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+# Parts of names of modules that are counted in 16 bits whatever is stated.
+_WIDE_ANYWAY = ("output", "lm_head", "router")
+_RECIPES = {name: name for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+
+
+def _read_converters(settings: Settings, _: Facts) -> Facts:
+    """Read which products are in float8, and by which recipe, if one is stated."""
+    kind = _converter(settings)
+    if kind == "mx":
+        mx = str(settings.get(_MX) or "mxfp8")
+        if not mx.startswith("mxfp8"):
+            raise NotModelled(f"{_MX} {mx[:40]!r} is not modelled", remedy="mxfp8")
+        return {"compute_dtype": "float8", "low_precision_recipe": "mxfp8"}
+    if not kind:
+        return {}
+    if settings.get(_FLOAT8) and truth(settings, _GATHERS):
+        raise BadInput(
+            f"{_FLOAT8} and {_GATHERS} are both set",
+            why="torchtitan asserts that only one is (components/quantization/float8.py)",
+            remedy="leave one of the two out",
+        )
+    stated = {"low_precision_recipe": one_of(settings, _FLOAT8, _RECIPES, "")} if settings.get(_FLOAT8) else {}
+    return {"compute_dtype": "float8", **stated}
+
+
+def _converter(settings: Settings) -> str:
+    """Return the kind of linear layers that the model's converters make: `mx`, `float8` or, for neither, nothing."""
     converters = settings.get("model.converters") or []
-    names = converters if isinstance(converters, list) else [converters]
-    low = any("float8" in str(name) or "mx" in str(name) for name in names)
-    return {"compute_dtype": "float8" if low else facts["compute_dtype"]}
+    names = [str(name) for name in (converters if isinstance(converters, list) else [converters])]
+    return next((kind for kind in ("mx", "float8") if any(kind in name for name in names)), "")
+
+
+def float8_assumed(settings: Settings) -> tuple[str, ...]:
+    """Return in what a step's products in float8 are counted otherwise than a file says: which modules stay in 16 bits
+    (a part of their name is in `filter_fqns`), and the type in which parameters are gathered.
+    """
+    kind = _converter(settings)
+    if not kind:
+        return ()
+    key = _FILTERS[kind == "mx"]
+    stated = settings.get(key) or []
+    parts = [str(part) for part in (stated if isinstance(stated, list) else str(stated).split(","))]
+    assumed = []
+    if counted := [part for part in parts if not any(name in part for name in _WIDE_ANYWAY)]:
+        assumed.append(f"{key}: {', '.join(counted)[:120]} counted in float8, like all products of layers")
+    if not any(part in "output" for part in parts if part):
+        assumed.append(f"{key} has no output: the output product is counted in 16 bits all the same")
+    if truth(settings, _GATHERS):
+        assumed.append(f"{_GATHERS}: parameters are counted as gathered in 16 bits")
+    return tuple(assumed)
 
 
 _IN_BACKWARD = "optimizer.early_step_in_backward"  # a key of 0.2.2 that 0.3 does not have
@@ -331,7 +380,7 @@ TOML: Table = (
     LOGS,
     # Converters replace layers by low-precision ones; which to name depends on torchao, so none is written.
     SAVERS,
-    Entry(keys=("model.converters",), read=_read_converters),
+    Entry(keys=("model.converters", _FLOAT8, _MX, *_FILTERS, _GATHERS, _PRECOMPUTES), read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism always includes sequence parallelism.
     Entry(read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
     Entry(read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
