@@ -148,6 +148,7 @@ class Kernels:
     slower: Mapping[str, SlowerKernels] = field(default_factory=dict)  # the engine's, by generation
     apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
+    powered: Floats | float = 1.0  # power for products in 16 bits, of what they have where a GPU does nothing else; see `product`
 
     @property
     def multiplied_in(self) -> str:
@@ -184,6 +185,11 @@ class Kernels:
         peak = self.gpu.peak_flops
         least = SERVED.get(self.generation, 0.0) * (peak.get("bfloat16") or 0.0)
         return max(self.flops_per_s, self._supplied(least, "bfloat16"))
+
+    @property
+    def full_clocks(self) -> float:
+        """How much faster products are at full clocks than at the power limit; 1 where that is not known."""
+        return 1.0 / Roofline(gpu=self.gpu).rested if self.multiplied_in == "bfloat16" else 1.0
 
     @property
     def attention_flops_per_s(self) -> float:
@@ -243,8 +249,12 @@ class Kernels:
             (*TILES, *known.tiles), rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k
         )
         # The power limit holds back what fills all SMs, not what leaves some of them idle.
-        reached = kernels.product_flops_per_s * np.clip(used, 1e-9, known.sustained * depth / (depth + known.ramp_k))
-        arithmetic = 2 * rows * columns * depth / reached
+        deep = depth / (depth + known.ramp_k)
+        rate, most = kernels.product_flops_per_s, known.sustained * deep
+        if kernels.full_clocks > 1.0:
+            rate = kernels.full_clocks * Roofline(gpu=self.gpu).sustained_flops
+            most = deep * self.powered / kernels.full_clocks
+        arithmetic = 2 * rows * columns * depth / (rate * np.clip(used, 1e-9, most))
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         listed = self.listed_products(format_)
         if listed is None:
