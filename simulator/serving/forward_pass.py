@@ -93,7 +93,7 @@ class ForwardPass:
             checked=self._checked,
         )
         self._tokens = token_grid(most)
-        self._power = PowerLimit.of(gpu)
+        self._power = PowerLimit.of(gpu, self.kernels.full_clocks)
         self._parts, self._limited, self._delayed = self._by_power(self._tokens)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
@@ -204,7 +204,9 @@ class ForwardPass:
         read_s = self.attention.read_s(prompt_tokens, pairs, readers)
         answers_s = self.attention.answers_s(sequences, keys) * share
         checked = sequences * self._checked * share
-        found["power"] = self._held_back_s(prompt_tokens, checked, readers, sum(found.values()) + answers_s, read_s, 0.0)
+        found["power"] = self._held_back_s(
+            prompt_tokens, checked, readers, sum(found.values()) + answers_s, read_s, 0.0
+        )
         found["attention"] = answers_s + read_s
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
@@ -260,9 +262,7 @@ class ForwardPass:
         if tokens <= self._held_from:
             return 0.0
         limited, delayed = self._at(tokens, self._limited), self._at(tokens, self._delayed)
-        return delayed * self._power.held_back(
-            limited, moving_s=others_s, attending_s=read_s, before_s=rested_s
-        )
+        return delayed * self._power.held_back(limited, moving_s=others_s, attending_s=read_s, before_s=rested_s)
 
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""

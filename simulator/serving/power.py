@@ -10,9 +10,9 @@ from simulator.analytical.clocks import ATTENDING, IDLE, MOVING, POWER_WINDOW_S,
 from simulator.kernels.roofline import Roofline, efficiency
 from topology.cluster import GpuKind
 
-# Power of steps that read weights and caches at the full rate of memory, as `MOVING` of clocks.py: copies at that rate
-# (examples/validation/kernels.md, one H200).
-STREAMING = 0.87
+# Power of steps that read weights and caches at the full rate of memory, as `MOVING` of clocks.py: eight answers of 8B
+# and of 3B that go on alone draw 534 and 468 W of 700 (examples/validation/serving_2xH200.md, one H200).
+STREAMING = 0.72
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class PowerLimit:
     paused_s: float
 
     @classmethod
-    def of(cls, gpu: GpuKind) -> PowerLimit:
-        """Return that of a kind of GPU."""
+    def of(cls, gpu: GpuKind, full_clocks: float) -> PowerLimit:
+        """Return that of a kind of GPU whose products are so many times as fast at full clocks."""
         roofline = Roofline(gpu=gpu)
         moving, attending, streaming, idle = (1.0 - drawn(s, roofline) for s in (MOVING, ATTENDING, STREAMING, IDLE))
         return cls(
-            least=roofline.rested,
+            least=1.0 / full_clocks,
             exponent=efficiency(gpu.architecture).power_exponent,
             moving=moving,
             attending=attending,
