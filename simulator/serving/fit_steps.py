@@ -91,7 +91,7 @@ def _priced(sample: ServingSample, costs: dict[str, ForwardPass], found: Measure
     attention = parts.pop("attention", 0.0)
     for outside in ("host", "launches"):
         parts.pop(outside, None)
-    measured = sample.queued_s or sample.seconds
+    measured = (sample.queued_s or sample.seconds) - parts.pop("inputs", 0.0)
     if found.reduced and tokens <= found.reduced[-1].tokens:
         measured -= parts.pop("all_reduce", 0.0) * float(scaled(found.reduced, np.array([float(tokens)]))[0])
     return _Priced(float(tokens), measured, sum(parts.values()), attention, cost.launches.count)

@@ -15,13 +15,14 @@ from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
-from simulator.serving.engine import Engine, as_started
+from simulator.serving.engine import READ_GRAPH_S, Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, token_grid
 from simulator.serving.launches import TO_EXPERTS, Launches
 from simulator.serving.linear_attention import delta_rule_s
 from simulator.serving.measured import MeasuredSteps, Ratio, scaled
+from simulator.serving.power import PowerLimit
 from simulator.serving.step_attention import StepAttention
 from simulator.serving.step_collectives import StepCollectives
 from topology.cluster import Cluster
@@ -42,6 +43,10 @@ class ForwardPass:
     _collectives: StepCollectives = field(init=False)
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by part
+    _limited: Floats = field(init=False)  # seconds of products that a GPU's power limits where it does nothing else
+    _delayed: Floats = field(init=False)  # by which they are longer than at full clocks
+    _held_from: float = field(init=False)  # tokens up to which the power limit delays nothing
+    _power: PowerLimit = field(init=False)
     _seconds: Floats = field(init=False)
     _rows: Floats = field(init=False)
     _head: Floats = field(init=False)  # seconds of the head and of sampling, by sequences that get a token
@@ -88,12 +93,14 @@ class ForwardPass:
             checked=self._checked,
         )
         self._tokens = token_grid(most)
-        self._parts = self._by_tokens(self._tokens)
+        self._power = PowerLimit.of(gpu, self.kernels.full_clocks)
+        self._parts, self._limited, self._delayed = self._by_power(self._tokens)
         self._rows = token_grid(self.max_sequences * self.pool.dp_attention * self._checked)
         self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         if steps is not None:
             self._bend(steps)
         self._seconds = np.sum(list(self._parts.values()), axis=0)
+        self._held_from = float(self._tokens[np.argmax(self._delayed > 0.0) - 1]) if np.any(self._delayed) else np.inf
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
@@ -109,6 +116,7 @@ class ForwardPass:
             timed = self._tokens <= self._sum_ratios[-1].tokens
             ratios["all_reduce"] = np.where(timed, scaled(self._sum_ratios, self._tokens), of_tokens)
         self._parts = {name: seconds * ratios.get(name, of_tokens) for name, seconds in self._parts.items()}
+        self._limited, self._delayed = self._limited * of_tokens, self._delayed * of_tokens
         self._head = self._head * scaled(by_tokens, self._rows)
         said = {name: getattr(steps, name) for name in ("host_step_s", "host_sequence_s", "host_launch_s")}
         self.engine = replace(self.engine, **{name: seconds for name, seconds in said.items() if seconds})
@@ -139,11 +147,21 @@ class ForwardPass:
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
+    def seconds(
+        self,
+        *,
+        prompt_tokens: int,
+        pairs: float,
+        sequences: int,
+        keys: float,
+        readers: int = 1,
+        rested_s: float = 0.0,
+    ) -> float:
         """Return the seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences`
         answers by a token.
 
-        `pairs` counts the prompts' (query, key) pairs, `keys` the cached keys of all answers.
+        `pairs` counts the prompts' (query, key) pairs, `keys` the cached keys of all answers; `rested_s` are the
+        seconds since a step last read.
         """
         if self._checked > 1 and sequences:
             found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
@@ -161,11 +179,11 @@ class ForwardPass:
             time = self._steps_s[tokens - 1] if 0 < tokens <= SINGLE else self._at(tokens, self._seconds)
             single = 0 < written <= min(SINGLE, len(self._heads_s))
             time += self._heads_s[written - 1] if single else float(np.interp(written, self._rows, self._head))
-        if pairs:
-            time += self.attention.read_s(prompt_tokens, pairs, readers)
+        read_s = self.attention.read_s(prompt_tokens, pairs, readers)
         if sequences:
             time += self.attention.answers_s(sequences, keys)
-        time = max(time, self._issued_s(prompt_tokens, sequences, captured))
+        time += read_s + self._held_back_s(prompt_tokens, sequences, readers, time, read_s, rested_s)
+        time = max(time, self._issued_s(prompt_tokens, sequences, captured)) + (READ_GRAPH_S if captured else 0.0)
         return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
     def _issued_s(self, prompt_tokens: float, sequences: float, captured: int) -> float:
@@ -183,9 +201,13 @@ class ForwardPass:
         """
         share = 1 / self._gained if prompt_tokens else 1.0
         found = self._of_tokens(prompt_tokens, sequences * self._checked * share, readers)
-        found["attention"] = self.attention.answers_s(sequences, keys) * share + self.attention.read_s(
-            prompt_tokens, pairs, readers
+        read_s = self.attention.read_s(prompt_tokens, pairs, readers)
+        answers_s = self.attention.answers_s(sequences, keys) * share
+        checked = sequences * self._checked * share
+        found["power"] = self._held_back_s(
+            prompt_tokens, checked, readers, sum(found.values()) + answers_s, read_s, 0.0
         )
+        found["attention"] = answers_s + read_s
         layer = self._at(sequences, self._seconds) / self.model.layers
         once = layer + float(np.interp(sequences, self._rows, self._head))
         found["draft"] = (self._checked - 1) * once * share
@@ -203,10 +225,12 @@ class ForwardPass:
         captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
         read = max(prompt_tokens, captured - sequences)
         found = self._of_tokens(read, sequences, readers)
-        found["attention"] = self.attention.read_s(read, pairs, readers)
-        if sequences:
-            found["attention"] += self.attention.answers_s(sequences, keys)
+        read_s = self.attention.read_s(read, pairs, readers)
+        answers_s = self.attention.answers_s(sequences, keys) if sequences else 0.0
+        found["power"] = self._held_back_s(read, sequences, readers, sum(found.values()) + answers_s, read_s, 0.0)
+        found["attention"] = read_s + answers_s
         found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
+        found["inputs"] = READ_GRAPH_S if captured else 0.0
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
         return {name: value for name, value in found.items() if value}
@@ -216,15 +240,29 @@ class ForwardPass:
         on one rank, and all parts wait for the rank with the most tokens, except experts, over whose ranks tokens are
         spread.
         """
-        tokens = prompt_tokens + sequences
-        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
-        ranks = self.pool.dp_attention
-        if prompt_tokens and ranks > 1:
-            fullest = -(-readers // ranks) / max(1, readers)  # share of the prompts on the rank with the most
-            tokens = prompt_tokens * fullest * ranks + sequences
-            found |= {name: self._at(tokens, self._parts[name]) for name in found if name != "experts"}
+        tokens, here = prompt_tokens + sequences, self._of_fullest(prompt_tokens, sequences, readers)
+        found = {name: self._at(tokens if name == "experts" else here, part) for name, part in self._parts.items()}
         written = sequences + (readers if prompt_tokens else 0)
         return found | {"head": float(np.interp(written, self._rows, self._head))}
+
+    def _of_fullest(self, prompt_tokens: float, sequences: float, readers: int) -> float:
+        """Return the tokens of a whole engine as if all ranks had as many as that with the most prompts."""
+        ranks = self.pool.dp_attention
+        if not prompt_tokens or ranks == 1:
+            return prompt_tokens + sequences
+        return prompt_tokens * ranks * -(-readers // ranks) / max(1, readers) + sequences
+
+    def _held_back_s(
+        self, prompt_tokens: float, sequences: float, readers: int, others_s: float, read_s: float, rested_s: float
+    ) -> float:
+        """Return the seconds by which the power limit delays the products of a step, `rested_s` after the last one that
+        read a prompt; all but its attention over prompts, `read_s`, takes `others_s` at full clocks.
+        """
+        tokens = self._of_fullest(prompt_tokens, sequences, readers)
+        if tokens <= self._held_from:
+            return 0.0
+        limited, delayed = self._at(tokens, self._limited), self._at(tokens, self._delayed)
+        return delayed * self._power.held_back(limited, moving_s=others_s, attending_s=read_s, before_s=rested_s)
 
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""
@@ -248,6 +286,20 @@ class ForwardPass:
             name: np.where(tokens > 1, (halves | {"expert_exchange": sent - hidden})[name], seconds)
             for name, seconds in whole.items()
         }
+
+    def _by_power(self, tokens: Floats) -> tuple[dict[str, Floats], Floats, Floats]:
+        """Return what `_by_tokens` does with products at full clocks; the seconds of products that power limits, which
+        half of it would add; and by how much these are longer.
+        """
+        if self._power.least == 1.0:
+            return self._by_tokens(tokens), np.zeros_like(tokens), np.zeros_like(tokens)
+        kernels, powered = self.kernels, np.array([[np.inf], [1.0], [0.5]])
+        self.kernels = replace(kernels, powered=powered)
+        shape = (len(powered), len(tokens))
+        found = {name: np.broadcast_to(seconds, shape) for name, seconds in self._by_tokens(tokens).items()}
+        self.kernels = kernels
+        rested, alone, half = np.sum(list(found.values()), axis=0)
+        return {name: seconds[0] for name, seconds in found.items()}, half - alone, alone - rested
 
     def _at_once(self, tokens: Floats) -> dict[str, Floats]:
         local = np.ceil(tokens / self.pool.dp_attention)

@@ -41,9 +41,12 @@ STREAMED = 0.85
 # The least of the peak that large products in 16 bits reach in engines; efficiency.toml has the share of training. vLLM
 # 0.24, SGLang 0.5.14 and TensorRT-LLM 1.3.0rc20 reach 1,430 to 1,560 TFLOP/s of 2,250 on B200 from 4,096 rows on, at
 # widths and depths from 4,096 on (ai-dynamo/aiconfigurator 0.12 systems/data/b200_sxm/gemm). On A100 a search for the
-# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables there have 0.89 in the middle. On H200 twelve tables
-# have 663 to 774 TFLOP/s of 989, 746 in the middle; prompts of 8B and 3B that the executor read there within 3 %.
-SERVED = {"blackwell": 0.67, "hopper": 0.754, "ampere": 0.87}
+# largest found 0.87 (MAMF, stas00/ml-engineering), and four tables there have 0.89 in the middle.
+SERVED = {"blackwell": 0.67, "ampere": 0.87}
+# The share of the peak that tiles which fill a GPU reach at full clocks, where the power limit lowers them: the middle
+# of six tables of the same engines on H100 and H200, 1,024 to 4,352 rows, widths and depths of 2,048 to 20,000, which
+# take less than a millisecond each (0.85 to 0.92; there, systems/data/*/gemm).
+FULL_CLOCKS = {"hopper": 0.88}
 FLOAT8_FROM = 89
 # Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
 # 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200
@@ -148,6 +151,7 @@ class Kernels:
     slower: Mapping[str, SlowerKernels] = field(default_factory=dict)  # the engine's, by generation
     apart: bool = False  # attention has requests of its own on each rank
     attention: str = "cudnn"
+    powered: Floats | float = 1.0  # power for products in 16 bits, of what they have on a GPU that does nothing else
 
     @property
     def multiplied_in(self) -> str:
@@ -184,6 +188,14 @@ class Kernels:
         peak = self.gpu.peak_flops
         least = SERVED.get(self.generation, 0.0) * (peak.get("bfloat16") or 0.0)
         return max(self.flops_per_s, self._supplied(least, "bfloat16"))
+
+    @property
+    def full_clocks(self) -> float:
+        """How much faster products in 16 bits are at full clocks than on a GPU that does nothing else; 1 where that is
+        not known.
+        """
+        reached = FULL_CLOCKS.get(self.generation, 0.0) * (self.gpu.peak_flops.get("bfloat16") or 0.0)
+        return max(1.0, reached / Roofline(gpu=self.gpu).sustained_flops)
 
     @property
     def attention_flops_per_s(self) -> float:
@@ -243,8 +255,12 @@ class Kernels:
             (*TILES, *known.tiles), rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k
         )
         # The power limit holds back what fills all SMs, not what leaves some of them idle.
-        reached = kernels.product_flops_per_s * np.clip(used, 1e-9, known.sustained * depth / (depth + known.ramp_k))
-        arithmetic = 2 * rows * columns * depth / reached
+        rate, allowed = kernels.product_flops_per_s, np.asarray(known.sustained)
+        if kernels.multiplied_in == "bfloat16" and self.full_clocks > 1.0:
+            rate = self.full_clocks * Roofline(gpu=self.gpu).sustained_flops
+            allowed = np.asarray(self.powered / self.full_clocks)
+        reached = np.clip(used, 1e-9, allowed * depth / (depth + known.ramp_k))
+        arithmetic = 2 * rows * columns * depth / (rate * reached)
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         listed = self.listed_products(format_)
         if listed is None:

@@ -43,6 +43,7 @@ class Scheduler:
     deliver: Sink
     wake: simpy.Event = field(init=False)
     busy_s: float = 0.0
+    read_s: float = -math.inf  # when a step last read prompts
     idle: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class Scheduler:
             if step.prompt_tokens:
                 yield env.timeout(self._reading_s(step))
                 self._saw(begin)
+                self.read_s = env.now
                 left = batch.finish_step(step, env.now)
             else:
                 steps = yield from self._go_on()
@@ -91,6 +93,7 @@ class Scheduler:
             sequences=step.sequences,
             keys=step.keys,
             readers=len(step.readers),
+            rested_s=self.env.now - self.read_s,
         )
 
     def _go_on(self) -> Generator[simpy.Event, Any, int]:

@@ -61,6 +61,7 @@ stated), medians and means of absolute errors:
 | ranks' rows differ by how popular their experts are (below) | separated ones: first tokens 41 (46) to 30 (41) %, tokens 6.7 (10.0) to 6.7 (9.4); first tokens, joint engines 18.3 (27.2) to 18.1 (27.0) | first tokens of DeepSeek-R1 with TensorRT-LLM on H200 14 to 11 %, separated there 42 to 37, on B300 11 to 8; its throughput offline on H200 47 to 36; worse: Qwen3 235B offline on H200 2 to 8 |
 | TensorRT-LLM by release, uneven experts in Cutlass' kernels, places of separated engines (below), no fitted host | 8.7 (14.6), joint engines; separated ones: first tokens 30 (41) to 21 (34) %, tokens 6.7 (9.4) to 5.7 (8.8), throughput 11.0 (16.0) to 7.5 (9.8) | throughput of DeepSeek-R1 with TensorRT-LLM, separated, on H200 14 to 5 %, on H100 39 to 11; gpt-oss-120b offline with TensorRT-LLM 1.x on H200 23 to 36 |
 | attention over prompts and of answers as kernels take by themselves, windows, queries and results of latent attention, 16-bit products on Hopper (below) | 8.7 (14.6) to 8.6 (14.7), joint engines; first tokens 17.6 (26.7) to 17.7 (26.7); separated ones: tokens 5.6 (7.1) to 4.8 (7.1), throughput 7.5 (9.8) to 7.2 (9.5), first tokens 20.6 (29.3) to 20.3 (30.1) | gpt-oss-120b offline with TensorRT-LLM 1.x on H200 37 (31) to 29 (25) %, DeepSeek-R1 there 33 to 30, Llama 3 8B with TensorRT-LLM of 2024 on H100 10 to 9, Qwen3.5 on B300 12 to 11, Qwen3 235B with TensorRT-LLM 1.0 14 (16) to 13 (15); kernels of prompts alone 10 to 75 % short to 4 to 20; worse: throughput of joint engines 12.3 (26.0) to 12.4 (26.1), of TensorRT-LLM before 1.0 on Hopper, predicted too slow already and priced by tables of 1.3 (Llama 2 7B on H100 3 to 5, on GH200 9 to 12, Mixtral 8x7B 10 to 13, Mistral 7B on GH200 22 to 27, GPT-J 44 to 46), first tokens of separated engines on B300 8 (18) to 11 (20) |
+| 16-bit products on Hopper at the clocks that the power limit allows, full ones next to few prompts (below) | 8.6 (14.7) to 8.6 (14.8), joint engines; first tokens 17.7 (26.5) to 17.9 (26.7) | of our own server, out of sample, 3.1 to 1.5 % (`serving_2xH200.md`); DeepSeek-R1 with SGLang on H200 5.7 to 5.3 %, throughput of separated engines there 5.2 to 4.6; worse, where predictions were early before: Kimi K2.5 on H200 5 to 7 %, its first tokens 8 to 9, Llama 3.1 8B with TensorRT-LLM 1.0 10 to 11, 70B with 0.14 18 to 19 and its first tokens 18 to 23 |
 
 The largest term of what is off, by group:
 
@@ -103,6 +104,10 @@ The largest term of what is off, by group:
   and a key head starts a program, 7 to 12 ns of a launch on Blackwell and 25 to 36 on Hopper (256 answers of gpt-oss in TensorRT-LLM on
   H200: 76 us a layer). Engines' 8-bit caches on Hopper are read at 0.5 to 0.67 of the memory's rate by vLLM and SGLang, 0.8 by TensorRT-LLM. Layers
   with windows take the same law, which agrees with tables of windows within 16 % (TensorRT-LLM on Hopper 20 % short).
+- **Clocks**: a GPU at its power limit multiplies a quarter slower than at full clocks (Hopper, 16 bits). Tables of kernels of less than a
+  millisecond have 0.85 to 0.92 of the datasheet's rate where tiles fill the GPU, those of 32,768 rows 0.69 to 0.79. A prompt that is read next to answers finds the power that
+  these left: it takes 8 to 15 % less than the same prompts over and over, as the executor measured (`simulator/serving/power.py`). In 8 bits
+  such tables differ more by engine than by clocks, and Blackwell's have not been measured so.
 - **Experts by Cutlass' kernels** take the longer of reading and multiplying each: popular ones have rows to multiply while others are
   read. Tables of uneven loads (1.3.0rc20) are 1 to 14 % off so from 1,024 tokens on, 8 to 29 % if all are alike.
 - **Places of separated engines** follow NVIDIA's recipes (NVIDIA/srt-slurm @c88ef731): on Hopper a decoding rank has room for many more
@@ -301,13 +306,15 @@ of all configurations.
 """
 AGAINST = """## Compared with aiconfigurator
 
-Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py --each 12`, 2026-11-30), engines
+Points that both answer, up to twelve of a group by chance (`tests/bench/against_aiconfigurator.py --each 12`, 2026-12-01), engines
 that read and write together. aiconfigurator is 0.12.0 with its newest table of each engine. These points are of the samples
 that both tools were made with.
 
 So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose
-lengths are taken to vary where the benchmark of its makers sends them all alike (above), and by four points of DeepSeek-R1 with SGLang on B300 in nvfp4, whose blocks of latent attention on Blackwell are priced 8 us a layer
-too long (above). Of Qwen3.5 with SGLang on B300 both are off by as much.
+lengths are taken to vary where the benchmark of its makers sends them all alike (above), and by four points of DeepSeek-R1 with SGLang
+on B300 in nvfp4. There the largest term that nobody measured are a layer's two sums with their norms: 23 us on four GPUs as on the
+eight that they are known of, where TensorRT-LLM's take 11; one answer takes 1.2 ms less than predicted, 20 us a layer. Of Qwen3.5
+with SGLang on B300 both are off by as much.
 """
 VIDUR = """
 ## Compared with vidur, aiconfigurator and llm-optimizer by others

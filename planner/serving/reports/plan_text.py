@@ -33,6 +33,8 @@ NAMES = {
     "all_reduce": "all-reduces",
     "head": "output scores and sampling",
     "draft": "drafting tokens",
+    "power": "products held back by the power limit",
+    "inputs": "inputs of a replayed step",
 }
 
 
