@@ -385,5 +385,5 @@ def fix_text(fix: Fix, gpus: int) -> str:
     cost = f"{change_text(fix.longer)} time" if abs(fix.longer) >= 0.005 else "as fast"
     if fix.plan.gpus != gpus:
         cost += f", {change_text(1 / (1 + fix.slower) - 1)} throughput a GPU"
-    sure = "" if fix.fit is Fit.YES else f", {chance(fix.fit_probability)} likely"
+    sure = {Fit.YES: "", Fit.NO: ", does not fit"}.get(fix.fit, f", {chance(fix.fit_probability)} likely")
     return f"{fix.change} ({gib_text(fix.reserved_bytes)} GiB{sure}, {cost})"
