@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 PACKAGES = ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 DRIVER = Path("/proc/driver/nvidia/version")
+SMI_S = 10.0  # seconds for nvidia-smi to answer
 
 
 def versions() -> dict[str, str]:
@@ -22,13 +24,26 @@ def versions() -> dict[str, str]:
 
 
 def driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver; None if there is none, or a container hides it."""
+    """Return the version of the loaded NVIDIA driver, by the kernel, or by nvidia-smi where a container hides the
+    kernel's word; None if there is none.
+    """
     try:
         text = DRIVER.read_text(errors="replace")[:4096]
     except OSError:
-        return None
+        return _driver_by_smi()
     found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
     return found[1] if found else None
+
+
+def _driver_by_smi() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (
+        next((line.strip() for line in done.stdout.splitlines() if line.strip()), None) if not done.returncode else None
+    )
 
 
 def differences(by_node: dict[str, dict[str, str]]) -> list[str]:

@@ -30,13 +30,13 @@ from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
     devices_to_measure,
-    driver_version,
     loopback_environment,
     measurement_parser,
 )
 from simulator.runtimes.library import runtime_spec
 from topology.codec import JsonObject, read_json, to_builtins
 from topology.profile.samples import Provenance
+from topology.versions import driver_version
 
 POLL_S = 0.1
 LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job's limit: a multiple of its expected seconds, plus some
@@ -303,7 +303,7 @@ def header(options: argparse.Namespace, gpus: int) -> Provenance:
         gpu=options.gpu_name if cuda else "cpu",
         device=options.device,
         gpus=gpus,
-        driver=driver_version() if cuda else "",
+        driver=(cuda and driver_version()) or "",
         versions={"python": sys.version.split()[0]},
         taken_at=datetime.now(UTC).isoformat(timespec="seconds"),
         command=options.command,

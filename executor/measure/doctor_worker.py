@@ -23,13 +23,13 @@ from executor.launch.records import Deadline, Recorder, read_records
 from executor.measure.measurement import (
     Device,
     devices_to_measure,
-    driver_version,
     loopback_environment,
     measurement_parser,
     record_problem,
 )
 from topology.codec import to_json, write_text
 from topology.profile.measurement import measurement_from_records
+from topology.versions import driver_version
 
 PIECES = ("flows", "compute", "collectives")
 # Shares of the budget. Collectives have the most data points; compute needs seconds to reach sustained clocks.
@@ -127,7 +127,7 @@ def _header(options: argparse.Namespace, devices: Sequence[Device]) -> dict[str,
         "device": options.device,
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.executable).name, "-m", "executor.measure.doctor_worker", *_shown(options)]),
-        "driver": driver_version() if options.device == "cuda" else "",
+        "driver": (options.device == "cuda" and driver_version()) or "",
         "versions": versions,
         "gpus": [device.name for device in devices],
         "uuids": [device.uuid for device in devices],

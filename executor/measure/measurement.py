@@ -105,12 +105,6 @@ def _refuse_gpus_in_use(devices: Sequence[Device], *, allow: bool) -> None:
     )
 
 
-def driver_version() -> str:
-    """Return the version of the GPU driver, or an empty string where nvidia-smi does not answer."""
-    text = run_text(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
-    return text.splitlines()[0].strip() if text else ""
-
-
 def loopback_environment() -> dict[str, str]:
     """Return environment variables that make the ranks of one host communicate over the loopback interface."""
     if not Path("/sys/class/net/lo").exists():

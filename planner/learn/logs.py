@@ -30,7 +30,7 @@ MOST_GIB = 1 << 20
 SKIPPED = 2  # first steps (which compile, allocate and choose algorithms) that are left out if more follow
 MIB, GIB = 1 / 1024, 1.0  # in GiB
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
+NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?"
 MOST_ROWS = 100_000
 
 
@@ -57,29 +57,36 @@ class _Read:
 Line = Callable[[str, _Read], None]
 # The text between two words of a line contains no word that begins a match, so a line is scanned once.
 _STEP = r"(?:(?!step:|memory:).)*?"
-TITAN = re.compile(rf"step:\s*(\d+)\s{_STEP}memory:\s*{NUMBER}GiB{_STEP}tps:\s*{NUMBER}")
-MEGATRON = re.compile(
-    rf"iteration\s+(\d+)/\s*\d+ \|(?:(?!iteration\s+\d).)*?elapsed time per iteration \(ms\): {NUMBER}"
-)
+# A framework's line about a step, in whose terms `planner tune` reads it, too: groups are named after their content.
+STEP_LINES = {
+    "torchtitan": re.compile(
+        rf"step:\s*(?P<step>\d+)\s{_STEP}memory:\s*(?P<memory_gib>{NUMBER})GiB"
+        rf"{_STEP}tps:\s*(?P<tokens_per_s_per_gpu>{NUMBER})"
+    ),
+    "megatron-lm": re.compile(
+        rf"iteration\s+(?P<step>\d+)/\s*\d+ \|(?:(?!iteration\s+\d).)*?"
+        rf"elapsed time per iteration \(ms\):\s*(?P<step_ms>{NUMBER})"
+    ),
+}
 MEGATRON_MEMORY = re.compile(
     r"(?:\[Rank (\d+)\] \()?after \d+ iterations\)? memory \(MB\) \|"
-    rf"(?:(?!memory \(MB\)).)*?max reserved: {NUMBER}"
+    rf"(?:(?!memory \(MB\)).)*?max reserved: ({NUMBER})"
 )
 DEEPSPEED = re.compile(
     r"(?:global_step=|(?<!\d)\d+/)(\d+), (?:(?!_step=|\d/).)*?"
-    rf"(?:Curr|\b)SamplesPerSec={NUMBER}, (?:(?!_step=|\d/|SamplesPerSec).)*?MaxMemAllocated={NUMBER}GB"
+    rf"(?:Curr|\b)SamplesPerSec=({NUMBER}), (?:(?!_step=|\d/|SamplesPerSec).)*?MaxMemAllocated=({NUMBER})GB"
 )
 
 
 def _titan(line: str, read: _Read) -> None:
-    if found := TITAN.search(line):
+    if found := STEP_LINES["torchtitan"].search(line):
         step, memory, rate = found.groups()
         read.said(step, rate)
         read.held(None, memory, GIB)
 
 
 def _megatron(line: str, read: _Read) -> None:
-    if found := MEGATRON.search(line):
+    if found := STEP_LINES["megatron-lm"].search(line):
         read.said(*found.groups())
     elif found := MEGATRON_MEMORY.search(line):
         rank, reserved = found.groups()

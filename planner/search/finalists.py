@@ -1,7 +1,7 @@
 """The last round: predict every plan to list by the most accurate method, and sort them.
 
-Plans that surely fit come first, then those that may fit, then those that do not. Within each group, plans closer than
-TIE to the fastest are a tie, of which the simplest comes first; then the next fastest and its ties.
+Plans that surely fit come first, then those that are less likely to fit, level by level. Within each level, plans
+closer than TIE to the fastest are a tie, of which the simplest comes first; then the next fastest and its ties.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predi
 from planner.question.question import Question
 from planner.search.deadline import over
 from simulator.analytical.counted import Counted, counted_rows
-from simulator.config.estimate import RATHER_SURE, SURE, Estimate
+from simulator.config.estimate import LEVELS, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import NCCL, Plan
 from simulator.legality.rules import is_legal
@@ -154,10 +154,12 @@ def in_order(finalists: Sequence[Finalist], objective: str) -> list[Finalist]:
 
 
 def certainty(one: Finalist) -> int:
-    """Return 0 if a plan surely fits, 1 if rather surely, 2 if it may fit, 3 if it is predicted not to fit."""
+    """Return how many of LEVELS are more than a plan is likely to fit: 0 if it surely fits; more than all of them if it
+    is predicted not to fit.
+    """
     memory = one.estimate.memory
-    likely = [memory.fit_probability >= least for least in (SURE, RATHER_SURE)]
-    return likely.index(True) if any(likely) else 2 if memory.fits else 3
+    missed = sum(memory.fit_probability < least for least in LEVELS)
+    return missed if missed < len(LEVELS) or memory.fits else missed + 1
 
 
 def _undominated(fastest_first: Sequence[Finalist]) -> list[Finalist]:

@@ -186,8 +186,7 @@ def _costed(variants: Sequence[_Variant], estimate: Estimate) -> list[_Costed]:
     if not variants:
         return []
     reserved = memory_of_plans(asked, [one.plan for one in variants]).reserved_bytes.max(axis=1).tolist()
-    high = estimate.memory.reserved_high_bytes / estimate.memory.reserved_bytes
-    most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, high)
+    most = sure_bytes(asked.cluster.gpu_memory_bytes - CONTEXT_BYTES, estimate.memory.reserved_factors)
     may = [row for row, nbytes in enumerate(reserved) if nbytes <= most]
     table = asked.estimate([variants[row].plan for row in may]) if may else None
     counted = {} if table is None else dict(zip(may, counted_rows(table), strict=True))
@@ -386,5 +385,5 @@ def fix_text(fix: Fix, gpus: int) -> str:
     cost = f"{change_text(fix.longer)} time" if abs(fix.longer) >= 0.005 else "as fast"
     if fix.plan.gpus != gpus:
         cost += f", {change_text(1 / (1 + fix.slower) - 1)} throughput a GPU"
-    sure = "" if fix.fit is Fit.YES else f", {chance(fix.fit_probability)} likely"
+    sure = {Fit.YES: "", Fit.NO: ", does not fit"}.get(fix.fit, f", {chance(fix.fit_probability)} likely")
     return f"{fix.change} ({gib_text(fix.reserved_bytes)} GiB{sure}, {cost})"

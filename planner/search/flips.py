@@ -167,7 +167,7 @@ def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[Flip
         return ()
     least = mine.reserved_bytes
     if mine.fit is Fit.YES:
-        least /= sure_bytes(1.0, mine.reserved_high_bytes / mine.reserved_bytes)
+        least /= sure_bytes(1.0, mine.reserved_factors)
     at = now - (mine.capacity_bytes - least)
     if at < now / 2**OCTAVES:
         return ()

@@ -10,12 +10,11 @@ from planner.io.figures import change_text, gib_text, last_digit_s, seconds_text
 from planner.io.plan_words import listed
 from planner.search.finalists import Finalist, certainty, mechanisms
 from planner.search.result import MayFit
-from simulator.config.estimate import SURE, Estimate, Fit, chance
+from simulator.config.estimate import SLIGHT, SURE, Estimate, Fit, chance
 from topology.units import GIB
 
 LEAST_TERM = 0.01  # share of the better plan's step below which a difference in a term is not named
 TERMS = 2  # terms that are named at most
-LEAST_CHANCE = 0.2  # of fitting, for which a faster plan is named
 SAME_TIME = 0.005  # relative difference below which two steps are reported as equal
 
 
@@ -41,7 +40,7 @@ def faster_unsure(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> 
     unsure = [
         one
         for one in finalists
-        if one.estimate.memory.fit is Fit.LIKELY and one.estimate.memory.fit_probability >= LEAST_CHANCE
+        if one.estimate.memory.fit is Fit.LIKELY and one.estimate.memory.fit_probability >= SLIGHT
     ]
     found: list[MayFit] = []
     for one in sorted(unsure, key=lambda one: one.estimate.step_s.value):

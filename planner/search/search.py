@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import TIE, Finalist, counted_finalists, in_order, predict_all
+from planner.search.finalists import TIE, Finalist, certainty, counted_finalists, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -38,7 +38,7 @@ from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, 
 from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import RATHER_SURE, SURE
+from simulator.config.estimate import LEVELS, RATHER_SURE, SURE
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -295,14 +295,17 @@ def _surely_first(
     options: SearchOptions,
     cluster: Cluster,
 ) -> _Found:
-    """Return the plans to list by time: those that surely fit, else rather surely, then those that may fit."""
+    """Return the plans to list by time: those that surely fit, else the likeliest level of which there are any; then
+    others that may fit.
+    """
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
     certain = bool(sure)
-    if not certain:
-        with suppress(Unproved):
-            asked, assigned = ask(replace(screening, sure=RATHER_SURE), keep=options.top, stages=True)
-            sure = _listed_plans(asked, assigned, options, cluster)
+    with suppress(Unproved):
+        for level in LEVELS[1:] if not certain else ():
+            asked, assigned = ask(replace(screening, sure=level), keep=options.top, stages=True)
+            if sure := _listed_plans(asked, assigned, options, cluster):
+                break
     try:
         everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
     except Unproved:
@@ -405,8 +408,8 @@ def _search_stats(
     memory, explored, everything = objective == "memory", found.asked, found.everything
     if not memory and found.assigned.left_s < explored.bound:  # pipelines with other stages that were not tried
         explored = replace(explored, complete=False, bound=found.assigned.left_s)
-    fit = finalists[0].estimate.memory.fit
-    listed = min(one.estimate.step_s.value for one in finalists if one.estimate.memory.fit is fit)
+    level = certainty(finalists[0])
+    listed = min(one.estimate.step_s.value for one in finalists if certainty(one) == level)
     status = OPTIMAL if explored.complete else "best found within the time limit"
     if not len(explored):  # only pipelines with other stages than the runtime's fit, and not all of them were tried
         status = "best of the pipelines tried"

@@ -117,7 +117,7 @@ class Screening:
     def limit_bytes(self) -> float:
         """The most bytes that a plan's predicted memory may have."""
         if self.sure:
-            return sure_bytes(self.capacity_bytes, replayed_memory_factors()[1], self.sure)
+            return sure_bytes(self.capacity_bytes, replayed_memory_factors(), self.sure)
         return self.capacity_bytes * self.share
 
     def least_bytes(self, memory: MemoryColumns) -> Floats:

@@ -10,10 +10,13 @@ from topology.cluster import Source
 
 SURE = 0.95  # probability from which a plan is said to fit
 RATHER_SURE = 0.7  # from which a plan is listed if it is faster than all that surely fit
-# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to the values with
-# probability SURE and RATHER_SURE below them.
+EVEN = 0.5  # with the memory that is predicted, without retries
+SLIGHT = 0.2  # below it a faster plan is not mentioned
+LEVELS = (SURE, RATHER_SURE, EVEN, SLIGHT)  # a plan of a higher level comes before faster ones of lower levels
+# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to the values with the
+# probability of each level below them.
 NORMAL_80 = 1.2816
-_NORMAL_AT = {SURE: 1.6449, RATHER_SURE: 0.5244}
+_NORMAL_AT = {SURE: 1.6449, RATHER_SURE: 0.5244, EVEN: 0.0, SLIGHT: -0.8416}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +57,13 @@ def fit_probability(needed: float, low: float, high: float, capacity: float) -> 
     return 0.5 * (1 + erf(log(capacity / needed) / (spread / NORMAL_80) / sqrt(2)))
 
 
-def sure_bytes(capacity: float, high_factor: float, probability: float = SURE) -> float:
-    """Return the largest prediction in bytes for which a plan fits `capacity` with a `probability` of SURE or
-    RATHER_SURE.
+def sure_bytes(capacity: float, factors: tuple[float, float], probability: float = SURE) -> float:
+    """Return the largest prediction in bytes for which a plan fits `capacity` with a `probability` of LEVELS.
 
-    `high_factor` times a prediction is the upper end of its 80% range.
+    `factors` times a prediction are the ends of its 80% range.
     """
-    return capacity * exp(-log(high_factor) * _NORMAL_AT[probability] / NORMAL_80)
+    spread = log(factors[1]) if probability >= EVEN else -log(factors[0])
+    return capacity * exp(-spread * _NORMAL_AT[probability] / NORMAL_80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,11 @@ class MemoryEstimate:
             return 0.0
         left = self.capacity_bytes - self.communicator_bytes
         return fit_probability(self.reserved_bytes, self.reserved_low_bytes, self.reserved_high_bytes, left)
+
+    @property
+    def reserved_factors(self) -> tuple[float, float]:
+        """The ends of the 80 % range of reserved memory over its value."""
+        return self.reserved_low_bytes / self.reserved_bytes, self.reserved_high_bytes / self.reserved_bytes
 
     @property
     def fills_host(self) -> bool:

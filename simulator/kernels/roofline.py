@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import DTYPE_BYTES, TF32
-from simulator.kernels.low_precision import Recipe, low_peak_flops
+from simulator.kernels.low_precision import Recipe, has_no_bfloat16, low_peak_flops
 from simulator.kernels.operators import Work, WorkKind
 from topology.cluster import GpuKind
 from topology.codec import convert
@@ -158,7 +158,13 @@ def efficiency(architecture: str) -> Efficiency:
     text = (resources.files("simulator") / "kernels" / "efficiency.toml").read_text("utf-8")
     known = tomllib.loads(text)
     tables = {k: v for k, v in known.items() if isinstance(v, dict) and k not in {"source", "unit_s"}}
-    relative = {"volta": "ampere", "pascal": "ampere", "blackwell ultra": "blackwell", "rubin": "blackwell"}
+    relative = {
+        "turing": "ampere",
+        "volta": "ampere",
+        "pascal": "ampere",
+        "blackwell ultra": "blackwell",
+        "rubin": "blackwell",
+    }
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
     return convert(
@@ -283,9 +289,17 @@ class Roofline:
         """The sustained share of the peak over the reference GPU's share: lower with less power per rate; higher with
         more power, up to the largest product that a search found on this GPU, where one has been made.
         """
-        peak, known = self.gpu.peak_flops.get("bfloat16", self.peak_flops), efficiency(self.gpu.architecture)
-        found = self.gpu.achieved_flops.get("bfloat16")
-        return min(self._power, found / (known.burst * peak) if found else 1.0)
+        known, found = efficiency(self.gpu.architecture), self.gpu.achieved_flops.get(self._half)
+        return min(self._power, found / (known.burst * self._half_flops) if found else 1.0)
+
+    @property
+    def _half(self) -> str:
+        """The 16-bit type of the tensor cores."""
+        return "float16" if has_no_bfloat16(self.gpu) else "bfloat16"
+
+    @property
+    def _half_flops(self) -> float:
+        return self.gpu.peak_flops.get(self._half, self.peak_flops)
 
     @property
     def rested(self) -> float:
@@ -296,9 +310,8 @@ class Roofline:
     def _power(self) -> float:
         """The speed of tensor cores if only power limited it, over that of the reference GPU."""
         known = efficiency(self.gpu.architecture)
-        bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
-        supply = (watts / bf16) / (known.reference_w / known.reference_flops)
+        supply = (watts / self._half_flops) / (known.reference_w / known.reference_flops)
         return float(supply**known.power_exponent)
 
     @property

@@ -291,7 +291,7 @@ class PlanMemory:
 
     def _sure_bytes(self, sure: float) -> float:
         """Return the most bytes that a plan may reserve to fit with probability `sure`."""
-        return sure_bytes(self.left_bytes, replayed_memory_factors()[1], sure or RATHER_SURE)
+        return sure_bytes(self.left_bytes, replayed_memory_factors(), sure or RATHER_SURE)
 
     def _limited(self, rank: int) -> ReservedMemory:
         """Return the memory of a rank within the available bytes."""

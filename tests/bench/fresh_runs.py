@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from executor.gpu.state import run_text  # noqa: E402 - the path comes first
-from executor.measure.measurement import driver_version  # noqa: E402
 from simulator.config.estimate import Estimate  # noqa: E402
 from simulator.fitting.calibrations import UNMEASURED, Calibrations  # noqa: E402
 from tests.bench.fresh_draw import Drawn, draw, kind, predict, words  # noqa: E402
@@ -52,6 +51,7 @@ from topology.cluster import Cluster  # noqa: E402
 from topology.errors import BadInput, PlannerError  # noqa: E402
 from topology.probe.from_machine import probe_machine  # noqa: E402
 from topology.profile.profile import Profile, read_profile  # noqa: E402
+from topology.versions import driver_version  # noqa: E402
 
 LEDGER = ROOT / "examples" / "validation" / "fresh.jsonl"
 PAGE = LEDGER.with_suffix(".md")
@@ -146,7 +146,7 @@ def host(cluster: Cluster) -> dict[str, Any]:
         "gpu_memory_bytes": cluster.gpu_memory_bytes,
         "cpus": os.cpu_count(),
         "cpu": cpu_name(),
-        "driver": driver_version(),
+        "driver": driver_version() or "",
         "python": platform.python_version(),
         "versions": versions,
     }

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from planner.explain import explain as explaining
@@ -15,11 +16,12 @@ from planner.question.flags import Flags
 from planner.question.recipes import default_batch
 from planner.search.answer import answer
 from planner.search.finalists import TIE, mechanisms
-from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes
 from planner.search.search import SearchOptions
-from simulator.config.estimate import RATHER_SURE, SURE
+from simulator.config.estimate import LEVELS, SURE
 from simulator.config.hf_config import load_model
 from simulator.config.plan import MESH_AXES, Plan
+from simulator.memory.plan_memory import PlanMemory
 
 QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "4096", "--global-batch", "64")
 
@@ -99,19 +101,29 @@ def test_the_first_plan_is_the_fastest_that_surely_fits_or_a_simpler_one_of_its_
     assert [one["tie"] for one in plans] == sorted(one["tie"] for one in plans)
 
 
-@pytest.mark.parametrize("top", [1, 3])
-def test_where_no_plan_surely_fits_those_that_rather_do_come_first(top):
-    """However many are listed. Of 8 x L4, full GPUs whose allocations are retried are 3 % faster than 90 % likely."""
-    flags = Flags(model="qwen3-8b", cluster="2x4xL4", seq_len=2048, global_batch=32)
-    bounds = Bounds(max_virtual_stages=1, max_pp=2).fixing(cp=((1, 1),), micro_batch_size=((1, 2),), tp=((2, 4),))
-    plans = answer(
-        flags, "any", SearchOptions(top=top, bounds=bounds, simulate=False, flips=False, reasons=False)
-    ).plans
-    likely = [one.fit_probability for one in plans]
+def test_where_no_plan_surely_fits_the_likeliest_come_first():
+    """Though others are faster: of two GPUs of 12 GiB, sharding keeps full GPUs, whose
+    allocations are retried, in 0.94 s, and tensor parallelism is likelier to fit, in 1.37 s.
+    """
+    flags = Flags(model="llama3.2-1b", cluster="2xRTX4070", seq_len=1024, global_batch=4)
+    bounds = Bounds(max_virtual_stages=1, max_micro_batch=2).fixing(cp=((1, 1),), pp=((1, 1),), recompute=("full",))
+    options = SearchOptions(top=2, bounds=bounds, simulate=False, flips=False, reasons=False)
+    found = answer(flags, "torchtitan", options)
+    listed, question = found.plans, found.question
+    nodes = enumerate_nodes(question, bounds=bounds)
+    variants, _ = nodes.variants(*nodes.leaves(np.arange(len(nodes))))
+    likeliest = max(PlanMemory(question, variants.plan(row)).fit_probability for row in range(len(variants)))
 
-    assert SURE > likely[0] >= RATHER_SURE
-    assert all(one < RATHER_SURE for one in likely[1:])
-    assert all("likely to fit" in str(one.lost_because) for one in plans[1:])
+    assert SURE > likeliest > 0
+    levels = [level(one.fit_probability) for one in listed]
+    assert levels[0] == level(likeliest)
+    assert levels == sorted(levels, reverse=True)
+    assert all("likely to fit" in str(one.lost_because) for one in listed[1:])
+
+
+def level(probability: float) -> float:
+    """The highest level of certainty that a probability reaches."""
+    return max((one for one in LEVELS if probability >= one), default=0.0)
 
 
 def test_what_the_fastest_that_may_fit_would_gain_is_said(planner_once):

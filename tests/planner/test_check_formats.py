@@ -398,6 +398,42 @@ def test_axolotl_hands_accelerate_the_recomputation_of_fsdp() -> None:
     assert "\n-  activation_checkpointing: true" in without
 
 
+@pytest.mark.parametrize(
+    ("keys", "types"),
+    [
+        ("bf16: true\n", ("float32", "bfloat16", "float32")),
+        ("bf16: true\ntorch_dtype: bfloat16\n", ("bfloat16", "bfloat16", "bfloat16")),
+        ("bf16: true\ndtype: auto\n", ("bfloat16", "bfloat16", "bfloat16")),
+        ("dtype: bfloat16\nfsdp: full_shard\n", ("bfloat16", "bfloat16", "bfloat16")),
+        ("bf16: true\ntorch_dtype: bfloat16\nfsdp: full_shard\n", ("float32", "bfloat16", "bfloat16")),
+        ("bf16: true\ntorch_dtype: bfloat16\nuse_peft: true\n", ("float32", "bfloat16", "float32")),
+        ("finetuning_type: full\npure_bf16: true\n", ("bfloat16", "bfloat16", "bfloat16")),
+    ],
+)
+def test_parameters_have_the_type_in_which_a_trainer_s_script_loads_them(
+    keys: str, types: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """TRL's `dtype` (trainer/model_config.py) and LLaMA-Factory's `pure_bf16`; under mixed precision accelerate's FSDP
+    makes what is trained float32 (utils/fsdp_utils.py), as PEFT makes adapters. A diff keeps the types.
+    """
+    text = ARGUMENTS.replace("bf16: true\n", keys) + "max_length: 2048\n"
+    found = ask(text, "a.yaml", CheckFlags(gpus=8))
+    runtime, plan = found.case.question.runtime, found.case.plan
+    sharded = plan.with_(dp_replicate=1, dp_shard=8, reshard_after_forward=True)
+    diff = found.writer("a.yaml", CheckFlags(gpus=8)).diff(sharded)
+    edited = patched(text, "a.yaml", diff, tmp_path) if diff else text
+    again = ask(edited, "a.yaml", CheckFlags(gpus=8)).case.question.runtime
+
+    assert (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype) == types
+    assert (again.param_dtype, again.compute_dtype) == types[:2]
+
+
+def test_attention_that_writes_its_scores_is_named_as_not_read() -> None:
+    found = ask(ARGUMENTS + "max_length: 2048\nattn_implementation: eager\n", "a.yaml", CheckFlags(gpus=8))
+
+    assert found.configuration.unknown == ("attn_implementation",)
+
+
 def test_a_trainer_over_megatron_is_not_taken_for_another() -> None:
     """examples/megatron_bridge of LLaMA-Factory: no data parallelism of transformers, whatever its other keys say."""
     text = "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 1\ntensor_model_parallel_size: 2\n"

@@ -30,6 +30,10 @@ LAYOUTS = {
     "longer text": lambda flags: f'A="{flags[0]}"\nA+=" {" ".join(flags[1:])}"\n{START} $A\n',
     "quoted": lambda flags: 'A="\n  ' + "\n  ".join(flags) + f'\n"\n{START} $A\n',
     "commented": lambda flags: "A=(\n  " + "\n  ".join(f"{flag}  # so" for flag in flags) + f"\n)\n{START} ${{A[@]}}\n",
+    "with options of its own": lambda flags: (
+        "while [ $# -gt 0 ]; do\n  case $1 in\n    --data)\n      shift 2\n      ;;\n    -h|--help)\n      exit 0\n"
+        f"      ;;\n  esac\ndone\n{START} \\\n  {ON.join(flags)}\n"
+    ),
 }
 
 
@@ -52,6 +56,13 @@ def test_bash_and_check_read_the_same_flags(layout: str, tmp_path: Path) -> None
             own = {flag: value for flag, value in said.items() if flag not in {"--nproc_per_node", "--after"}}
             assert own == as_bash_says(edited, tmp_path), (edited, changes)
             assert changes.keys() & own.keys() == {flag for flag, value in changes.items() if value is not None}
+
+
+def test_flags_of_a_profiler_before_a_program_in_a_variable_are_not_the_program_s() -> None:
+    """As examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh of Megatron-LM starts it."""
+    text = 'RUN=pretrain_gpt.py\nBY=(nsys profile --sample=none --trace=cuda,nvtx)\n"${BY[@]}" torchrun "$RUN" --bf16\n'
+
+    assert command_line(text, "a.sh", {}).launcher == {"--sample", "--trace"}
 
 
 SHAPE = f"{START} --num-layers 4 --hidden-size 256 --num-attention-heads 8 --max-position-embeddings 512 --bf16"

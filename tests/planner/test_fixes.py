@@ -19,9 +19,8 @@ from planner.search.finalists import Finalist
 from planner.search.fixes import find_fixes, memory_text
 from planner.search.other_batch import other_batch
 from planner.search.plan_space.candidates import Bounds
-from planner.search.reasons import LEAST_CHANCE
 from planner.search.search import SearchOptions, suggest
-from simulator.config.estimate import SURE, Fit, Interval, MemoryEstimate
+from simulator.config.estimate import SLIGHT, SURE, Fit, Interval, MemoryEstimate
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
@@ -173,7 +172,7 @@ def test_the_first_plan_surely_fits_and_what_a_faster_one_would_gain_is_said(lla
 
     assert first.fit_probability >= SURE
     assert first.fixes == ()
-    assert LEAST_CHANCE <= may_fit.fit_probability < SURE
+    assert SLIGHT <= may_fit.fit_probability < SURE
     assert may_fit.estimate.step_s.value == pytest.approx(first.estimate.step_s.value * (1 - may_fit.faster))
     assert may_fit.faster > 0
 

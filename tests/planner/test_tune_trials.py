@@ -44,7 +44,7 @@ for step in range(1, 400):
     if what == "kill" and step == 3:
         os.kill(os.getpid(), 9)
     if what == "mean":
-        print("tps: 3,000 memory: 1.00GiB tps: 3,000")
+        print("step: 1  memory: 1.00GiB  tps: 3,000")
         sys.exit(0)
     print(f"step: {step}  memory:  1.50GiB(2%)  tps: {1000 * number:,}  tflops: 1.00", flush=True)
     time.sleep(0.01)
@@ -203,6 +203,7 @@ def wait_for(condition, seconds: float = 90.0) -> None:
         (r"(?P<step_ms>[\d.]+) ms", "12.5 ms", 0.0125),
         ("megatron-lm", " iteration 7/ 10 | elapsed time per iteration (ms): 812.3 | loss", 0.8123),
         ("torchtitan", "step:  4  loss:  7.1  grad_norm: 1.2  memory:  5.91GiB(6.2%)  tps: 8,192  tflops: 9 ", 0.125),
+        ("torchtitan", "\x1b[31mstep:  4  \x1b[38;5;208mmemory:  5.91GiB(6.2%)  \x1b[34mtps: 8,192  ", 0.125),
     ],
 )
 def test_steps_are_read_in_the_unit_that_is_named(text: str, line: str, seconds: float | None) -> None:

@@ -240,7 +240,7 @@ def test_a_plan_that_is_not_sure_to_fit_is_known_as_well_when_less_is_asked() ->
     plan = Plan(dp_shard=2, pp=2, schedule="1F1B")
     question, _ = replayed(plan, layers=4)
     known, asked = PlanMemory(question, plan), PlanMemory(question, plan)
-    limits = [sure_bytes(1.0, replayed_memory_factors()[1], sure) for sure in (SURE, RATHER_SURE)]
+    limits = [sure_bytes(1.0, replayed_memory_factors(), sure) for sure in (SURE, RATHER_SURE)]
     known.left_bytes = asked.left_bytes = known.reserved_bytes / (sum(limits) / 2)
 
     assert not asked.may_be(SURE) or asked.at_most_likely(SURE) < SURE

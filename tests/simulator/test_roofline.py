@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.config.runtime import Runtime
-from simulator.kernels.low_precision import recipe_of, recipes
+from simulator.kernels.low_precision import has_no_bfloat16, recipe_of, recipes
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import (
     GATHER_PACK,
@@ -154,14 +154,18 @@ def test_power_that_no_search_has_tried_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [("rtx-4090", 160.2e12), ("a10g", 66.6e12)],
+    [("rtx-4090", 160.2e12), ("a10g", 66.6e12), ("t4", 41.9e12)],
 )
-def test_cards_whose_power_suffices_multiply_at_the_rate_of_their_clocks(name: str, published: float) -> None:
-    """Products of 8,192 by themselves (zzc0721/torch-performance-test-data, issues 78 and 126)."""
+def test_cards_multiply_at_the_rate_that_their_owners_measured(name: str, published: float) -> None:
+    """Products of 8,192 by themselves (zzc0721/torch-performance-test-data, issues 78 and 126), of a T4 in float16 the
+    largest of its table there: its power, not its clock, limits it.
+    """
     gpu = gpu_kind(name)
     seconds = float(Roofline(gpu=gpu).seconds(product(8192, 8192, 8192))[0])
 
     assert 2 * 8192**3 / seconds == pytest.approx(published * efficiency(gpu.architecture).sustained, rel=0.06)
+    if has_no_bfloat16(gpu):  # nor TF32
+        return
     assert Roofline(gpu=gpu, dtype="float32", tf32=True).sustained_flops == pytest.approx(
         Roofline(gpu=gpu).sustained_flops / 2, rel=0.01
     )

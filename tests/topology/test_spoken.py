@@ -107,7 +107,7 @@ def test_a_full_name_assumes_no_variant():
     [
         ("12xH100", ("12 GPUs are not whole nodes of 8", "2x6xH100")),
         ("8xH1000", ("unknown GPU 'H1000'", "h100-sxm", "2x8xA100-40GB")),
-        ("7xA10", ("unknown GPU 'A10'", "a10g")),
+        ("7xA11", ("unknown GPU 'A11'", "a10g")),
         ("2x8xA100@foo", ("the network 'foo'", "8 x a100-sxm-80gb", "@100GbE")),
         ("0xH100", ("counts 0 of H100",)),
         ("2x2xdgx-h100", ("dgx-h100 has 8 GPUs", "2xdgx-h100")),

@@ -70,6 +70,7 @@ FACTORY = (
     "finetuning_type", "lora_rank", "lora_target", "lora_dropout", "quantization_bit", "quantization_method",
     "quantization_type", "pure_bf16",
 )  # fmt: skip
+LOADED = ("torch_dtype", "dtype")  # the type in which TRL's scripts load the model
 TRL = ("use_peft", "lora_r", "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_type", "use_dora")
 TRAINER_KEYS = (*FACTORY, *TRL, "load_in_8bit", "lora_modules_to_save", "additional_target")
 
@@ -95,8 +96,9 @@ def _read_trainer(settings: Settings) -> Stated:
     factory = "finetuning_type" in settings
     targets = _names(settings.get("lora_target" if factory else "lora_target_modules"))
     half = any(settings.get(key) is True for key in ("bf16", "fp16"))
-    # LLaMA-Factory loads the model in 16 bits and keeps trained parameters in float32 (model/loader.py, adapter.py).
-    base = "nf4" if packed else "bfloat16" if factory and half else None
+    # LLaMA-Factory loads the model in 16 bits and keeps trained parameters in float32 (model/loader.py, adapter.py); so
+    # does PEFT with what TRL has loaded (autocast_adapter_dtype).
+    base = "nf4" if packed else "bfloat16" if (factory and half) or loaded_in(settings) == "bfloat16" else None
     return {
         "kind": "dora" if _on(settings, "use_dora") else "lora",
         "rank": whole(settings, "lora_rank" if factory else "lora_r", 8 if factory else 16),
@@ -104,6 +106,18 @@ def _read_trainer(settings: Settings) -> Stated:
         "dropout": _share(settings, "lora_dropout", 0.0 if factory else 0.05),
         "base_weights": base,
     }
+
+
+def loaded_in(settings: Settings) -> str | None:
+    """Return the type in which TRL's scripts load the model: `auto` is that of the checkpoint, taken to have 16 bits
+    where the run has.
+    """
+    said = str(next((settings[key] for key in LOADED if settings.get(key)), "")).removeprefix("torch.")
+    if said == "auto":
+        return next(
+            (kind for key, kind in (("bf16", "bfloat16"), ("fp16", "float16")) if settings.get(key) is True), None
+        )
+    return said if said in {"bfloat16", "float16", "float32"} else None
 
 
 def _word(settings: Settings, *keys: str) -> str:

@@ -43,6 +43,7 @@ SHORT_DIRECTIVES = {"N": "nodes", "n": "ntasks"}
 CONTINUED = re.compile(r"\\\r?\n")
 COMMENT = re.compile(r"(?m)(^|(?<=\s))#.*$")
 REDIRECTION = re.compile(r"(?<=\s)[\d&]?>{1,2}(&\d|[ \t]*[\w./:${}@%+~-]+)")  # 2>&1, > file
+OPTION_OF_CASE = re.compile(r"(?m)^[ \t]*-[\w|-]+\)")  # `-h|--help)`, which reads arguments of the script itself
 END = "\0"  # in place of the removed last line of a command, which then ends with the line before
 MAX_WORDS = 20_000
 DEPTH = 8  # depth of variables within variables
@@ -94,7 +95,7 @@ class CommandLine(Document):
         self.text = bounded(text, where)
         # Continued lines become blanks of the same length, so that places do not change.
         plain = CONTINUED.sub(lambda found: " " * len(found[0]), text)
-        for left_out in (COMMENT, REDIRECTION):
+        for left_out in (COMMENT, REDIRECTION, OPTION_OF_CASE):
             plain = left_out.sub(lambda found: " " * len(found[0]), plain)
         self._plain, self._known = plain, takes_value
         self._outside = dict(variables)
@@ -160,7 +161,8 @@ class CommandLine(Document):
         for before, word in pairwise((Word("", 0, 0), *self.words)):
             module = before.text == "-m" and not word.text.startswith("torch.distributed")
             option = before.text.startswith("--") and "=" not in before.text and before.text not in ALONE
-            if module or (PROGRAM.match(word.text) and not option and not ASSIGNMENT.match(word.text)):
+            named = word.text if "$" not in word.text else self.expanded(word.text)
+            if module or (PROGRAM.match(named) and not option and not ASSIGNMENT.match(word.text)):
                 found = word
         return found
 

@@ -52,6 +52,7 @@ YAML_FORMATS = (
     olmo.FORMAT,
 )
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+ATTENTION = ("attn_implementation", "flash_attn")  # named as not read where scores are written to memory
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that express neither pipelines nor experts
 
 
@@ -317,7 +318,8 @@ def _transformers(document: Document, settings: Settings, where: str, flags: Che
         unknown=tuple(
             key
             for key in settings
-            if key not in understood and costly.fullmatch(key) and settings[key] not in {None, False, ""}
+            if (key not in understood and costly.fullmatch(key) and settings[key] not in {None, False, ""})
+            or (key in ATTENTION and settings[key] in {"eager", "disabled"})
         ),
         limits={**WHOLE, "tp": ((1, 1),), "cp": ((1, 1),)},
     )

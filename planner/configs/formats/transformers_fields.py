@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from planner.configs.formats.adapters import TRAINER
+from planner.configs.formats.adapters import LOADED, TRAINER, loaded_in
 from planner.configs.formats.savers import TRAINER as SAVERS
 from planner.export.mapping import Entry, Facts, Settings, Table, switch, truth, whole
 
@@ -68,7 +68,14 @@ def read_length(settings: Settings, facts: Facts) -> Facts:
 
 def _read_types(settings: Settings, facts: Facts) -> Facts:
     stored = facts.get("param_dtype", "float32")
-    compute = "bfloat16" if truth(settings, "bf16") else "float16" if truth(settings, "fp16") else stored
+    mixed = "bfloat16" if truth(settings, "bf16") else "float16" if truth(settings, "fp16") else ""
+    # What is trained stays as it was loaded, which LLaMA-Factory's `pure_bf16` and TRL's `dtype` say. With mixed
+    # precision, though, accelerate's FSDP makes it float32 (accelerator.py, fsdp_utils.py), as PEFT does of adapters.
+    if truth(settings, "pure_bf16"):
+        stored, mixed = "bfloat16", ""
+    elif not (mixed and facts["dp_shard"] > 1) and not truth(settings, "use_peft"):
+        stored = loaded_in(settings) or stored
+    compute = mixed or stored
     # FSDP reduces in the type of mixed precision; replicas hold gradients in the type of the parameters.
     return {
         "param_dtype": stored,
@@ -78,7 +85,8 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
 
 
 def _write_types(facts: Facts) -> Settings:
-    mixed = facts["param_dtype"] != facts["compute_dtype"]
+    # Replicas compute in a loaded type of 16 bits with or without mixed precision; FSDP would first make it float32.
+    mixed = facts["param_dtype"] != facts["compute_dtype"] or facts["dp_shard"] == 1
     return {
         "bf16": mixed and facts["compute_dtype"] == "bfloat16",
         "fp16": mixed and facts["compute_dtype"] == "float16",
@@ -125,6 +133,6 @@ PROGRAM: Table = (
 TABLE: Table = (
     Entry(keys=("fsdp", *FSDP_VERSION, *FSDP_RESHARD), write=_write_mesh, read=_read_mesh),
     Entry(keys=(MICRO, STEPS), write=write_batch, read=read_batch),
-    Entry(keys=("bf16", "fp16"), write=_write_types, read=_read_types),
+    Entry(keys=("bf16", "fp16", *LOADED), write=_write_types, read=_read_types),
     *PROGRAM,
 )

@@ -12,7 +12,7 @@ from planner.search.plan_space.branch_and_bound import BestFirst, Explored
 from planner.search.plan_space.candidates import plan_of
 from planner.search.plan_space.screened import Screened
 from simulator.columns.plan_columns import PlanColumns
-from simulator.config.estimate import SURE
+from simulator.config.estimate import LEVELS
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import Replays
 from topology.cluster import Cluster
@@ -97,8 +97,8 @@ def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
 
 
 def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:
-    """Return the fastest plan of a space that surely fits, else the fastest that may fit, by the analytical model."""
-    for sure in (SURE, 0.0):
+    """Return the fastest plan of a space that surely fits, else of those likeliest to fit, by the analytical model."""
+    for sure in (*LEVELS, 0.0):
         screening = replace(screened.screening, sure=sure)
         found = explore(BestFirst(screening, screened, deadline=deadline), replays, _fastest)
         if len(found):

@@ -28,6 +28,7 @@ import psutil
 from planner.export.job import ExportJob
 from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
+from planner.learn.logs import COLOR, STEP_LINES
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
 from planner.tune.runners.started_trials import StartedTrials, failed
@@ -40,11 +41,6 @@ from topology.units import GIB, MIB
 
 QUANTITIES = ("step_s", "step_ms", "tokens_per_s", "tokens_per_s_per_gpu")
 JSONL = "jsonl"
-# Log lines of frameworks: torchtitan 0.2 and 0.3 (components/metrics.py), Megatron-LM core 0.16 (training.py).
-KNOWN = {
-    "torchtitan": r"memory:\s*(?P<memory_gib>[\d.]+)GiB.*?tps:\s*(?P<tokens_per_s_per_gpu>[\d,]+)",
-    "megatron-lm": r"elapsed time per iteration \(ms\):\s*(?P<step_ms>[\d.]+)",
-}
 MOST_CHARACTERS = 4096  # characters of a line that are read
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|out of memory|can't allocate memory", re.IGNORECASE)
 GRACE_S = 8.0
@@ -110,7 +106,7 @@ class Metric:
 
     @staticmethod
     def _matched(pattern: re.Pattern[str], line: str) -> dict[str, float]:
-        match = pattern.search(line)
+        match = pattern.search(COLOR.sub("", line))
         if match is None:
             return {}
         texts = match.groupdict() or {"step_s": match[1]}
@@ -129,8 +125,10 @@ def metric_of(text: str, *, tokens_per_step: float, gpus: int) -> Metric:
     """
     if text == JSONL or text.startswith(f"{JSONL}:"):
         return Metric(pattern=None, tokens_per_step=tokens_per_step, gpus=gpus, key=text[len(JSONL) + 1 :])
+    if text in STEP_LINES:
+        return Metric(pattern=STEP_LINES[text], tokens_per_step=tokens_per_step, gpus=gpus)
     try:
-        pattern = re.compile(KNOWN.get(text, text[:1000]))
+        pattern = re.compile(text[:1000])
     except re.error as error:
         raise UserError(f"--metric {text[:60]!r} is no regular expression", why=str(error)) from error
     strange = set(pattern.groupindex) - {*QUANTITIES, "memory_gib"}
