@@ -54,7 +54,24 @@ class GrowingPool:
         return max(behind, self.holes[-2] >> ADDRESS_BITS if len(self.holes) > 1 else 0)
 
 
-class GrowingAllocator:
+class Played:
+    """An allocator that takes all requests as events."""
+
+    def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int, stream: str) -> Block:
+        """Return a block for `nbytes` that `stream` will write."""
+        slots: dict[int, Block] = {}
+        self.play([(0, whole_blocks(nbytes))], slots, stream)
+        return slots[0]
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        self.play([(0, 0)], {0: block}, block[0][0])
+
+
+class GrowingAllocator(Played):
     """Blocks for tensors by stream; a block names its pool, so that a copy of the allocator has the same blocks. More
     than `limit_bytes` reserved raise AboveLimit.
     """
@@ -71,16 +88,6 @@ class GrowingAllocator:
         found.pools = {key: pool.copy() for key, pool in self.pools.items()}
         found.stream_pools = {**self.stream_pools}
         return found
-
-    def allocate(self, nbytes: int, stream: str) -> Block:
-        """Return a block for `nbytes` that `stream` will write."""
-        slots: dict[int, Block] = {}
-        self.play([(0, whole_blocks(nbytes))], slots, stream)
-        return slots[0]
-
-    def free(self, block: Block) -> None:
-        """Take a block back."""
-        self.play([(0, 0)], {0: block}, block[0][0])
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
         """Allocate and free tensors as `CachingAllocator.play` does.

@@ -21,7 +21,15 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.options import CostedPlans, Ints, Pipeline, RankOptions, build_pipeline, fitting_options, stage_freedom
+from planner.search.stages.options import (
+    CostedPlans,
+    Ints,
+    Pipeline,
+    RankOptions,
+    build_pipeline,
+    fitting_options,
+    stage_freedom,
+)
 from simulator.analytical.account import AccountInputs, account_assignments, at_clocks
 from simulator.analytical.pipeline_account import KnownPasses
 from simulator.bounds.screening import Screening
