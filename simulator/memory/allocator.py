@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from topology.units import MIB
 
@@ -168,24 +168,6 @@ class ExpandablePool(Pool):
         self.reserved_bytes -= high - low
 
 
-class TensorAllocator(Protocol):
-    """Blocks for tensors, one at a time."""
-
-    def allocate(self, nbytes: int, stream: str) -> Block: ...
-    def free(self, block: Block) -> None: ...
-
-
-def play_one_by_one(
-    memory: TensorAllocator, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str
-) -> None:
-    """Allocate and free tensors, which are in `slots` while they exist. A slot without a tensor is not freed."""
-    for slot, nbytes in events:
-        if nbytes:
-            slots[slot] = memory.allocate(nbytes, stream)
-        elif slot in slots:
-            memory.free(slots.pop(slot))
-
-
 class CachingAllocator:
     """Blocks for tensors by stream. `capacity_bytes`: what the driver has for it; None is as much as is asked for."""
 
@@ -260,7 +242,11 @@ class CachingAllocator:
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
         """Allocate and free tensors, which are in `slots` while they are there. What is not there is not freed."""
-        play_one_by_one(self, events, slots, stream)
+        for slot, nbytes in events:
+            if nbytes:
+                slots[slot] = self.allocate(nbytes, stream)
+            elif slot in slots:
+                self.free(slots.pop(slot))
 
     def record_stream(self, block: Block, stream: str) -> None:
         """Record that a stream other than the block's own uses it: once freed, it waits for `reached` of that

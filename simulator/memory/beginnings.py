@@ -45,6 +45,12 @@ class Beginnings:
         self._left = {*range(len(plan.schedule.table))}  # ranks that were not begun
         self._found: dict[int, Beginning] = {}
 
+    def first_alike(self, rank: int) -> int:
+        """Return the first rank that allocates what a rank does throughout a step."""
+        schedule = self._plan.schedule
+        alike = (r for r in range(rank) if self._firsts[r] == self._firsts[rank])
+        return next((r for r in alike if _row(schedule, r) == _row(schedule, rank)), rank)
+
     def run_first_step(self, replay: ShortReplay) -> None:
         """Run the first step of a rank, from where another one that was replayed before parted from it.
 

@@ -218,7 +218,11 @@ class PlanMemory:
     @property
     def surely_fits(self) -> bool:
         """Whether the plan fits with probability SURE."""
-        return self.at_most_likely(SURE) >= SURE and self.fits
+        return self.fits_with(SURE)
+
+    def fits_with(self, sure: float) -> bool:
+        """Return whether the plan fits with probability `sure`."""
+        return (not sure or self.at_most_likely(sure) >= sure) and self.fits
 
     def _holds(self, reserved_bytes: float) -> float:
         low, high = replayed_memory_factors()

@@ -19,7 +19,9 @@ update.
 
 from __future__ import annotations
 
-from simulator.memory.allocator import Block, CachingAllocator, whole_blocks
+from functools import lru_cache
+
+from simulator.memory.allocator import Block, CachingAllocator, TensorEvent, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
 from simulator.memory.wrapped import Wrapped
@@ -127,26 +129,27 @@ class RankUnits:
         elements = wrapped.elements[place].trained
         if not elements or not (t.adds_up or t.fully_sharded):
             return
-        fresh = self._taken(rows * elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
-        if self.plan.in_backward and not t.fully_sharded and unit is not self.tied:  # used for the update, then freed
-            self._give(fresh)
+        keep, width = t.gradient_bytes, self.compute_bytes
+        if t.fully_sharded:
+            keep = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
+            width = t.unsharded_gradient_bytes
+        waits = keep != width and self.reduces_together  # for the others of the unit, before it is added to theirs
+        updated = self.plan.in_backward and not t.fully_sharded and unit is not self.tied  # at once
+        if updated or (rows == 1 and place in wrapped.whole_gradients and not waits):  # added up in place
+            self._through(rows * elements * width)
             return
+        fresh = self._taken(rows * elements * width)
         if rows > 1 and t.fully_sharded:  # FSDP sums it over tensor-parallel ranks first
             mine = self._taken(elements * t.unsharded_gradient_bytes)
             self._give(fresh)
             fresh = mine
         elif rows > 1:
             elements *= rows
-        if t.fully_sharded:
-            keep = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
-            width = t.unsharded_gradient_bytes
-        else:
-            keep, width = t.gradient_bytes, self.compute_bytes
-        if keep != width and self.reduces_together:
+        if waits:
             wrapped.fresh[place] = fresh[0], elements * keep
             return
         if place in wrapped.whole_gradients:
-            self._give(fresh)  # added up in place
+            self._give(fresh)
             return
         if keep != width:
             wider = self._taken(elements * keep)
@@ -245,13 +248,27 @@ class RankUnits:
     def _taken(self, *sizes: float, stream: str = COMPUTE) -> list[Block]:
         """Allocate tensors of the given bytes, in turn; none for less than one byte."""
         slots: dict[int, Block] = {}
-        events = [(slot, whole_blocks(round(nbytes))) for slot, nbytes in enumerate(sizes) if nbytes >= 1]
-        if events:
+        if events := _requests(sizes):
             self.memory.play(events, slots, stream)
         return [*slots.values()]
 
+    def _through(self, nbytes: float) -> None:
+        """Allocate a tensor and free it."""
+        self.memory.play([*_requests((nbytes,)), (0, 0)], {}, COMPUTE)
+
     def _give(self, blocks: list[Block]) -> None:
         if blocks:
-            slots = dict(enumerate(blocks))
-            self.memory.play([(slot, 0) for slot in slots], slots, COMPUTE)
+            self.memory.play(_returns(len(blocks)), dict(enumerate(blocks)), COMPUTE)
             blocks.clear()
+
+
+@lru_cache(maxsize=1 << 12)
+def _requests(sizes: tuple[float, ...]) -> tuple[TensorEvent, ...]:
+    """Return the events that allocate tensors of some bytes, in slots of their own."""
+    return tuple((slot, whole_blocks(round(nbytes))) for slot, nbytes in enumerate(sizes) if nbytes >= 1)
+
+
+@lru_cache(maxsize=1 << 8)
+def _returns(count: int) -> tuple[TensorEvent, ...]:
+    """Return the events that free the tensors of so many slots."""
+    return tuple((slot, 0) for slot in range(count))

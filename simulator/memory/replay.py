@@ -84,6 +84,7 @@ class MemoryReplay:
             self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
         )
         self._beginnings = Beginnings(self.tensors)
+        self._known: dict[tuple[int, float | None, bool], ReservedMemory] = {}
 
     @property
     def passes(self) -> float:
@@ -100,10 +101,15 @@ class MemoryReplay:
         """Return what the allocator of pipeline rank `rank` holds; `every_event` is replayed where fewer show as much,
         too.
         """
-        fixed = self._fixed
-        if capacity_bytes is not None or every_event or fixed:
-            return self._by_rules(rank, CachingAllocator(capacity_bytes=capacity_bytes, expandable=not fixed))
-        return self._replayed(rank, GrowingAllocator())
+        key = self._beginnings.first_alike(rank), capacity_bytes, every_event
+        if key not in self._known:
+            fixed = self._fixed
+            if capacity_bytes is not None or every_event or fixed:
+                memory = CachingAllocator(capacity_bytes=capacity_bytes, expandable=not fixed)
+                self._known[key] = self._by_rules(rank, memory)
+            else:
+                self._known[key] = self._replayed(rank, GrowingAllocator())
+        return self._known[key]
 
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
         """Return the memory of a rank, or None as soon as more than `limit_bytes` are reserved."""

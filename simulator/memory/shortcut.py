@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from simulator.memory.allocator import BLOCK, Block, TensorEvent, play_one_by_one
-from simulator.memory.growing import GrowingAllocator, PoolKey
+from simulator.memory.allocator import BLOCK, SMALL, Block, TensorEvent
+from simulator.memory.growing import GrowingAllocator, Played, PoolKey
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedules.table import Action, Kind
@@ -111,7 +111,7 @@ class ShortReplay(RankReplay):
         self._give(blocks)
 
 
-class PassLog:
+class PassLog(Played):
     """An allocator that notes what a pass asks of it."""
 
     def __init__(self, memory: GrowingAllocator) -> None:
@@ -120,25 +120,28 @@ class PassLog:
         self.freed: list[Block] = []  # blocks that it has freed and that were there before
         self._asked: dict[PoolKey, list[int]] = {}  # by pool, bytes allocated and, negative, freed
 
-    def allocate(self, nbytes: int, stream: str) -> Block:
-        block = self.memory.allocate(nbytes, stream)
-        self.born[id(block)] = block
-        self._asked.setdefault(block[0], []).append(block[2])
-        return block
-
-    def free(self, block: Block) -> None:
-        if self.born.pop(id(block), None) is None:
-            self.freed.append(block)
-        else:
-            self._asked[block[0]].append(-block[2])
-        self.memory.free(block)
-
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
-        play_one_by_one(self, events, slots, stream)
+        before, sizes = {**slots}, dict[int, int]()  # the latter of what is allocated here
+        small, large = (self._asked.setdefault((stream, pool), []) for pool in (0, 1))
+        self.memory.play(events, slots, stream)
+        for slot, size in events:
+            if size:
+                sizes[slot] = size
+                (large if size > SMALL else small).append(size)
+            elif slot in sizes:
+                gone = sizes.pop(slot)
+                (large if gone > SMALL else small).append(-gone)
+            elif slot in before:
+                block = before.pop(slot)
+                if self.born.pop(id(block), None) is None:
+                    self.freed.append(block)
+                else:
+                    self._asked[block[0]].append(-block[2])
+        self.born |= {id(block): block for block in map(slots.__getitem__, sizes)}
 
     def room_bytes(self) -> dict[PoolKey, int]:
         """Return for each pool the bytes of a run of free addresses that hold all that was asked for."""
-        return {key: _room_bytes(asked) for key, asked in self._asked.items()}
+        return {key: _room_bytes(asked) for key, asked in self._asked.items() if asked}
 
 
 def _room_bytes(asked: Iterable[int]) -> int:

@@ -23,7 +23,7 @@ from planner.search.plan_space.candidates import PIPELINE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
 from planner.search.stages.options import CostedPlans, cost_blocks
-from planner.search.stages.solver import StageSolution, solve_stages
+from planner.search.stages.solver import StageSolution, has_room, solve_stages
 from simulator.analytical.estimates import memory_of_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
@@ -95,8 +95,9 @@ def assign_stages(
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
         try:
-            solve = partial(solve_stages, screening, framework, *next(prepared), recomputes, cutoff_s=limit)
-            found, step_s = _fitting(screening, solve, replays)
+            asked = (screening, framework, *next(prepared), recomputes)
+            solve, room = (partial(ask, *asked, cutoff_s=limit) for ask in (solve_stages, has_room))
+            found, step_s = _fitting(screening, solve, room, replays)
         except Unproved:
             left_s = explored.least_near_s
             break
@@ -121,21 +122,26 @@ def _prepared(
 
 
 def _fitting(
-    screening: Screening, solve: Callable[..., StageSolution], replays: Replays
+    screening: Screening, solve: Callable[..., StageSolution], room: Callable[..., bool], replays: Replays
 ) -> tuple[StageSolution, float]:
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
     Options of ranks are judged by a bound of their memory. If the best assignment does not fit, the limit for the next
-    is its bound divided by the factor by which its replay exceeds the memory, at most LESS_ROOM of the limit before.
+    is its bound divided by the factor by which its replay exceeds the memory, at most LESS_ROOM of the limit before:
+    by how much is only asked where there is `room` for another one.
     """
     limit_bytes = screening.limit_bytes
-    for _ in range(MAX_ROOM_TRIES):
+    for tries_left in reversed(range(MAX_ROOM_TRIES)):
         found = solve(limit_bytes=limit_bytes)
         if found.plan is None:
             break
         held = replays[found.plan]
-        if held.fits and held.fit_probability >= screening.sure:
+        if held.fits_with(screening.sure):
             return found, found.step_s + held.full_s
+        if not tries_left:
+            break
+        if not room(limit_bytes=limit_bytes * LESS_ROOM):
+            return replace(found, plan=None, step_s=np.inf, has_room=False), np.inf
         bound = float(screening.least_bytes(memory_of_plans(screening.scenario, [found.plan])).max())
         needed = held.reserved_bytes if screening.sure else held.peak_bytes
         limit_bytes = min(bound * min(1.0, screening.limit_bytes / needed), limit_bytes * LESS_ROOM)

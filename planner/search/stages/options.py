@@ -172,6 +172,45 @@ def build_pipeline(
 
     None if all ranks together do not have enough memory for all layers.
     """
+    fitting = fitting_options(screening, costs, number, freedom, cutoff_s, limit_bytes)
+    if fitting is None:
+        return None
+    single, counts, modes, runtime_layers = fitting
+    model, plan = screening.scenario.model, costs.plans[number]
+    mixes, words = (
+        _mode_mixes(freedom.modes, plan.virtual_stages),
+        [_canonical(screening, word) for word in freedom.modes],
+    )
+    rows = np.full(len(counts.rank), number)
+    costed = screening.plans(costs.columns.take(rows), costs.shared, rows)
+    options, fixed_s = _bounded_options(costed, counts, counts.as_rows(plan, modes, words))
+    at_least_s = options.at_least_s + fixed_s
+    below_cutoff = np.isfinite(at_least_s) & np.isfinite(options.passing_s) & (at_least_s < cutoff_s)
+    return Pipeline(
+        plan=plan,
+        layers=model.layers,
+        leading_dense_layers=_leading_dense_layers(model) if freedom.layers else 0,
+        mode_mixes=mixes,
+        canonical=dict(zip(freedom.modes, words, strict=True))
+        | {plan.recompute: _canonical(screening, plan.recompute)},
+        options=options.take(below_cutoff),
+        runtime_layers=() if freedom.layers else runtime_layers,
+        fixed_s=fixed_s,
+        inputs=single.inputs,
+    )
+
+
+def fitting_options(
+    screening: Screening,
+    costs: CostedPlans,
+    number: int,
+    freedom: StageFreedom,
+    cutoff_s: float,
+    limit_bytes: float = np.inf,
+) -> tuple[ScreenedPlans, _LayerCounts, Ints, tuple[int, ...]] | None:
+    """Return plan `number`, the layers and modes that each rank has memory for, and the layers of its stages if the
+    runtime splits them. None if all ranks together do not have enough memory for all layers.
+    """
     model, plan = screening.scenario.model, costs.plans[number]
     mixes = _mode_mixes(freedom.modes, plan.virtual_stages)
     row = np.array([number])
@@ -194,24 +233,7 @@ def build_pipeline(
     np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
     if (max_layers == 0).any() or max_layers.sum() < model.layers:
         return None
-    counts, modes = counts.take(fits), modes[fits]
-    rows = np.full(len(fits), number)
-    costed = screening.plans(costs.columns.take(rows), costs.shared, rows)
-    options, fixed_s = _bounded_options(costed, counts, counts.as_rows(plan, modes, words))
-    at_least_s = options.at_least_s + fixed_s
-    below_cutoff = np.isfinite(at_least_s) & np.isfinite(options.passing_s) & (at_least_s < cutoff_s)
-    return Pipeline(
-        plan=plan,
-        layers=model.layers,
-        leading_dense_layers=_leading_dense_layers(model) if freedom.layers else 0,
-        mode_mixes=mixes,
-        canonical=dict(zip(freedom.modes, words, strict=True))
-        | {plan.recompute: _canonical(screening, plan.recompute)},
-        options=options.take(below_cutoff),
-        runtime_layers=() if freedom.layers else runtime_layers,
-        fixed_s=fixed_s,
-        inputs=single.inputs,
-    )
+    return single, counts.take(fits), modes[fits], runtime_layers
 
 
 def _canonical(screening: Screening, word: str) -> str:

@@ -21,7 +21,15 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.options import CostedPlans, Ints, Pipeline, RankOptions, build_pipeline, stage_freedom
+from planner.search.stages.options import (
+    CostedPlans,
+    Ints,
+    Pipeline,
+    RankOptions,
+    build_pipeline,
+    fitting_options,
+    stage_freedom,
+)
 from simulator.analytical.account import AccountInputs, account_assignments, at_clocks
 from simulator.analytical.pipeline_account import KnownPasses
 from simulator.bounds.screening import Screening
@@ -87,6 +95,21 @@ def solve_stages(
     if best is None:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=min(bound_s, step_s), has_room=has_room)
     return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s))
+
+
+def has_room(
+    screening: Screening,
+    framework: Framework,
+    costs: CostedPlans,
+    numbers: Sequence[int],
+    recomputes: Sequence[str],
+    *,
+    cutoff_s: float,
+    limit_bytes: float,
+) -> bool:
+    """Return whether any assignment may fit into `limit_bytes`, as `solve_stages` says with the same arguments."""
+    freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
+    return any(fitting_options(screening, costs, n, freedom, cutoff_s, limit_bytes) is not None for n in numbers)
 
 
 class _Assignments:
