@@ -17,7 +17,7 @@ from simulator.config.plan import Plan
 from topology.errors import Infeasible, PlannerError
 from topology.units import MIB
 from ui import rows
-from ui.charts import compare as compare_charts
+from ui.charts import detail as charts
 from ui.charts.look import PICK
 from ui.charts.look import Figure as Drawing
 from ui.charts.row_types import PlanRow
@@ -168,7 +168,7 @@ def step_difference(found: StepDifference, about: str, *, key: str) -> None:
         empty("No difference in time", "No term differs by enough to be known.", icon=":material/drag_handle:")
         return
     largest = max(found.bars, key=lambda bar: abs(bar["delta"]))
-    drawn = compare_charts.differences(found.bars, unit=found.unit, dark=dark())
+    drawn = charts.differences(found.bars, unit=found.unit, dark=dark())
     chart(drawn, key=key, alt=f"{about}: {found.net} a step; the largest term is {largest['name']}, {largest['text']}")
 
 

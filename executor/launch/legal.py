@@ -13,8 +13,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.legality.frameworks import MESHWRIGHT
-from simulator.legality.networks import features
+from simulator.legality.frameworks import MESHWRIGHT, features
 from simulator.legality.rule import Grade, RuleFacts
 from simulator.legality.rules import problems
 from simulator.pipeline.schedules.table import Schedule

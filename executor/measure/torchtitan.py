@@ -23,7 +23,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.legality.networks import torchtitan_family
+from simulator.legality.frameworks import torchtitan_family
 from topology.errors import BadPlan
 
 FLAVOR = "calibration"  # the name of the only size of a registered model

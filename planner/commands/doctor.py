@@ -9,7 +9,6 @@ from pathlib import Path
 from click.exceptions import Exit
 
 from planner.calibrate.calibrate_process import measure as run
-from planner.commands import doctor_jobs
 from planner.commands.probe import probe_cluster
 from planner.io import output
 from planner.io.inputs import parse_seconds, read_cluster
@@ -17,6 +16,8 @@ from planner.io.printable import printable
 from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.machines import Doctor
+from planner.runs.schedulers.ray import check_ray
+from planner.runs.schedulers.slurm import check_slurm
 from topology import codec
 from topology.catalog.cluster_file import save_cluster
 from topology.cluster import Cluster, Finding
@@ -36,7 +37,7 @@ from topology.versions import versions as versions_of_packages
 def doctor(asked: Doctor) -> None:
     """Print what `planner doctor` answers."""
     if asked.launcher is not None:
-        doctor_jobs.doctor_jobs(asked)
+        doctor_jobs(asked)
         return
     if asked.nodes is not None or asked.gpus_per_node is not None:
         raise UserError("--nodes and --gpus-per-node are for jobs", remedy="--launcher slurm")
@@ -160,3 +161,37 @@ def _answer(
     else:
         text = printable(health_report.health_text(cluster, health, measured, versions)).rstrip("\n")
     print(redact_text(text) if hide else text)
+
+
+# With `--launcher`: whether the scheduler has what a job needs.
+
+CHECKS = {"slurm": check_slurm, "ray": check_ray}
+NODES = 2  # two at least, so that they have to find each other
+OF_JOBS = frozenset({"launcher", "nodes", "gpus_per_node", "json"})
+
+
+def doctor_jobs(asked: Doctor) -> None:
+    """Print the findings, faults first. Exit code 1 if a job would fail."""
+    check = CHECKS.get(str(asked.launcher))
+    if check is None:
+        remedy = f"{' or '.join(CHECKS)}; without it this machine is checked"
+        raise UserError(f"--launcher is {asked.launcher!r}", remedy=remedy)
+    if others := sorted(asked.said - OF_JOBS):
+        named = ", ".join(f"--{name.replace('_', '-')}".replace("--sources", "--from") for name in others)
+        raise UserError(f"{named} not with --launcher", why="it checks a scheduler, no machine", remedy="leave it out")
+    output.progress(f"asking {str(asked.launcher).title()} ...")
+    found = check(asked.nodes or NODES, asked.gpus_per_node, folder=Path.cwd())
+    output.end_progress()
+    healthy = not any(one.severity == ERROR for one in found)
+    if asked.json:
+        document = {"schema_version": output.SCHEMA_VERSION, "launcher": asked.launcher, "healthy": healthy}
+        output.emit_json({**document, "items": codec.to_builtins(found)})
+    else:
+        for one in found:
+            print(printable(f"{one.severity:<8}  {one.what}"))
+            for name, text in (("why", one.why), ("do", one.remedy)):
+                if text:
+                    print(printable(f"          {name}: {text}"))
+        print("a job can run" if healthy else "a job would fail")
+    if not healthy:
+        raise Exit(1)

@@ -25,8 +25,7 @@ from simulator.config.savers import optimizer_said, savers_of_some, savers_said
 from simulator.legality.frameworks import ANY, Framework, framework_of_runtime
 from simulator.runtimes.called import CALLED, called
 from simulator.runtimes.library import is_described, lineage, runtime_names, runtime_spec
-from simulator.runtimes.stated import WHOLE_GRAPHS, resolve
-from simulator.runtimes.stated_adapter import ADAPTER_KEYS
+from simulator.runtimes.stated import ADAPTER_KEYS, WHOLE_GRAPHS, resolve
 from topology.codec import JsonObject
 from topology.errors import BadPlan, UserError
 from topology.ranges import shown

@@ -6,9 +6,8 @@ The public names are imported here.
 from __future__ import annotations
 
 from planner.serving.answer import Account, ServingAnswer, answer_deployment, serving_account
-from planner.serving.compare import compare_answers
 from planner.serving.crossings import Sweep, over_clients
-from planner.serving.explain import explain_serving
+from planner.serving.explain import compare_answers, explain_serving
 from planner.serving.measured.asked_run import AskedRun, all_steps, asked_run
 from planner.serving.measured.samples import add_to_profile
 from planner.serving.measured.side_by_side import load_rows, print_run, step_rows

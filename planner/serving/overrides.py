@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.serving.compare import differences
+from planner.serving.explain import differences
 from planner.serving.plan_file import ServingFile
 from planner.serving.question.from_flags import (
     ServingFlags,

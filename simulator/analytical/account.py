@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from simulator.analytical.block_times import BlockTimes, TrafficTimes
 from simulator.analytical.clocks import working_clocks
-from simulator.analytical.course import Course, Hops
 from simulator.analytical.layer_cost import BlockCost, network_blocks
 from simulator.analytical.pipeline_account import Counter, KnownPasses, finish, passes_of_ranks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.scenario import Scenario
 from simulator.analytical.table_walk import Clocks, walk_tables
+from simulator.analytical.wave_walk import Course, Hops
 from simulator.columns.plan_columns import distinct, words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.overlap_sites import NONE

@@ -31,8 +31,7 @@ from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import turns_at_once
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
-from simulator.step.cublas import workspace_bytes
-from simulator.step.held import Parameters, State, autocast_remembers, state_bytes
+from simulator.step.held import Parameters, State, autocast_remembers, state_bytes, workspace_bytes
 from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from simulator.analytical.course import LONG_AGO, PassClocks
 from simulator.analytical.rank_timeline import PARTS, RankTimeline
 from simulator.analytical.table_walk import Clocks
+from simulator.analytical.wave_walk import LONG_AGO, PassClocks
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_walk import Gathered, PassKind, Table
 from simulator.pipeline.schedules.table import Kind, Schedule

@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.course import LONG_AGO, SECONDS, Course, PassClocks
-from simulator.analytical.wave_walk import Messages, WaveWalk, any_of
+from simulator.analytical.wave_walk import LONG_AGO, SECONDS, Course, Messages, PassClocks, WaveWalk, any_of
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.waves import Ends, Ints
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AccountInputs, HopTimes, plan_of, unit_maker, walked_together, wrapped_alike
 from simulator.analytical.block_times import BlockTimes
-from simulator.analytical.course import LONG_AGO, Course, PassClocks
 from simulator.analytical.pipeline_account import shape_of
 from simulator.analytical.table_walk import TableWalk
+from simulator.analytical.wave_walk import LONG_AGO, Course, PassClocks
 from simulator.bounds.least_traffic import LeastTraffic, UnitTraffic
 from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan

@@ -16,10 +16,9 @@ from simulator.columns.plan_columns import plan_columns
 from simulator.config.plan import SIZES, Plan
 from simulator.legality.adapters import ADAPTER_RULES
 from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
-from simulator.legality.exchanges import EXCHANGE_RULES
 from simulator.legality.muon import MUON_RULES
 from simulator.legality.pipeline import PIPELINE_RULES
-from simulator.legality.policy import POLICY_RULES
+from simulator.legality.policy import EXCHANGE_RULES, POLICY_RULES
 from simulator.legality.rule import Grade, ModelNotKnown, Problem, Rule, RuleFacts
 from simulator.legality.savers import SAVER_RULES
 from simulator.legality.shapes import SHAPE_RULES

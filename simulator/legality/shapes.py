@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.model import Model
 from simulator.config.optimizers import OPTIMIZERS
-from simulator.legality.frameworks import KvHeads
-from simulator.legality.networks import features
+from simulator.legality.frameworks import KvHeads, features
 from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, divisors, rule, with_nearest
 from simulator.runtimes.library import spec_for
 

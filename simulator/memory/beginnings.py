@@ -16,8 +16,8 @@ from typing import NamedTuple
 from simulator.memory.allocator import Block
 from simulator.memory.growing import AboveLimit, GrowingAllocator
 from simulator.memory.plan_tensors import PlanTensors
+from simulator.memory.rank_units import Instance, Wrapped
 from simulator.memory.shortcut import ShortReplay
-from simulator.memory.wrapped import Instance, Wrapped
 from simulator.pipeline.schedule_program import last_backwards
 from simulator.pipeline.schedules.table import Schedule
 

@@ -15,11 +15,9 @@ from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import Block, CachingAllocator
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
-from simulator.memory.rank_units import COMPUTE, REDUCE, RankUnits
-from simulator.memory.wrapped import Instance
+from simulator.memory.rank_units import COMPUTE, REDUCE, Instance, RankUnits
 from simulator.pipeline.schedules.table import Action, Kind
-from simulator.step.cublas import workspace_bytes
-from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes
+from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes, workspace_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
 from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit, held_kinds

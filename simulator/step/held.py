@@ -18,6 +18,7 @@ from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import head_left, head_peaks
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
+from topology.units import MIB
 
 State = Literal["parameters", "gradients", "optimizer"]
 CAST_EXPERTS = "cast_experts"
@@ -213,3 +214,12 @@ def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -
             shapes.add(" ".join(axis for axis in right if axis not in left or axis not in out))
     weights = (tensor_bytes(shape, context.sizes, context.dtype_bytes) for shape in sorted(shapes))
     return sum(weights, np.zeros(len(context.table)))
+
+
+def workspace_bytes(architecture: str) -> int:
+    """Return the bytes of one cuBLAS handle's workspace on a stream, which no tensor of a step has.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper and Blackwell, else 8
+    MiB and 128 KiB. Forward and backward run in threads of their own, each with its handle.
+    """
+    return 32 * MIB if architecture.lower().startswith(("hopper", "blackwell")) else 8 * MIB + 128 * 1024

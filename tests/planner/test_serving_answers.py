@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.serving.answer import answer_deployment
-from planner.serving.compare import compare_answers
 from planner.serving.crossings import break_even, over_clients
+from planner.serving.explain import compare_answers
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from planner.serving.search import TIE, search_serving
 from planner.serving.stated import pool_word, problems_of, read_pool, stated_deployment

@@ -30,7 +30,7 @@ from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
-from simulator.legality.networks import torchtitan_family
+from simulator.legality.frameworks import torchtitan_family
 from tests.planner.conftest import ROOT, make_cluster
 from topology import codec
 from topology.errors import BadInput, BadPlan, PlannerError, Stale

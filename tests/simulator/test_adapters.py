@@ -28,7 +28,7 @@ from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
 from simulator.memory.plan_memory import PlanMemory
 from simulator.runtimes.model_operators import operators_for
-from simulator.runtimes.stated_adapter import resolve_adapter
+from simulator.runtimes.stated import resolve_adapter
 from simulator.step.frozen import local_parameters
 from simulator.step.held import PARTS
 from topology.catalog.clusters import cluster

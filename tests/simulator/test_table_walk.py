@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from simulator.analytical.course import LONG_AGO, Course, Hops, PassClocks
 from simulator.analytical.table_walk import TableWalk, walk_tables
+from simulator.analytical.wave_walk import LONG_AGO, Course, Hops, PassClocks
 from simulator.bounds.schedule_bound import DEVICE, longest_paths
 from simulator.pipeline.schedule_program import needs
 from simulator.pipeline.schedule_walk import table_of

@@ -18,10 +18,10 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
-from ui.changed_rows import run_rows
-from ui.charts import compare, curves, detail, loads, look, measured, model, plans, topology
+from ui.charts import curves, detail, loads, look, measured, plans, topology
 from ui.charts.timeline import COLOURS
 from ui.charts.topology import placement_rows
+from ui.other_machines import run_rows
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"
@@ -79,13 +79,13 @@ def specifications(dark):
         "fabric": loads.fabric([loads.NodeLoad(first=0, last=3, inside=(0.1, 0.7), network=0.2)], dark=dark),
         "against": measured.against([run], unit="s", dark=dark),
         "errors": measured.errors([run], dark=dark),
-        "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
+        "parameters": detail.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
         "sizes": curves.size_map(SIZES, dark=dark),
         "runs": curves.cost_over_days(run_rows([RUN], 8), "GPU hours", dark=dark),
         "savings": detail.savings(
             [{"change": "c", "from_gib": 9.0, "to_gib": 4.0, "quicker": True, "text": "t"}], 8.0, dark=dark
         ),
-        "differences": compare.differences([{"name": "bubble", "delta": 1.0, "text": "1 ms"}], unit="ms", dark=dark),
+        "differences": detail.differences([{"name": "bubble", "delta": 1.0, "text": "1 ms"}], unit="ms", dark=dark),
     }
     return {name: chart.to_dict() for name, chart in drawn.items()}
 

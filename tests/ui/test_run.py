@@ -15,7 +15,7 @@ for _name in ("fastapi", "sqlalchemy", "alembic"):
 
 from ui import jobs  # noqa: E402 - after the packages that it needs
 from ui.background import service  # noqa: E402 - after the packages that it needs
-from ui.charts.run_curves import points_of  # noqa: E402 - as above
+from ui.charts.curves import points_of  # noqa: E402 - as above
 from ui.question.state import Inputs  # noqa: E402 - as above
 
 PATIENT_S = 120.0

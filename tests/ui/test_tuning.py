@@ -37,7 +37,7 @@ def test_the_posterior_of_every_finalist_shrinks_to_its_measurement() -> None:
     from planner.tune.history import history
     from planner.tune.sessions.session import shown
     from planner.tune.state import read_state
-    from ui.charts.tuning import better_left, posterior
+    from ui.charts.measured import better_left, posterior
 
     view = shown(read_state(EXAMPLE))
     found = history(view, within=0.01)

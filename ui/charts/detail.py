@@ -1,4 +1,6 @@
-"""Charts of one plan: memory by stage and category, the waterfall of the step."""
+"""Charts of one plan, its model, and another plan: memory by stage and category, the waterfall of the step, parameters,
+differences of two plans term by term.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from typing import Any
 import altair as alt
 
 from planner.io.figures import gib_text, seconds_text
-from planner.pictures.palette import BAD, GOOD, GREY, MEMORY
+from planner.pictures.palette import BAD, BLUE, GOOD, GREY, MEMORY, VERMILION
 from topology.units import GIB
 from ui.charts.look import Figure, finished, ink_on, paper, scale, table, tips, words
-from ui.charts.row_types import SavingRow
+from ui.charts.row_types import PartRow, SavingRow, TermRow
 
 LEAST_SHOWN_BYTES = 0.005 * GIB
 
@@ -165,3 +167,65 @@ def _term_text(value_s: float, share: float, last_s: float) -> str:
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:
     seen = dict.fromkeys(str(value[key]) for value in values)
     return [*(n for n in order if n in seen), *(n for n in seen if n not in order)]
+
+
+def parameters(rows: Sequence[PartRow], *, dark: bool) -> Figure:
+    """Draw parameters by part, each bar labelled with its count and share."""
+    p = paper(dark)
+    total = sum(row["parameters"] for row in rows) or 1
+    values = [
+        {**row, "text": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}", "b": row["parameters"] / 1e9}
+        for row in rows
+    ]
+    top = max((row["parameters"] / 1e9 for row in rows), default=1.0)
+    base = alt.Chart(table(values)).encode(
+        y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=200)),
+        x=alt.X("b:Q", title="billion parameters", scale=alt.Scale(domain=[0, top * 1.2], nice=False)),
+    )
+    bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text=alt.Text("text:N"))
+    return finished(alt.layer(bars, text), dark, height=36 * max(1, len(values)) + 30)
+
+
+def _count(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+LABEL_PX = 62  # pixels of the words next to a bar
+
+
+def differences(rows: Sequence[TermRow], *, unit: str, dark: bool) -> Figure:
+    """Draw terms to the right of zero where the second plan has more, to the left where it has less.
+
+    Rows: name, delta, text.
+    """
+    p = paper(dark)
+    # Also on a phone there is room for the words next to the longest bar.
+    most = max((abs(row["delta"]) for row in rows), default=1.0)
+    reach = f"{most} * max(width, 130) / max(width - {2 * LABEL_PX}, 50)"
+    base = alt.Chart(table(rows)).encode(
+        y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=240)),
+        x=alt.X(
+            "delta:Q",
+            title=unit,
+            scale=alt.Scale(domainMin=alt.ExprRef(f"-({reach})"), domainMax=alt.ExprRef(reach), nice=False),
+        ),
+        tooltip=tips({"name": "", "text": "difference"}),
+    )
+    more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))
+    bars = base.mark_bar(height=18, cornerRadius=2).encode(color=more)
+    right = (
+        base.transform_filter("datum.delta > 0")
+        .mark_text(align="left", dx=5, fontSize=12, color=p.ink)
+        .encode(text=alt.Text("text:N"))
+    )
+    left = (
+        base.transform_filter("datum.delta <= 0")
+        .mark_text(align="right", dx=-5, fontSize=12, color=p.ink)
+        .encode(text=alt.Text("text:N"))
+    )
+    zero = alt.Chart(table([{"delta": 0}])).mark_rule(color=p.quiet).encode(x=alt.X("delta:Q"))
+    return finished(alt.layer(zero, bars, right, left), dark, height=30 * max(1, len(rows)) + 40)

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import streamlit as st
 
 from planner.explain.waterfall import difference
 from planner.io import plan_words
+from simulator.legality.frameworks import FRAMEWORKS
 from topology.units import GIB
 from ui import data, differences, panels
-from ui.charts import compare as charts
+from ui.charts import detail as charts
 from ui.charts.look import words
 from ui.charts.row_types import TermRow
 from ui.question import state
-from ui.question_pair import show_questions
 
 if TYPE_CHECKING:
     from planner.explain.waterfall import Difference
     from planner.search.result import RankedPlan, SearchResult
 
-
 WHAT = ("plans", "questions")
+PRECISIONS = {"as the framework does": None, "parameters in float32": "float32", "parameters in bfloat16": "bfloat16"}
 
 
 def show(question: state.Inputs) -> None:
     result, first = data.answer()
     what = st.segmented_control("Compare", WHAT, default=WHAT[0], required=True, key="what", bind="query-params")
     if what == "questions":
-        show_questions(question, result)
+        _show_questions(question, result)
         return
     _plans(result, first)
 
@@ -84,6 +85,119 @@ def _memory(terms: list[Difference], about: str) -> None:
     ]
     drawn = charts.differences(bars, unit="GiB", dark=panels.dark())
     panels.chart(drawn, key="difference_memory", alt=f"{about} of memory, term by term")
+
+
+# Two questions.
+
+
+def _show_questions(question: state.Inputs, result: SearchResult) -> None:
+    """Ask for the differences of the second question, and show both answers."""
+    panels.section("What the other question has", "Model, sequence and batch are the same.")
+    other = _other_question(question, result)
+    if replace(other, global_batch=question.global_batch) == question:
+        st.caption("Change something to compare with.")
+        return
+    found = data.other_search(other)
+    if found is not None:
+        _beside(question, result, other, found)
+
+
+def _other_question(question: state.Inputs, result: SearchResult) -> state.Inputs:
+    """Draw the second question and return it; it starts as the first."""
+    first, second, third = st.columns([3, 2, 3], vertical_alignment="bottom")
+    fourth, fifth = st.columns([3, 5], vertical_alignment="bottom")
+    clusters, frameworks, precisions = state.clusters(), list(FRAMEWORKS), list(PRECISIONS)
+    cluster = first.selectbox(
+        "Machine", clusters, index=clusters.index(question.cluster), key="b_cluster", bind="query-params"
+    )
+    gpus = second.number_input(
+        "GPUs there",
+        1,
+        state.MAX_GPUS,
+        value=question.gpus,
+        placeholder="the whole cluster",
+        key="b_gpus",
+        bind="query-params",
+    )
+    framework = third.selectbox(
+        "Its framework", frameworks, index=frameworks.index(question.framework), key="b_framework", bind="query-params"
+    )
+    precision = fourth.selectbox("Precision", precisions, key="b_precision", bind="query-params")
+    compiled = fifth.toggle("Compiled", value=question.compile, key="b_compile", bind="query-params")
+    return replace(
+        question,
+        cluster=str(cluster),
+        gpu=question.gpu if cluster == question.cluster else None,
+        gpus=None if gpus is None else int(gpus),
+        framework=str(framework),
+        compile=bool(compiled),
+        param_dtype=PRECISIONS[str(precision)],
+        global_batch=result.question.workload.global_batch_size,
+    )
+
+
+def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, found: SearchResult) -> None:
+    first, second = result.plans[0], found.plans[0]
+    faster = first.estimate.step_s.value / second.estimate.step_s.value
+    st.markdown(f"**{panels.plain(_sentence(faster, first, second))}**")
+    panels.side_by_side(
+        _answer_rows(first, second),
+        _question_title(question),
+        _question_title(other),
+        alt="The answers of both questions",
+    )
+    panels.section("Time, term by term", "The other question's best plan minus this one's.")
+    panels.step_difference(
+        differences.step_difference(first.estimate, second.estimate),
+        "The other question's step",
+        key="questions_difference",
+    )
+
+
+def _question_title(question: state.Inputs) -> str:
+    """Return the distinguishing properties of a question: machine, GPUs, framework, precision."""
+    parts = [question.cluster, f"{question.gpus} GPUs" if question.gpus else "", question.framework]
+    parts += ["compiled" if question.compile else "", question.param_dtype or ""]
+    return " · ".join(part for part in parts if part)
+
+
+def _sentence(faster: float, first: RankedPlan, second: RankedPlan) -> str:
+    """Return which question is faster and which needs fewer GPU hours; undecided if ranges overlap."""
+    a, b = first.estimate.step_s, second.estimate.step_s
+    if a.low <= b.high and b.low <= a.high:
+        time = f"The other takes {1 / faster:.2g} times as long, but the ranges overlap: no clear winner"
+    else:
+        time = (
+            f"The other is {faster:.2g} times as fast"
+            if faster > 1
+            else f"The other takes {1 / faster:.2g} times as long"
+        )
+    hours = _gpu_hours(second) / _gpu_hours(first)
+    return f"{time}; a token costs {hours:.2g} times the GPU time there."
+
+
+def _gpu_hours(ranked: RankedPlan) -> float:
+    """Return the GPU hours of a billion tokens."""
+    return 1e9 / ranked.estimate.tokens_per_s_per_gpu / 3600
+
+
+def _answer_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
+    """Return the answers of two questions side by side."""
+
+    def cells(ranked: RankedPlan) -> dict[str, str]:
+        figures = differences.figures(ranked.estimate)
+        memory = figures.pop("memory")
+        return {
+            "best plan": plan_words.plan_chips(ranked.plan),
+            "settings": plan_words.plan_settings(ranked.plan),
+            "GPUs": f"{ranked.plan.gpus:,}",
+            **figures,
+            "GPU hours a billion tokens": f"{float(f'{_gpu_hours(ranked):.2g}'):,.0f}",
+            "memory": memory,
+            "numbers from": str(ranked.estimate.step_s.source),
+        }
+
+    return differences.side_by_side(cells(first), cells(second))
 
 
 show(data.question())

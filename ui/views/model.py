@@ -10,7 +10,7 @@ from planner.explain.tables import model_line
 from planner.question.recipes import default_batch
 from topology.units import MIB
 from ui import data, panels, rows
-from ui.charts import model as charts
+from ui.charts import detail as charts
 from ui.question import state
 
 if TYPE_CHECKING:

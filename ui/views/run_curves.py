@@ -12,8 +12,8 @@ import streamlit as st
 from planner.requests.known import SO_FAR
 from ui import panels
 from ui.background import service
+from ui.charts.curves import QUANTITIES, curve, points_of
 from ui.charts.row_types import JobDocument, StepPoint
-from ui.charts.run_curves import QUANTITIES, curve, points_of
 from ui.rows import run_names
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from topology.errors import PlannerError
 from topology.units import MIB
 from ui import data, jobs, panels, rows
 from ui.background import service
-from ui.charts import tuning as charts
+from ui.charts import measured as charts
 from ui.charts.row_types import JobDocument
 from ui.question import state
 

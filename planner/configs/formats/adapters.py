@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.export.mapping import Entry, NotModelled, Settings, truth, whole
-from simulator.runtimes.stated_adapter import resolve_adapter
+from simulator.runtimes.stated import resolve_adapter
 from topology.codec import JsonObject
 from topology.errors import BadInput, BadPlan
 

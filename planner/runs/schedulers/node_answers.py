@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.runs.schedulers.launchers import PORT, PORTS
+from topology.cluster import Severity
 from topology.codec import JsonObject
+from topology.finding import ERROR, INFO, WARNING
 
-ERROR, WARNING, INFO = "error", "warning", "info"
 NODE_CHECK = "executor.launch.node_check"
 
 
@@ -19,7 +20,7 @@ class Checked:
     """One check. `severity` is error if a job would fail because of it."""
 
     code: str
-    severity: str
+    severity: Severity
     what: str
     why: str = ""
     remedy: str = ""

@@ -23,20 +23,12 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from planner.runs.schedulers.launchers import JobFile
-from planner.runs.schedulers.node_answers import (
-    INFO,
-    NODE_CHECK,
-    WARNING,
-    Checked,
-    answers_in,
-    error,
-    judge_nodes,
-    worst_first,
-)
+from planner.runs.schedulers.node_answers import NODE_CHECK, Checked, answers_in, error, judge_nodes, worst_first
 from planner.runs.schedulers.scheduler import ASK_S, SchedulerState, Submission, last_line
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import PlannerError, UserError
+from topology.finding import INFO, WARNING
 from topology.units import MIB
 
 LOCAL = "http://127.0.0.1:8265"

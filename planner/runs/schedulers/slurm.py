@@ -16,20 +16,11 @@ from pathlib import Path
 
 from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import SLURM_PORT, JobFile
-from planner.runs.schedulers.node_answers import (
-    ERROR,
-    INFO,
-    NODE_CHECK,
-    WARNING,
-    Checked,
-    answers_in,
-    error,
-    judge_nodes,
-    worst_first,
-)
+from planner.runs.schedulers.node_answers import NODE_CHECK, Checked, answers_in, error, judge_nodes, worst_first
 from planner.runs.schedulers.scheduler import SchedulerState, Submission, last_line, log_tail, run
 from topology import codec
 from topology.errors import PlannerError
+from topology.finding import ERROR, INFO, WARNING
 
 LOGS = "slurm-*.txt"
 MEMORY = re.compile(r"exceeded memory limit|oom[-_]kill", re.IGNORECASE)  # in slurmstepd's words

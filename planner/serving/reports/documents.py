@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from planner.io.output import SCHEMA_VERSION
 from planner.serving.answer import Account, ServingAnswer
-from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Row, Sweep
-from planner.serving.explain import ServingExplanation
+from planner.serving.explain import ServingComparison, ServingExplanation
 from planner.serving.plan_file import TASK
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult

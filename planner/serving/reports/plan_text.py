@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from planner.io.grids import console, grid
 from planner.io.printable import printable
 from planner.serving.answer import ServingAnswer
-from planner.serving.compare import ServingComparison
 from planner.serving.crossings import Sweep
-from planner.serving.explain import ServingExplanation
+from planner.serving.explain import ServingComparison, ServingExplanation
 from planner.serving.reports.text import (
     answer_sentence,
     break_even_text,

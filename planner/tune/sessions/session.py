@@ -20,8 +20,7 @@ from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
-from simulator.legality.frameworks import framework_named
-from simulator.legality.networks import torchtitan_family
+from simulator.legality.frameworks import framework_named, torchtitan_family
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
 from topology.health.diagnose import Health, diagnose
