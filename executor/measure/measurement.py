@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from executor.gpu.state import gpu_processes, run_text
@@ -109,13 +108,6 @@ def driver_version() -> str:
     """Return the version of the GPU driver, or an empty string where nvidia-smi does not answer."""
     text = run_text(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
     return text.splitlines()[0].strip() if text else ""
-
-
-def loopback_environment() -> dict[str, str]:
-    """Return environment variables that make the ranks of one host communicate over the loopback interface."""
-    if not Path("/sys/class/net/lo").exists():
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:
