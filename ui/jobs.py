@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import streamlit as st
 
@@ -58,7 +58,7 @@ def gpus_here() -> int:
 def begin(command: str, said: JsonObject) -> None:
     """Start a job and show it."""
     try:
-        st.query_params["job"] = service.jobs().ask(command, said)
+        st.query_params["job"] = service.jobs().submit(command, said)
     except PlannerError as error:
         panels.failure(error)
 
@@ -69,7 +69,7 @@ def chosen(commands: Sequence[str]) -> JobDocument | None:
     if not job:
         return None
     try:
-        found = service.jobs().read(str(job))
+        found = service.read(str(job))
     except PlannerError as error:
         panels.failure(error)
         return None
@@ -98,7 +98,7 @@ def follow(job: str, draw: Callable[[str], None] | None = None) -> None:
     far.
     """
     try:
-        found = service.jobs().read(job)
+        found = service.read(job)
     except PlannerError as error:
         panels.failure(error)
         return
@@ -130,10 +130,11 @@ def history(title: str, commands: Sequence[str]) -> None:
     """List the newest jobs of some commands; one that is selected is shown."""
     panels.section(title)
     try:
-        kept = [row for row in service.jobs().newest(ASKED) if row["command"] in commands][:SHOWN]
+        newest = cast("list[JobDocument]", service.jobs().jobs(limit=ASKED))
     except PlannerError as error:
         panels.failure(error)
         return
+    kept = [row for row in newest if row["command"] in commands][:SHOWN]
     if not kept:
         st.caption("None yet.")
         return

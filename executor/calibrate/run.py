@@ -26,11 +26,11 @@ from typing import Any
 from executor.calibrate.rank_pool import RankPool, process_context, wait_for_answers
 from executor.calibrate.rank_request import PoolRequest
 from executor.launch.bytecode import compile_ahead, keep_bytecode
+from executor.launch.local_ranks import loopback_environment
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
     devices_to_measure,
-    loopback_environment,
     measurement_parser,
 )
 from simulator.runtimes.library import runtime_spec

@@ -205,6 +205,13 @@ def child_environment(
     return environment
 
 
+def loopback_environment() -> dict[str, str]:
+    """Return environment variables that make the ranks of one host communicate over the loopback interface."""
+    if not Path("/sys/class/net/lo").exists():
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _launch(
     module: str,
     arguments: Sequence[str],

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from executor.launch.local_ranks import LaunchResult, launch
+from executor.launch.local_ranks import LaunchResult, launch, loopback_environment
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder, read_records
 from executor.measure.measurement import (
     Device,
     devices_to_measure,
-    loopback_environment,
     measurement_parser,
     record_problem,
 )

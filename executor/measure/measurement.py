@@ -12,7 +12,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from executor.gpu.state import gpu_processes, run_text
@@ -103,13 +102,6 @@ def _refuse_gpus_in_use(devices: Sequence[Device], *, allow: bool) -> None:
         why=listed,
         remedy="wait for them, choose other GPUs with CUDA_VISIBLE_DEVICES, or pass --allow-busy",
     )
-
-
-def loopback_environment() -> dict[str, str]:
-    """Return environment variables that make the ranks of one host communicate over the loopback interface."""
-    if not Path("/sys/class/net/lo").exists():
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:

@@ -22,7 +22,7 @@ from executor.gpu.faults import GpuFault
 from executor.gpu.monitor import GpuMonitor, GpuSummary, Sample, summarise
 from executor.launch.heartbeat import find_suspects, read_heartbeats
 from executor.launch.legal import check
-from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous, command, launch
+from executor.launch.local_ranks import Failure, LaunchResult, Rendezvous, command, launch, loopback_environment
 from executor.launch.nodes import (
     LATE_S,
     combine_agent_results,
@@ -245,9 +245,7 @@ def environment(request: Request, records: Path, *, one_host: bool = True) -> di
     added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if one_host and Path("/sys/class/net/lo").exists():  # the ranks of one host communicate over loopback
-        added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return added
+    return added | loopback_environment() if one_host else added
 
 
 def report(

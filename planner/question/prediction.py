@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from planner.question.question import Question
-from simulator.analytical.counted import Counted
+from simulator.analytical.estimates import Counted
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.simulation import program_length

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.analytical.counted import Counted
-from simulator.analytical.estimates import EstimateTable, estimate_plans
+from simulator.analytical.estimates import Counted, EstimateTable, estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration
 from simulator.config.model import Model

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -97,15 +97,15 @@ class Client:
         found: list[JsonObject] = self._ask("GET", "/v1/jobs", params={"limit": limit}).json()["jobs"]
         return found
 
-    def content(self, artifact: JsonObject) -> bytes:
+    def content(self, artifact: Mapping[str, object]) -> bytes:
         """Return a file that a job wrote (an entry of `artifacts`)."""
-        return self._ask("GET", artifact["url"]).content
+        return self._ask("GET", str(artifact["url"])).content
 
     def so_far(self, job: str) -> bytes:
         """Return the state that a running job has written; empty if none."""
         return self._ask("GET", f"/v1/jobs/{job}/state").content
 
-    def download(self, artifact: JsonObject, path: Path) -> None:
+    def download(self, artifact: Mapping[str, object], path: Path) -> None:
         """Write a job's file to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.content(artifact))

@@ -14,7 +14,7 @@ from functools import partial
 from planner.question.prediction import INSTRUCTION_S, Method, Prediction, predict, simulated_length
 from planner.question.question import Question
 from planner.search.deadline import over
-from simulator.analytical.counted import Counted, counted_rows
+from simulator.analytical.estimates import Counted, counted_rows
 from simulator.config.estimate import LEVELS, Estimate
 from simulator.config.overlap_sites import NONE
 from simulator.config.plan import NCCL, Plan

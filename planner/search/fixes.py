@@ -20,8 +20,7 @@ from planner.question.prediction import predict
 from planner.question.question import Question
 from planner.search.finalists import TIE
 from planner.search.savers import more_savers, paged_instead
-from simulator.analytical.counted import Counted, counted_rows
-from simulator.analytical.estimates import memory_of_plans
+from simulator.analytical.estimates import Counted, counted_rows, memory_of_plans
 from simulator.analytical.memory import CONTEXT_BYTES
 from simulator.config.estimate import Estimate, Fit, MemoryEstimate, chance, sure_bytes
 from simulator.config.plan import Plan

@@ -21,7 +21,7 @@ import numpy as np
 from planner.question.prediction import INSTRUCTION_S, Method, simulated_length
 from planner.question.question import Question
 from planner.search.finalists import Finalist, certainty
-from simulator.analytical.counted import Counted
+from simulator.analytical.estimates import Counted
 from simulator.config.estimate import Fit, sure_bytes
 from simulator.config.plan import Plan
 from topology.cluster import Cluster

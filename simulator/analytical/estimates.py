@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -409,3 +410,27 @@ def with_canonical_recompute(plan: Plan, runtime: Runtime) -> Plan:
 
 def _interval(value: float, factors: tuple[float, float], source: Source) -> Interval:
     return Interval(value=value, low=value * factors[0], high=value * factors[1], source=source)
+
+
+class Counted(NamedTuple):
+    """A plan by its row of a table of estimates."""
+
+    table: EstimateTable
+    row: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.table.plans[self.row]
+
+    @property
+    def step_s(self) -> float:
+        return float(self.table.step_s[self.row])
+
+    @property
+    def estimate(self) -> Estimate:
+        return self.table.estimate(self.row)
+
+
+def counted_rows(table: EstimateTable) -> list[Counted]:
+    """Return every plan of a table."""
+    return [Counted(table, row) for row in range(len(table.plans))]

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from simulator.analytical.account import WALKED
-from simulator.analytical.counted import Counted
-from simulator.analytical.estimates import estimate_plans
+from simulator.analytical.estimates import Counted, estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.config.estimate import Estimate
 from simulator.config.model import Model

@@ -33,7 +33,7 @@ import torch  # noqa: E402 - the path comes first
 import torch.distributed as dist  # noqa: E402
 
 from executor.gpu.device import synchronize  # noqa: E402
-from executor.measure.measurement import loopback_environment  # noqa: E402
+from executor.launch.local_ranks import loopback_environment  # noqa: E402
 from executor.parallel.meshes import Meshes, meshes_for  # noqa: E402
 from executor.parallel.parallelize import Setup  # noqa: E402
 from executor.parallel.train_step import Trainer  # noqa: E402

@@ -96,12 +96,13 @@ def test_pages_ask_the_service_with_its_token(explorer, asks, tmp_path, monkeypa
         monkeypatch.setenv("MESHWRIGHT_TOKEN", "secret")
         test = explorer("plans", model="llama3.2-1b", cluster="h200x4", batch="12")
         wait_until(
-            lambda: [(job["command"], job["state"]) for job in service.jobs().newest(10)] == [("suggest", "done")], 90
+            lambda: [(job["command"], job["state"]) for job in service.jobs().jobs(limit=10)] == [("suggest", "done")],
+            90,
         )
         shown = metrics(test.run())  # where the answer came after the page
         assert shown["Best step"].endswith("s")
         assert shown.keys() == alone.keys()
-        assert service.jobs().read("0" * 32) is None
+        assert service.read("0" * 32) is None
 
         asks(there.url)
         monkeypatch.setenv("MESHWRIGHT_TOKEN", "another")

@@ -54,7 +54,7 @@ def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
     (kept,) = queue.jobs.newest(service.USER, 10)
     seen = []
     ends = time.monotonic() + PATIENT_S
-    while service.jobs().read(kept["id"])["state"] in {"queued", "running"}:
+    while service.read(kept["id"])["state"] in {"queued", "running"}:
         assert time.monotonic() < ends
         seen.append(points_of(service.jobs().so_far(kept["id"]).decode(), "run"))
         time.sleep(0.1)
@@ -90,10 +90,10 @@ def test_a_tuning_on_recorded_runs_is_followed_and_ends_with_its_best_plan(explo
     """What a trial would measure is looked up, so no GPU is needed; trials and beliefs are those of the state file."""
     recorded = (ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json").read_bytes()
     said_ = jobs.tune_request(Inputs(), "meshwright", "cuda", 5, 2, BytesIO(recorded))
-    job = service.jobs().ask("tune", said_)
+    job = service.jobs().submit("tune", said_)
     seen = set()
     ends = time.monotonic() + PATIENT_S
-    while (found := service.jobs().read(job))["state"] not in {"done", "failed"}:
+    while (found := service.read(job))["state"] not in {"done", "failed"}:
         assert time.monotonic() < ends
         seen.add(service.jobs().so_far(job)[:20])
         time.sleep(0.2)
@@ -126,7 +126,7 @@ def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refus
     test.button[0].click().run()
     (job,) = (row["id"] for row in queue.jobs.newest(service.USER, 10))
     ends = time.monotonic() + PATIENT_S
-    while (found := service.jobs().read(job))["state"] not in {"done", "failed"}:
+    while (found := service.read(job))["state"] not in {"done", "failed"}:
         assert time.monotonic() < ends
         time.sleep(0.2)
     assert found["state"] == "done", found["error"]

@@ -26,24 +26,29 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"
+NOT_FOUND = 404
 PATIENCE_S = 5.0  # seconds to wait for a service that does not answer, while a user waits
 
 
 class LocalQueue:
-    """The queue in this process. Documents are those of `GET /v1/jobs/{job}`; methods raise PlannerError."""
+    """The queue in this process, with the methods of `planner.remote.client.Client` that pages use."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
 
-    def ask(self, command: str, said: JsonObject) -> str:
-        return self.queue.ask(USER, command, said)
+    def submit(self, command: str, flags: JsonObject) -> str:
+        return self.queue.ask(USER, command, flags)
 
-    def read(self, job: str) -> JobDocument | None:
+    def job(self, job: str) -> JsonObject:
         found = self.queue.read(USER, job)
-        return None if found is None else cast("JobDocument", found.model_dump())
+        if found is None:
+            error = ServiceError("there is no such job")
+            error.status = NOT_FOUND
+            raise error
+        return found.model_dump()
 
-    def newest(self, limit: int) -> list[JobDocument]:
-        return [cast("JobDocument", one.model_dump()) for one in self.queue.newest(USER, limit)]
+    def jobs(self, *, limit: int) -> list[JsonObject]:
+        return [one.model_dump() for one in self.queue.newest(USER, limit)]
 
     def cancel(self, job: str) -> None:
         self.queue.cancel(USER, job)
@@ -53,36 +58,6 @@ class LocalQueue:
 
     def content(self, artifact: Artifact) -> bytes:
         return self.queue.files.path(artifact["sha256"]).read_bytes()
-
-
-class RemoteService:
-    """A service elsewhere, asked by the methods of `LocalQueue`."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    def ask(self, command: str, said: JsonObject) -> str:
-        return self.client.submit(command, said)
-
-    def read(self, job: str) -> JobDocument | None:
-        try:
-            return cast("JobDocument", self.client.job(job))
-        except ServiceError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def newest(self, limit: int) -> list[JobDocument]:
-        return cast("list[JobDocument]", self.client.jobs(limit=limit))
-
-    def cancel(self, job: str) -> None:
-        self.client.cancel(job)
-
-    def so_far(self, job: str) -> bytes:
-        return self.client.so_far(job)
-
-    def content(self, artifact: Artifact) -> bytes:
-        return self.client.content(dict(artifact))
 
 
 def server() -> str | None:
@@ -96,9 +71,19 @@ def missing() -> list[str]:
 
 
 @st.cache_resource(show_spinner=False)
-def jobs() -> LocalQueue | RemoteService:
+def jobs() -> LocalQueue | Client:
     """Return the jobs that all sessions share. Raises PlannerError where the service or the database cannot be used."""
-    return RemoteService(client()) if server() else LocalQueue(queue())
+    return client() if server() else LocalQueue(queue())
+
+
+def read(job: str) -> JobDocument | None:
+    """Return a job's document; None for an unknown id. Raises PlannerError."""
+    try:
+        return cast("JobDocument", jobs().job(job))
+    except ServiceError as error:
+        if error.status == NOT_FOUND:
+            return None
+        raise
 
 
 @st.cache_resource(show_spinner=False)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from simulator.runtimes.stated_adapter import resolve_adapter
 from torch import nn
 
 from executor.model import vocabulary_loss
@@ -27,6 +26,7 @@ from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.runtimes.stated import resolve_adapter
 from topology import codec
 
 LLAMA = {
