@@ -47,10 +47,16 @@ class Timer:
         self._product_s = 0.0
 
     def measure(
-        self, call: Callable[[], object], *, seconds: float = 0.08, rounds: int = 5, settle_s: float = 0.0
+        self,
+        call: Callable[[], object],
+        *,
+        seconds: float = 0.08,
+        rounds: int = 5,
+        settle_s: float = 0.0,
+        queue_s: float = QUEUE_S,
     ) -> Timing:
-        """Return the time of one `call`, from at least `rounds` groups of calls over at least `seconds`; calls of the
-        first `settle_s` seconds are not counted.
+        """Return the time of one `call`, from at least `rounds` groups of calls, of `queue_s` seconds each, over at
+        least `seconds`; calls of the first `settle_s` seconds are not counted.
         """
         began = time.monotonic()
         if not self.cuda:
@@ -59,7 +65,7 @@ class Timer:
         first = self._group(call, 1, 0.0)[0]
         one, host = self._group(call, 2, 0.0)
         one = min(first, one)
-        calls = max(1, min(200, int(QUEUE_S / max(one, host, 1e-6))))
+        calls = max(1, min(200, int(queue_s / max(one, host, 1e-6))))
         times: list[float] = []
         hosts: list[float] = []
         settled = time.monotonic() + settle_s

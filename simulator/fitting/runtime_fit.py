@@ -243,13 +243,13 @@ def _solve_factors(
     return np.array([factor, factor, step_s])
 
 
-def _own_factors(matrix: Floats, left: Floats, noise: Floats, common: Floats) -> Floats:
-    """Return (factor of layers, factor of others) of one shape, fitted to its runs, each with its `noise`, and to the
-    `common` factors, from which shapes differ by `SHAPE_SPREAD`.
+def _own_factors(matrix: Floats, left: Floats, common: Floats) -> Floats:
+    """Return (factor of layers, factor of others) of one shape, fitted to its runs and to the `common` factors, from
+    which shapes differ by `SHAPE_SPREAD`.
     """
-    rows = np.vstack([matrix[:, :2] / noise[:, None], np.eye(2) / SHAPE_SPREAD])
-    wanted = np.append((left - matrix[:, 2] * common[2]) / noise, common[:2] / SHAPE_SPREAD)
-    found = scipy.linalg.lstsq(rows, wanted)[0]
+    weight = RUN_SPREAD / SHAPE_SPREAD
+    rows = np.vstack([matrix[:, :2], weight * np.eye(2)])
+    found = scipy.linalg.lstsq(rows, np.append(left - matrix[:, 2] * common[2], weight * common[:2]))[0]
     return np.asarray(np.clip(found, *FACTORS))
 
 
@@ -324,7 +324,7 @@ class _Fit:
             noise[two] *= np.hypot(scale[one], scale[two]) / np.maximum(scale[two] - scale[one], LEAST_S)
             rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
         usable = scale > 0
-        # A shape says less of others where its runs say little of it.
+        # What a shape says of others is off by as much as they differ, and by the noise of its runs.
         spread = scale * np.hypot(SHAPE_SPREAD, noise) / SHAPE_SPREAD
         answer = _solve_factors(
             rows[usable] / spread[usable, None],
@@ -335,7 +335,7 @@ class _Fit:
             most_s=most_s,
         )
         own = {
-            shape: _own_factors(rows[of] / scale[of, None], left[of] / scale[of], noise[of], answer)
+            shape: _own_factors(rows[of] / scale[of, None], left[of] / scale[of], answer)
             for shape in {run.layer for run in self.device_bound}
             if np.any(of := usable & [run.layer == shape for run in self.device_bound])
         }

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.analytical.account import AccountInputs
+from simulator.analytical.clocks import fastest
 from simulator.analytical.memory import memory_columns
 from simulator.bounds.lower_bound import ENDS
 from simulator.bounds.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
@@ -249,10 +250,8 @@ def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...
 def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
     """Return the largest number of layers of a rank whose kernels take no more than `cutoff_s`."""
     blocks = [block for name, block in single.blocks.items() if name not in ENDS]
-    fastest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
-    calibration = single.context.calibration
-    burst = calibration.burst if calibration is not None else 1.0
-    layer_s = float(single.table.micro_batches[0]) * min(1.0, burst) * fastest
+    shortest_s = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
+    layer_s = float(single.table.micro_batches[0]) * fastest(single.context) * shortest_s
     layers = single.screening.scenario.model.layers
     return int(cutoff_s / layer_s) if layer_s * layers > cutoff_s else layers
 
