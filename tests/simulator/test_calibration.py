@@ -497,7 +497,7 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
     assert second_layer(as_own, "meshwright") == pytest.approx(second_layer(shipped(4), "torchtitan"), rel=0.1)
 
 
-def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_and_exchanged_heads() -> None:
+def test_the_executor_runs_torchtitans_operators_but_for_rotary_positions_fused_norms_and_exchanged_heads() -> None:
     titan, executor = (runtime_spec(name) for name in ("torchtitan", "meshwright"))
     rotary = {"rotary", "rotary_kernel"}
 
