@@ -7,7 +7,7 @@ long as collectives last, kernels give up SMs and memory bandwidth to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -27,10 +27,22 @@ PARTS = (
     *("packing", "orthogonal"),
 )
 LOST = ("contention", "packing")
+somewhere = np.logical_or.reduce  # an array's `any` is this behind two more functions
 
 
 # Streams whose collectives may run at once: sharding, and sums over replicas of the shards.
 CONCURRENT = {STREAM: REPLICAS, REPLICAS: STREAM}
+
+
+class StreamClocks(dict[str, Floats]):
+    """When streams are done; one on which nothing has run yet is done at zero."""
+
+    def __init__(self, clocks: Mapping[str, Floats], zero: Floats) -> None:
+        super().__init__(clocks)
+        self.zero = zero
+
+    def __missing__(self, stream: str) -> Floats:
+        return self.zero
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
@@ -41,7 +53,7 @@ class RankTimeline:
     """Counts the seconds of one pipeline rank for all plans of a table, or of `several` ranks that begin their passes
     at different times.
 
-    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
+    StreamClocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
     """
 
     def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
@@ -49,7 +61,7 @@ class RankTimeline:
         self.rows = blocks.rows
         self._zero = np.zeros((several, self.rows) if several else self.rows)
         self.host: Floats = self._zero
-        self.clocks: dict[str, Floats] = {COMPUTE: self._zero}
+        self.clocks = StreamClocks({COMPUTE: self._zero}, self._zero)
         self.parts: dict[str, Floats] = dict.fromkeys(PARTS, self._zero)
         self._ran: Ran = {}  # by id: a pass and how often it ran
         self._beside: dict[str, Background] = {}
@@ -119,7 +131,7 @@ class RankTimeline:
         on = np.where(waited > 0, np.maximum(on - waited, self.compute - clocks.get(COMPUTE, self._zero)), on)
         self.host = self.host + times * on
         self._held_up = self._held_up + times * waited
-        self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
+        self.clocks = StreamClocks({name: clock + ahead[name] for name, clock in self.clocks.items()}, self._zero)
         # A stream on which nothing has run yet has no clock.
         self._events = {name: (stream, at + ahead.get(stream, 0.0)) for name, (stream, at) in self._events.items()}
         self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
@@ -161,7 +173,7 @@ class RankTimeline:
         the repetitions until then.
         """
         lost = {name: self.parts[name] - since[3][name] for name in LOST}
-        left = np.max([self._clock(stream) for stream in WIRES], axis=0) - self.compute
+        left = np.max([self.clocks[stream] for stream in WIRES], axis=0) - self.compute
         lasting = np.clip(left / np.maximum(self.compute - since[2][COMPUTE], TINY), 0.0, times)
         wires = {name: self.clocks[name] for name in WIRES if name in self.clocks}
         self.repeat(since, times)
@@ -250,12 +262,12 @@ class RankTimeline:
 
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names
         self._sends = True
-        start = np.maximum(self._clock(stream), self.host)
+        start = np.maximum(self.clocks[stream], self.host)
         self.clocks[stream] = np.asarray(start + nbytes / self.traffic.host_copy_bytes_per_s)
 
     def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
         seconds = moved_bytes / self.traffic.host_update_bytes_per_s
-        self.host = np.asarray(np.maximum(self.host, self._clock(after)) + seconds)
+        self.host = np.asarray(np.maximum(self.host, self.clocks[after]) + seconds)
         if name == "optimizer":
             self._wait(COMPUTE, self.host, "optimizer")
 
@@ -268,7 +280,7 @@ class RankTimeline:
         self._sends = True
         once = isinstance(times, float) and times == 1.0
         self.host = self.host + (cost.host_s if once else times * cost.host_s)
-        now = self._clock(stream)
+        now = self.clocks[stream]
         start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
         end = start + seconds
         self._hold_up(start, end, cost, part)
@@ -280,7 +292,7 @@ class RankTimeline:
         since, until = self._busy.get(stream, (start, start))
         before, pauses = self._beside.get(stream), start > until
         self._busy[stream] = np.where(pauses, start, since), self.clocks[stream]
-        if before is not None and (ahead := pauses & (until > self.compute)).any():
+        if before is not None and somewhere(ahead := pauses & (until > self.compute), axis=None):
             self._earlier[stream] = since, np.where(ahead, until, self.compute), before
         if before is not cost:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
@@ -292,16 +304,16 @@ class RankTimeline:
             self.met = np.maximum(self.compute, self.host)
             if self.meeting is not None:
                 self._wait(COMPUTE, self.meeting, "bubble")
-        end = np.maximum(np.maximum(self.compute, self._clock(stream)), self.host) + seconds
+        end = np.maximum(np.maximum(self.compute, self.clocks[stream]), self.host) + seconds
         self._wait(COMPUTE, np.where(seconds > 0, end, self.compute), "dp")
 
     def after(self, stream: str, other: str) -> None:
-        self._wait(stream, self._clock(other))
+        self._wait(stream, self.clocks[other])
 
     def record(self, stream: str) -> str:
         self._recorded += 1
         name = f"event{self._recorded}"
-        self._events[name] = stream, self._clock(stream)
+        self._events[name] = stream, self.clocks[stream]
         return name
 
     def wait(self, stream: str, event: str) -> None:
@@ -313,11 +325,8 @@ class RankTimeline:
 
     # --- clocks -------------------------------------------------------------------------------------------------
 
-    def _clock(self, stream: str) -> Floats:
-        return self.clocks.get(stream, self._zero)
-
     def _wait(self, stream: str, until: Floats, part: str = "dp") -> None:
-        now = self._clock(stream)
+        now = self.clocks[stream]
         later = np.maximum(now, until)
         if stream == COMPUTE:
             self.parts[part] = self.parts[part] + (later - now)
@@ -325,7 +334,7 @@ class RankTimeline:
 
     def _hold_up(self, start: Floats, end: Floats, cost: Background, part: str) -> None:
         """Lengthen the last pass, already counted, by a collective that begins before the pass ends."""
-        if self._last is None or not (start < self.compute).any():
+        if self._last is None or not somewhere(start < self.compute, axis=None):
             return
         begun, times = self._last
         together = np.maximum(np.minimum(end, self.compute) - np.maximum(start, begun), 0.0)
@@ -337,7 +346,7 @@ class RankTimeline:
         """Return by how much the collective under way on `stream` delays a new one; the one under way is delayed as
         well.
         """
-        left = np.maximum(self._clock(stream) - start, 0.0)
+        left = np.maximum(self.clocks[stream] - start, 0.0)
         mine, theirs = cost.speeds_beside(other)
         together = np.minimum(seconds / mine, left / theirs)
         self._delay(stream, start, together * (1.0 - theirs))
@@ -345,7 +354,7 @@ class RankTimeline:
 
     def _delay(self, stream: str, since: Floats, late: Floats) -> None:
         """Delay what is under way on a stream, and events of it after `since`."""
-        self.clocks[stream] = self._clock(stream) + late
+        self.clocks[stream] = self.clocks[stream] + late
         if stream in self._busy:
             self._busy[stream] = self._busy[stream][0], self._busy[stream][1] + late
         self._events = {
@@ -398,16 +407,16 @@ class RankTimeline:
         """Return the collectives that are not over at `start`: (stream, cost, start or None, end)."""
         found: list[tuple[str, Background, Floats | None, Floats]] = []
         for stream, (since, until, cost) in [*self._earlier.items()]:
-            if (until > start).any():
+            if somewhere(until > start, axis=None):
                 found.append((stream, cost, since, until))
             else:
                 del self._earlier[stream]
         for stream, cost in self._beside.items():
             until = self._until(stream)
-            if (until > start).any():
+            if somewhere(until > start, axis=None):
                 found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
         return found
 
     def _until(self, stream: str) -> Floats:
         """Return when what a stream has under way ends; its clock may be later, if it waits for another stream then."""
-        return self._busy[stream][1] if stream in self._busy else self._clock(stream)
+        return self._busy[stream][1] if stream in self._busy else self.clocks[stream]

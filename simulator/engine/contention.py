@@ -65,10 +65,14 @@ class _Sms:
     held: float = 0.0
     taken: list[float] = field(default_factory=list)
     kernels: dict[Activity, None] = field(default_factory=dict)
+    left: float = field(init=False)
 
-    @property
-    def left(self) -> float:
-        return max(0.0, self.total - self.held) * prod([1.0 - share for share in self.taken])
+    def __post_init__(self) -> None:
+        self.share()
+
+    def share(self) -> None:
+        """Find what is left for kernels, after a change of what is held or taken."""
+        self.left = max(0.0, self.total - self.held) * prod([1.0 - share for share in self.taken])
 
     @property
     def full(self) -> bool:
@@ -114,6 +118,7 @@ class Contention:
         pool = self._sms[gpu]
         was_full = pool.full
         pool.held += sms
+        pool.share()
         self._have_changed(pool, was_full=was_full)
 
     def take(self, gpu: int, share: float) -> Callable[[object], None]:
@@ -121,11 +126,13 @@ class Contention:
         pool = self._sms[gpu]
         was_full = pool.full
         pool.taken.append(share)
+        pool.share()
         self._have_changed(pool, was_full=was_full)
 
         def give_back(_: object) -> None:
             was_full = pool.full
             pool.taken.remove(share)
+            pool.share()
             self._have_changed(pool, was_full=was_full)
 
         return give_back

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -154,15 +155,22 @@ def tensor_bytes(tensor: str, sizes: Mapping[str, Floats], dtype_bytes: DtypeByt
     return product(axes.split(), sizes) * dtype_bytes(dtype or "compute")
 
 
+@lru_cache(maxsize=1 << 10)
+def _factor(axis: str) -> tuple[float, str]:
+    """Return the factor and the name of an axis such as `2*f`."""
+    factor, _, name = axis.rpartition("*")
+    return float(factor) if factor else 1.0, name
+
+
 def product(axes: list[str], sizes: Mapping[str, Floats]) -> Floats:
     total = sizes["one"]
     for axis in axes:
-        factor, _, name = axis.rpartition("*")
+        factor, name = _factor(axis)
         if name not in sizes:
             raise BadInput(
                 f"runtime description uses unknown axis {name!r}", why=f"known here: {', '.join(sorted(sizes))}"
             )
-        total = total * sizes[name] * (float(factor) if factor else 1.0)
+        total = total * sizes[name] * factor
     return total
 
 

@@ -6,11 +6,13 @@ pass, unless the pass maps more pages. Where it does not is known from the longe
 (`room_bytes`).
 
 That a pass is of this kind shows when one like it is replayed: of units that are alike, with the same tensors of the
-forward pass, on a rank that holds as many others. What it asks for follows from these.
+forward pass, on a rank that holds as many others. What it asks for follows from these. To see it takes as long as
+another pass, so it is looked for where several more are to come.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from simulator.memory.growing import GrowingAllocator, Played, PoolKey
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank import RankReplay
 from simulator.pipeline.schedules.table import Action, Kind
+
+WORTH_SEEING = 2  # passes of a stage to come, of which the last one is not like the others
 
 
 class Turn(NamedTuple):
@@ -40,15 +44,20 @@ class ShortReplay(RankReplay):
         super().__init__(plan, rank, memory, micro_batches=micro_batches)
         self.moves_away = plan.away or bool(self.spec.away_layers)  # layers go to the host one after the other
         self._zero = tuple(self.zero.values())
+        self._to_come = Counter((action.kind, action.stage) for action in self.row)
 
     def run(self, action: Action) -> None:
         if action.parts or action.kind is Kind.FORWARD or self.moves_away:
             super().run(action)
             return
         key, turns = self._key(action), self.plan.turns
+        self._to_come[action.kind, action.stage] -= 1
         if key not in turns:  # the first of a kind is often the only one
             turns[key] = ()
         elif turns[key] == ():
+            if self._to_come[action.kind, action.stage] <= WORTH_SEEING:
+                super().run(action)
+                return
             turns[key] = self._run_and_see(action)
             return
         elif (turn := turns[key]) is not None and self._has_room(turn):
@@ -118,11 +127,12 @@ class PassLog(Played):
         self.memory = memory
         self.born: dict[int, Block] = {}  # blocks that the pass has allocated and not freed
         self.freed: list[Block] = []  # blocks that it has freed and that were there before
-        self._asked: dict[PoolKey, list[int]] = {}  # by pool, bytes allocated and, negative, freed
+        # By stream, for its small and its large pool: bytes allocated and, negative, freed.
+        self._asked: defaultdict[str, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
 
     def play(self, events: Iterable[TensorEvent], slots: dict[int, Block], stream: str) -> None:
         before, sizes = {**slots}, dict[int, int]()  # the latter of what is allocated here
-        small, large = (self._asked.setdefault((stream, pool), []) for pool in (0, 1))
+        small, large = self._asked[stream]
         self.memory.play(events, slots, stream)
         for slot, size in events:
             if size:
@@ -136,12 +146,15 @@ class PassLog(Played):
                 if self.born.pop(id(block), None) is None:
                     self.freed.append(block)
                 else:
-                    self._asked[block[0]].append(-block[2])
-        self.born |= {id(block): block for block in map(slots.__getitem__, sizes)}
+                    (own, pool), _, nbytes = block
+                    self._asked[own][pool].append(-nbytes)
+        for slot in sizes:
+            self.born[id(slots[slot])] = slots[slot]
 
     def room_bytes(self) -> dict[PoolKey, int]:
         """Return for each pool the bytes of a run of free addresses that hold all that was asked for."""
-        return {key: _room_bytes(asked) for key, asked in self._asked.items() if asked}
+        every = ((stream, which, asked) for stream, pools in self._asked.items() for which, asked in enumerate(pools))
+        return {(stream, which): _room_bytes(asked) for stream, which, asked in every if asked}
 
 
 def _room_bytes(asked: Iterable[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from simulator.kernels.operators import OperatorSpec
@@ -239,11 +240,16 @@ class RecomputeSpec:
     layers: float = 1.0
 
     def runs_again(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
+        return _matches(name, self.recomputes)
 
     def lets_go(self, name: str) -> bool:
         """Return whether the tensors that an operator saves are recomputed instead."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.drops)
+        return _matches(name, self.drops)
+
+
+@lru_cache(maxsize=1 << 12)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 MODULES = "+"  # joins the names of modules that are recomputed together

@@ -81,21 +81,24 @@ class CostContext:
         data-parallel ranks gather parameters (`gathered`). `packed` is the type of frozen weights, `trained` that of
         trained parameters.
         """
-        if name in {"low", "low_copies", "low_transposed", "gathered"}:
-            return self._low_bytes(name)
-        named = {
-            "compute": self.runtime.activation_dtype,
-            "param": self.runtime.param_dtype,
-            "trained": trained_dtype(self.runtime, wide_adapters=self.spec.wide_adapters),
-            "reduce": self.runtime.reduce_dtype,
-        }
-        if name == "packed":
-            adapter = self.runtime.adapter
-            kept = adapter.base_weights if adapter is not None else ""
-            return BASE_BYTES[kept] if kept else self.dtype_bytes("param")
-        if name in named:
-            return float(DTYPE_BYTES[named[name]])
-        return FIXED_DTYPE_BYTES[name]
+        match name:
+            case "low" | "low_copies" | "low_transposed" | "gathered":
+                return self._low_bytes(name)
+            case "packed":
+                adapter = self.runtime.adapter
+                kept = adapter.base_weights if adapter is not None else ""
+                return BASE_BYTES[kept] if kept else self.dtype_bytes("param")
+            case "compute":
+                named = self.runtime.activation_dtype
+            case "param":
+                named = self.runtime.param_dtype
+            case "trained":
+                named = trained_dtype(self.runtime, wide_adapters=self.spec.wide_adapters)
+            case "reduce":
+                named = self.runtime.reduce_dtype
+            case _:
+                return FIXED_DTYPE_BYTES[name]
+        return float(DTYPE_BYTES[named])
 
     def _low_bytes(self, name: str) -> float:
         recipe, low = recipe_of(self.runtime), self.spec.low_precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -218,18 +219,12 @@ def folded(units: Sequence[Unit]) -> list[Unit]:
     traffic of the model's ends.
     """
     found: list[Unit] = []
-    for unit in units:
-        run = found[-5:]
-        if len(run) == 5 and all(_equal(one, unit) for one in run):
-            found[-3] = replace(found[-3], repeats=found[-3].repeats + 1)
-            found[-2], found[-1] = found[-1], unit
-        else:
-            found.append(unit)
+    for _, run in groupby(units, key=lambda unit: (unit.code, unit.wrapped, id(unit.words))):
+        alike = [*run]
+        if len(alike) > 5:
+            alike[2:-2] = [replace(alike[2], repeats=len(alike) - 4)]
+        found += alike
     return found
-
-
-def _equal(one: Unit, other: Unit) -> bool:
-    return one.code == other.code and one.wrapped == other.wrapped and one.words is other.words
 
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:

@@ -96,7 +96,8 @@ def assign_stages(
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
         try:
             asked = (screening, framework, *next(prepared), recomputes)
-            solve, room = (partial(ask, *asked, cutoff_s=limit) for ask in (solve_stages, has_room))
+            solve = partial(solve_stages, *asked, cutoff_s=limit)
+            room = partial(has_room, *asked, cutoff_s=limit)
             found, step_s = _fitting(screening, solve, room, replays)
         except Unproved:
             left_s = explored.least_near_s
