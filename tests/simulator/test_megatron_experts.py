@@ -26,7 +26,7 @@ MODEL = Model(
     vocab=1024,
     moe=EXPERTS,
 )
-AXES = "one t u h E e n m r x g y z gfe fe qkv qkx q kv v b s S j a d k"
+AXES = "one t u h E e n m r x g y z gfe fe qkv qkx q kv v b s S D P w j a d k"
 SIZES = {name: np.full(1, 8.0) for name in AXES.split()}
 
 
