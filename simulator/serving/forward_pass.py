@@ -6,6 +6,7 @@ prompts and attention of answers (`step_attention`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -46,6 +47,8 @@ class ForwardPass:
     _limited: Floats = field(init=False)  # seconds of products that a GPU's power limits where it does nothing else
     _delayed: Floats = field(init=False)  # by which they are longer than at full clocks
     _held_from: float = field(init=False)  # tokens up to which the power limit delays nothing
+    _grid: list[float] = field(init=False)  # `_tokens`, and both at them, as Python numbers
+    _held: list[tuple[float, float]] = field(init=False)
     _power: PowerLimit = field(init=False)
     _seconds: Floats = field(init=False)
     _rows: Floats = field(init=False)
@@ -102,6 +105,8 @@ class ForwardPass:
         self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._held_from = float(self._tokens[np.argmax(self._delayed > 0.0) - 1]) if np.any(self._delayed) else np.inf
         self._steps_s, self._heads_s = self._seconds.tolist(), self._head.tolist()
+        self._grid = self._tokens.tolist()
+        self._held = list(zip(self._limited.tolist(), self._delayed.tolist(), strict=True))
         self.launches = replace(self.launches, engine=self.engine)  # whose times may be measured ones by now
         self._issue_s, self._issue_attention_s = self.launches.seconds, self.launches.attention_s
 
@@ -261,8 +266,12 @@ class ForwardPass:
         tokens = self._of_fullest(prompt_tokens, sequences, readers)
         if tokens <= self._held_from:
             return 0.0
-        limited, delayed = self._at(tokens, self._limited), self._at(tokens, self._delayed)
-        return delayed * self._power.held_back(limited, moving_s=others_s, attending_s=read_s, before_s=rested_s)
+        place = min(bisect_left(self._grid, tokens), len(self._grid) - 1)
+        part = (tokens - self._grid[place - 1]) / (self._grid[place] - self._grid[place - 1])
+        (limited, delayed), (limited_more, delayed_more) = self._held[place - 1], self._held[place]
+        return (delayed + part * (delayed_more - delayed)) * self._power.held_back(
+            limited + part * (limited_more - limited), moving_s=others_s, attending_s=read_s, before_s=rested_s
+        )
 
     def _at(self, tokens: float, seconds: Floats) -> float:
         """Return tabulated seconds at `tokens`; beyond a full step they grow in proportion."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.analytical.clocks import ATTENDING, IDLE, MOVING, POWER_WINDOW_S, ROUNDS, drawn
+from simulator.kernels.power_draw import ATTENDING, IDLE, MOVING, POWER_WINDOW_S, drawn
 from simulator.kernels.roofline import Roofline, efficiency
 from topology.cluster import GpuKind
 
-# Power of steps that read weights and caches at the full rate of memory, as `MOVING` of clocks.py: eight answers of 8B
-# and of 3B that go on alone draw 534 and 468 W of 700 (examples/validation/serving_2xH200.md, one H200).
+# Power of steps that read weights and caches at the full rate of memory, as `MOVING` of power_draw.py: eight answers
+# of 8B and of 3B that go on alone draw 534 and 468 W of 700 (examples/validation/serving_2xH200.md, one H200).
 STREAMING = 0.72
+CLOSE = 1e-3  # change of clocks at which a balance is found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,9 @@ class PowerLimit:
         """
         spare = self.moving * max(0.0, moving_s - self.least * limited_s) + self.attending * attending_s
         spare += min(self.streaming * before_s, self.paused_s)
-        taken = 1.0
-        for _ in range(ROUNDS):
-            taken, before = max((taken * limited_s / (taken * limited_s + spare)) ** self.exponent, self.least), taken
-            if before - taken < 1e-3:
-                break
+        taken, before = 1.0, 2.0
+        while before - taken > CLOSE:
+            taken, before = (taken * limited_s / (taken * limited_s + spare)) ** self.exponent, taken
+            if taken <= self.least:
+                return 0.0
         return (taken - self.least) / (1.0 - self.least)

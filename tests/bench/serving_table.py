@@ -325,12 +325,12 @@ inference-sim/inference-sim @f90a1e3, testdata/roofline_goldendataset.json), nex
 (`tests/bench/against_vidur.py`). A point is a rate of requests for ten or twenty minutes. Nothing here was fitted to them. "Ours" were
 given what others were: of prompts the system prompt, a tenth to a fifth, is cached. The load has 23 to 50 prompts that it sends over
 and over (kubernetes-sigs/inference-perf, shared_prefix_datagen.py: prompts are taken modulo their number), and vLLM keeps them:
-"prompts cached" counts each prompt but its last block as cached, which explains first tokens of the dense models within 2 to 20 %. Not stated is
-whether earlier turns were sent as well, as the load's `enable_multi_turn_chat` would have it. Scout's tokens are early by a quarter
-to a third.
+"prompts cached" counts each prompt but its last block as cached, which explains first tokens of the dense models within 3 to 23 %. Not stated is
+whether earlier turns were sent as well, as the load's `enable_multi_turn_chat` would have it. Scout's tokens are early by 30
+to 40 %.
 
 vidur answers three of these points, Llama 2 7B, with the measured lengths of each request, and is nearer: 16 against
-22 % in tokens, 15 against 38 in first tokens (16 with prompts cached). Its other published points, about nine of 49 runs, are in files that
+20 % in tokens, 15 against 40 in first tokens (20 with prompts cached). Its other published points, about nine of 49 runs, are in files that
 the source does not have. vidur itself was not run: its package (0.0.26)
 has no profiles, and the tables of attention of its repository (microsoft/vidur @7d47513, data/profiling/compute/*/attention.csv)
 are files of 10 to 17 MB that the copy at hand leaves out.
