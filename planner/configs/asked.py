@@ -190,6 +190,10 @@ def _machine(configuration: Configuration, flags: CheckFlags, assumed: list[str]
     if gpus and not flags.gpus and configuration.in_a_comment:
         assumed.append(f"{gpus} GPUs (the file's own comment)")
     count = gpus or whole.gpu_count
+    if not gpus and configuration.machines and configuration.machines > whole.node_count:
+        each = whole.gpus_per_node // len({gpu.tray for gpu in whole.groups[0].node.gpus})
+        count = gpus = configuration.machines * each
+        assumed.append(f"{count} GPUs: {each} on each of the {configuration.machines} nodes that the file states")
     cluster = read_cluster(name, count, gpu=flags.gpu)
     if gpus and configuration.machines:
         cluster = _spread(cluster, name, count, configuration.machines, flags)

@@ -156,7 +156,11 @@ class Plan:
         longest=128,
         needs="tp",
     )
-    reshard_after_forward: bool | None = entry(None)  # None: the runtime's default
+    reshard_after_forward: bool | None = entry(  # None: the runtime's default
+        None,
+        flag="--reshard/--no-reshard",
+        help="FSDP frees a block's gathered parameters after its forward pass; default: the framework's.",
+    )
     # Empty: the runtime's most even split.
     layers_per_stage: tuple[int, ...] = entry(
         (),

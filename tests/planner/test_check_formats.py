@@ -428,6 +428,39 @@ def test_parameters_have_the_type_in_which_a_trainer_s_script_loads_them(
     assert (again.param_dtype, again.compute_dtype) == types[:2]
 
 
+ALST = """deepspeed_config:
+  zero_stage: 3
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 4
+parallelism_config:
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+"""  # examples/accelerate_configs/alst_ulysses_4gpu.yaml of TRL
+
+
+def test_sequence_parallelism_over_deepspeed_takes_ranks_from_data_parallelism(tmp_path: Path) -> None:
+    """`ParallelismConfig.total_size` of accelerate 1.15 is the product of all degrees."""
+    flags = CheckFlags(model="llama3-8b", seq_len=8192, global_batch=8, micro_batch=1)
+    found = ask(ALST, "a.yaml", flags)
+    plan = found.case.plan
+    wider = plan.with_(dp_replicate=1, cp=4)
+    diff = found.writer("a.yaml", flags).diff(wider)
+
+    assert (plan.dp_replicate, plan.cp, plan.cp_method, plan.zero_stage) == (2, 2, "all_to_all", 3)
+    assert found.configuration.unknown == ()
+    assert ask(patched(ALST, "a.yaml", diff, tmp_path), "a.yaml", flags).case.plan.cp == 4
+
+
+def test_nodes_that_a_recipe_states_are_those_it_is_checked_on() -> None:
+    """As examples/llm_benchmark of NeMo AutoModel state `benchmark.num_nodes`."""
+    found = ask(AUTOMODEL + "benchmark:\n  num_nodes: 8\n", "a.yaml", CheckFlags())
+
+    assert found.case.plan.gpus == 64
+    assert any("8 on each of the 8 nodes that the file states" in line for line in found.case.assumed)
+
+
 def test_attention_that_writes_its_scores_is_named_as_not_read() -> None:
     found = ask(ARGUMENTS + "max_length: 2048\nattn_implementation: eager\n", "a.yaml", CheckFlags(gpus=8))
 

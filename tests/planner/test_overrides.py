@@ -36,7 +36,7 @@ def asked(planner, *arguments):
 def test_a_changed_plan_costs_what_the_same_plan_by_flags_costs(planner, saved):
     plain = asked(planner, "--plan", saved)
     changed = asked(planner, "--plan", saved, "--tp", "2", "--seq-len", "4096", "--recompute", "full")
-    stated = ("--tp", "2", "--dp-shard", "8", "--micro-batch", "1", "--recompute", "full")
+    stated = ("--tp", "2", "--dp-shard", "8", "--micro-batch", "1", "--recompute", "full", "--reshard")
     by_flags = asked(planner, *MACHINE, "--seq-len", "4096", *stated)
 
     assert plain["changed"] == []
@@ -44,8 +44,7 @@ def test_a_changed_plan_costs_what_the_same_plan_by_flags_costs(planner, saved):
         changed["changed"]
     )
     assert changed["estimate"]["breakdown_s"] != plain["estimate"]["breakdown_s"]
-    # Resharding is a choice of the search that flags do not spell: torchtitan's own is the same without a pipeline.
-    assert changed["plan"] == by_flags["plan"] | {"reshard_after_forward": True}
+    assert changed["plan"] == by_flags["plan"]
     assert changed["estimate"] == by_flags["estimate"]
 
 

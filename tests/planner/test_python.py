@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import planner as package
 from planner import check, errors, estimate, load_plan, shard, suggest
 from planner.requests.flag import flags_of, from_keywords, shell_line, value_of
 from planner.requests.known import request_of
-from simulator.config.plan import Plan
+from simulator.config.plan import PLAN_FIELDS, Plan
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"model": "tiny-llama", "cluster": "h200x4", "seq_len": 4096, "global_batch": 8}
+DEFAULTS = {field.name: field.default for field in fields(Plan)}
 COMMANDS = ("suggest", "estimate", "explain", "trace", "apply", "tune", "validate", "check", "shard", "calibrate")
 
 
@@ -51,6 +53,24 @@ def test_estimate_is_the_command(planner):
     flags = {**SMALL, "tp": 2, "micro_batch": 1, "recompute": "full", "runtime": "torchtitan@0.2.2"}
 
     assert plain(estimate(**flags)) == plain(printed(planner, "estimate", **flags))
+
+
+def test_a_suggested_plan_stated_by_flags_is_estimated_as_it_was_listed():
+    """Flags state all that distinguishes the listed plans: of two A10 the fastest keep gathered parameters."""
+    about = {"model": "tiny-llama", "cluster": "2xA10", "seq_len": 512, "global_batch": 8}
+    flags = {known.name: known.parameter for known in PLAN_FIELDS.values() if known.flag}
+    narrow = {"dp_shard": 2, "recompute": "none", "micro_batch": "2,4", "all_variants": True, "simulate": False}
+    listed = suggest(**about, framework="torchtitan", top=4, **narrow).result.plans
+
+    assert {one.plan.reshard_after_forward for one in listed} >= {True, False}
+    for one in listed:
+        said = {flags[name]: value for name in flags if (value := getattr(one.plan, name)) != DEFAULTS[name]}
+        again = estimate(**about, runtime="torchtitan", **{"recompute": "none", **said})
+
+        assert again.figures.memory.reserved_bytes == one.estimate.memory.reserved_bytes
+        assert again.figures.step_s.value == pytest.approx(
+            one.estimate.step_s.value, rel=0.01
+        )  # simulated, and counted
 
 
 def test_check_and_shard_are_the_commands(planner):

@@ -109,14 +109,10 @@ def _read_trainer(settings: Settings) -> Stated:
 
 
 def loaded_in(settings: Settings) -> str | None:
-    """Return the type in which TRL's scripts load the model: `auto` is that of the checkpoint, taken to have 16 bits
-    where the run has.
-    """
+    """Return the type in which TRL's scripts load the model; `auto` is the checkpoint's, taken to be of 16 bits."""
     said = str(next((settings[key] for key in LOADED if settings.get(key)), "")).removeprefix("torch.")
     if said == "auto":
-        return next(
-            (kind for key, kind in (("bf16", "bfloat16"), ("fp16", "float16")) if settings.get(key) is True), None
-        )
+        return "float16" if settings.get("fp16") is True else "bfloat16"
     return said if said in {"bfloat16", "float16", "float32"} else None
 
 

@@ -124,6 +124,7 @@ FORMAT = YamlFormat(
     table=TABLE,
     describe=_describe,
     limits={"pp": None, "recompute": None},
+    nodes="benchmark.num_nodes",
     harmless=(
         r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
         r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"

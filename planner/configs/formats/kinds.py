@@ -145,11 +145,13 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
         r"|gpu_ids|enable_cpu_affinity|commands?|dynamo_config\..*|fsdp_config\.fsdp_(auto_wrap_policy|transformer_layer.*"
         r"|state_dict_type|use_orig_params|sync_module_states|cpu_ram_efficient_loading|backward_prefetch.*|forward_prefetch"
         r"|min_num_params)|deepspeed_config\.(deepspeed_multinode_launcher|zero3_(init_flag|save_16bit_model)"
-        r"|gradient_clipping|deepspeed_hostfile)|parallelism_config\.parallelism_config_(cp_backend|sp_.*)"
+        r"|gradient_clipping|deepspeed_hostfile)|parallelism_config\.parallelism_config_(cp_backend|sp_(backend|seq_length|attn).*)"
     )
     known = keys_of(accelerate_fields.TABLE) | {"deepspeed_config.gradient_accumulation_steps"}
     offload = {key for key in settings if "offload" in key and str(settings[key]).lower() in {"none", "false"}}
     count = settings.get("num_processes")
+    said_context = settings.get(accelerate_fields.ULYSSES)
+    context = said_context if type(said_context) is int and said_context > 0 else 1
     return Configuration(
         framework="accelerate",
         version="1.15.0",
@@ -166,7 +168,8 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
         limits={
             **WHOLE,
             "micro_batch_size": None,
-            **({"tp": ((1, 1),), "cp": ((1, 1),), "recompute": None} if zero else {}),
+            # Sequence parallelism over DeepSpeed needs the program's loss as well.
+            **({"tp": ((1, 1),), "cp": ((context, context),), "recompute": None} if zero else {}),
         },
     )
 

@@ -47,6 +47,7 @@ class YamlFormat:
     limits: Limits = field(default_factory=dict)
     rules: str = ""
     gpus: Callable[[Settings], int | None] = lambda _: None
+    nodes: str = ""  # the key for the number of nodes, where a file may state it without that of GPUs
     ready: Callable[[Settings], Settings] = dict
     behaves_as: Callable[[Settings], str] = lambda _: ""
 
@@ -80,6 +81,7 @@ class YamlFormat:
             unknown_model=described.unknown,
             no_cost=described.no_cost,
             gpus=self.gpus(settings),
+            machines=nodes if type(nodes := settings.get(self.nodes)) is int and nodes > 0 else None,
             unknown=not_understood(_said(settings), keys_of(self.table), self.harmless),
             assumed=described.assumed,
             behaves_as=self.behaves_as(settings),

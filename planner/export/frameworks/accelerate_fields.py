@@ -17,6 +17,7 @@ _RESHARD = "fsdp_config.fsdp_reshard_after_forward"
 _VERSION = "fsdp_config.fsdp_version"
 _RECOMPUTE = "fsdp_config.fsdp_activation_checkpointing"
 _ROTATE = "parallelism_config.parallelism_config_cp_comm_strategy"
+ULYSSES = "parallelism_config.parallelism_config_sp_size"  # DeepSpeed's, the only backend
 _ZERO = "deepspeed_config.zero_stage"
 _OFFLOAD = "fsdp_config.fsdp_offload_params"
 # FSDP1's strategies, by name or number (torch.distributed.fsdp.ShardingStrategy), with what keeps parameters gathered.
@@ -55,6 +56,8 @@ def _write_mesh(facts: Facts) -> Settings:
     settings: Settings = {"distributed_type": kind(facts), "num_processes": facts["gpus"]}
     if settings["distributed_type"] == "DEEPSPEED":
         settings[_ZERO] = facts["zero_stage"]
+        if facts["cp"] > 1:  # the degrees must multiply to all processes
+            settings |= {ULYSSES: facts["cp"], _MESH.format("dp_shard"): facts["dp_replicate"]}
     if settings["distributed_type"] == "FSDP" and _first_version(facts):
         settings[_STRATEGY] = _WORDS[facts["dp_replicate"] > 1, facts["reshard_after_forward"] is not False]
     elif settings["distributed_type"] == "FSDP":
@@ -76,7 +79,10 @@ def _read_mesh(settings: Settings, facts: Facts) -> Facts:
     if word in {"NO", "MULTI_GPU"}:
         return same | {"dp_replicate": gpus}
     if word == "DEEPSPEED":
-        return same | {"dp_replicate": gpus, "zero_stage": whole(settings, _ZERO, 2, least=0)}
+        cp = whole(settings, ULYSSES, 1)
+        if gpus % cp:
+            raise BadInput(f"{gpus} processes are not a multiple of {ULYSSES} {cp}")
+        return same | {"dp_replicate": gpus // cp, "cp": cp, "zero_stage": whole(settings, _ZERO, 2, least=0)}
     if word != "FSDP":
         raise BadInput(
             f"distributed_type {word[:40]!r} is not described", why="known: NO, MULTI_GPU, FSDP and DEEPSPEED"
@@ -151,6 +157,7 @@ TABLE: Table = (
             _RESHARD,
             _STRATEGY,
             _ZERO,
+            ULYSSES,
         ),
         write=_write_mesh,
         read=_read_mesh,
@@ -159,7 +166,11 @@ TABLE: Table = (
         keys=(_ROTATE,),
         write=_write_rotate,
         read=lambda settings, facts: {
-            "cp_method": one_of(settings, _ROTATE, ROTATE, "allgather") if facts["cp"] > 1 else None
+            "cp_method": None
+            if facts["cp"] == 1
+            else "all_to_all"
+            if facts["zero_stage"] is not None
+            else one_of(settings, _ROTATE, ROTATE, "allgather")
         },
     ),
     Entry(
