@@ -1,4 +1,4 @@
-"""The power that work on a GPU draws beside matrix products, and how long its limiter averages."""
+"""The power that work on a GPU draws next to matrix products, and how long its limiter averages."""
 
 from __future__ import annotations
 
