@@ -118,8 +118,9 @@ class Calibration:
     """Measurements of one machine. Parts that were not measured are empty, and return costs from the datasheet.
 
     `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest
-    over its time in a step of nothing but products. `gpu_measured`: there is more than collectives. `profile` is the fingerprint of the
-    profile. `current` is false for a profile of another driver or of long ago, which does not narrow any range.
+    over its time in a step of nothing but products. `gpu_measured`: there is more than collectives. `profile` is the
+    fingerprint of the profile. `current` is false for a profile of another driver or of long ago, which does not narrow
+    any range.
     """
 
     gpu: GpuKind

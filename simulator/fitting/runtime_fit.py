@@ -265,7 +265,6 @@ class _Fit:
     def __init__(self, runs: list[Run], cluster: Cluster, calibration: Calibration, boost_hz: float) -> None:
         self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
-
         self._parts: dict[tuple[object, ...], dict[str, float]] = {}
         self.host_bound, self.device_bound = [], []
         for run, parts in zip(runs, self._alone(runs), strict=True):
@@ -319,13 +318,12 @@ class _Fit:
         rows = np.array([one.row for one in device])
         left = np.array([one.left_s for one in device])
         scale = np.array([one.measured_s for one in device])
-        alone, noise = rows.copy(), RUN_SPREAD * np.ones(len(scale))
+        alone, noise = rows.copy(), np.full(len(scale), RUN_SPREAD)
         for one, two in pairs:
             noise[two] *= np.hypot(scale[one], scale[two]) / np.maximum(scale[two] - scale[one], LEAST_S)
             rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
         usable = scale > 0
-        # What a shape says of others is off by as much as they differ, and by the noise of its runs.
-        spread = scale * np.hypot(SHAPE_SPREAD, noise) / SHAPE_SPREAD
+        spread = scale * np.hypot(SHAPE_SPREAD, noise) / SHAPE_SPREAD  # of what a shape's runs say of other shapes
         answer = _solve_factors(
             rows[usable] / spread[usable, None],
             left[usable] / spread[usable],
@@ -375,18 +373,18 @@ class _Fit:
             layer = sum(more[name] - part[name] for name in KERNELS)
             inside = min(run.model.layers * layer, arithmetic)
             counted = (*KERNELS, "copies", "host")
-            clock_hz = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None
-            burst = self.calibration.burst
-            device = _Device(
-                measured_s=run.seconds,
-                layers_s=inside,
-                others_s=arithmetic - inside,
-                copies_s=part["copies"],
-                rest_s=sum(seconds for name, seconds in part.items() if name not in counted),
-                at_clock=max(burst, burst * self.boost_hz / clock_hz) if clock_hz else 1.0,
-                slower=float(table.clocks[row]),
+            clock_hz, burst = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None, self.calibration.burst
+            found.append(
+                _Device(
+                    measured_s=run.seconds,
+                    layers_s=inside,
+                    others_s=arithmetic - inside,
+                    copies_s=part["copies"],
+                    rest_s=sum(seconds for name, seconds in part.items() if name not in counted),
+                    at_clock=max(burst, burst * self.boost_hz / clock_hz) if clock_hz else 1.0,
+                    slower=float(table.clocks[row]),
+                )
             )
-            found.append(device)
         return found
 
     def _alone(self, runs: Sequence[Run]) -> list[dict[str, float]]:
