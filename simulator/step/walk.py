@@ -175,13 +175,11 @@ class StepWalk:
         whole = sum(u.repeats * u.trained.all for u in units)
         quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
         here = 0.0 if self.traffic.updates_on_host else owned
-        rank.update(
-            update_bytes(runtime, here, whole, matrices, self.context.table.micro_batches, quantised), owned
-        )
+        rank.update(update_bytes(runtime, here, whole, matrices, self.context.table.micro_batches, quantised), owned)
         return owned
 
     def _wait_for_tensors(self, rank: Rank, tensors: int) -> None:
-        """Issue host work for each of the updated `tensors`, for an optimizer whose updates wait for the host; the one for
+        """Issue host work for each updated tensor, for an optimizer whose updates wait for the host; the one for
         DTensors does not wait.
         """
         context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s

@@ -31,7 +31,11 @@ from topology.errors import PlannerError
 
 LONGEST_STEP_S = 1.5  # predicted
 TORCHTITAN = "0.2.2"
-LAST_DRAWS = {"0.1": ("2026-11-30", 26), "0.2": ("2026-11-30", 27), "0.3": ("2026-12-01", 30)}  # by version of our executor
+LAST_DRAWS = {
+    "0.1": ("2026-11-30", 26),
+    "0.2": ("2026-11-30", 27),
+    "0.3": ("2026-12-01", 30),
+}  # by version of our executor
 TRIES = 20000
 VOCABULARIES = (16384, 163840)  # torchtitan's test tokenizer has fewer words than the least
 LENGTHS = (512, 32768)

@@ -279,7 +279,7 @@ def test_megatron_calls_composable_kernel_on_amd_unless_it_multiplies_matrices()
         ("internevo", "2022-05", False),
         ("vectorlm", "0.1", False),
         ("meshwright", "0.1", True),
-        ("meshwright", "0.3.0", False),
+        ("meshwright", "0.4.0", False),
     ],
 )
 def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
