@@ -413,6 +413,8 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "topk": _topk,
     "aten.as_strided.default": lambda x, *where: x.contiguous().as_strided(*where),
     "aten.as_strided_scatter.default": _put_strided,
+    # The kernel makes a view of its product, which it cannot of operands that lie in another order.
+    "aten.kron.default": lambda x, y: torch.kron(x.contiguous(), y.contiguous()),
     "view_as_complex": lambda x: torch.view_as_complex(x.contiguous()),
     "put_back": _put_back,
     "loss_rows": _loss_rows,

@@ -391,6 +391,16 @@ def test_a_gradient_enters_attention_as_its_result_lies() -> None:
     torch.testing.assert_close(entered[0], other)
 
 
+def test_a_kronecker_product_takes_a_piece_that_was_gathered_along_its_last_dim() -> None:
+    """Such a piece lies in memory in another order, of which torch's own kernel cannot make a view."""
+    x, y = torch.arange(6.0).view(2, 3), torch.arange(4.0)[None]
+    kernel = Kernel(op="aten.kron.default", args=({"tensor": "x"}, {"tensor": "y"}))
+    like = Buffer(tensor="o", shape=(2, 12), dtype="f32", dims=((), ()), local=(2, 12))
+    found = run_kernel(kernel, {"x": x.t().contiguous().t(), "y": y}, Context(like, {}, Place({}, {})))
+
+    torch.testing.assert_close(found, torch.kron(x, y))
+
+
 @pytest.mark.parametrize("at", [1, 2])
 def test_rotary_positions_are_those_of_separate_operators(at: int) -> None:
     """With tokens before heads or after them; angles have gradients, too."""
