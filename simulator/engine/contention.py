@@ -190,7 +190,7 @@ class Contention:
                 for kernel, part in zip(kernels, parts, strict=True):
                     caps[kernel] = part / kernel.sms if kernel.sms else 1.0
         shared = {key: self._resources[key] for activity in activities for key, _ in activity.uses}
-        if any([resource.load > resource.full_above for resource in shared.values()]):
+        if any(resource.load > resource.full_above for resource in shared.values()):
             flows = [Flow(a.rate, a.uses, caps[a]) for a in activities]
             capacity = {key: resource.capacity for key, resource in shared.items()}
             speeds = max_min_speeds(flows, capacity)
