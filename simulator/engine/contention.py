@@ -51,10 +51,10 @@ class _Resource:
     watch: Callable[[float], None] | None = None
     load: float = 0.0  # total demand if every user ran at full speed
     users: dict[Activity, float] = field(default_factory=dict)
+    full_above: float = field(init=False)
 
-    @property
-    def full(self) -> bool:
-        return self.load > self.capacity * _ROUNDING
+    def __post_init__(self) -> None:
+        self.full_above = self.capacity * _ROUNDING
 
 
 @dataclass(slots=True)
@@ -149,7 +149,8 @@ class Contention:
 
     def _meets_others(self, activity: Activity) -> bool:
         for key, _ in activity.uses:
-            if self._resources[key].full:
+            resource = self._resources[key]
+            if resource.load > resource.full_above:
                 return True
         return activity.gpu is not None and self._sms[activity.gpu].full
 
@@ -165,8 +166,9 @@ class Contention:
             activity = frontier.pop()
             neighbours: list[Activity] = []
             for key, _ in activity.uses:
-                if self._resources[key].full:
-                    neighbours += self._resources[key].users
+                resource = self._resources[key]
+                if resource.load > resource.full_above:
+                    neighbours += resource.users
             if activity.gpu is not None and self._sms[activity.gpu].full:
                 neighbours += self._sms[activity.gpu].kernels
             for other in neighbours:
@@ -187,9 +189,10 @@ class Contention:
                 parts = water_fill([kernel.sms for kernel in kernels], pool.left)
                 for kernel, part in zip(kernels, parts, strict=True):
                     caps[kernel] = part / kernel.sms if kernel.sms else 1.0
-        if any(self._resources[key].full for activity in activities for key, _ in activity.uses):
+        shared = {key: self._resources[key] for activity in activities for key, _ in activity.uses}
+        if any(resource.load > resource.full_above for resource in shared.values()):
             flows = [Flow(a.rate, a.uses, caps[a]) for a in activities]
-            capacity = {key: self._resources[key].capacity for a in activities for key, _ in a.uses}
+            capacity = {key: resource.capacity for key, resource in shared.items()}
             speeds = max_min_speeds(flows, capacity)
         else:
             speeds = list(caps.values())
