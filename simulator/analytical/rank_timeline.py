@@ -53,7 +53,7 @@ class RankTimeline:
     """Counts the seconds of one pipeline rank for all plans of a table, or of `several` ranks that begin their passes
     at different times.
 
-    StreamClocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
+    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks.
     """
 
     def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
