@@ -36,7 +36,8 @@ from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_
 from executor.parallel.model_facts import read_model_facts
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
-from executor.run.host_load import HostLoad, require_same_software
+from executor.run.host_load import HostLoad
+from executor.run.same_software import require_same_software
 from executor.verify.checks import check_numbers
 from topology import codec
 

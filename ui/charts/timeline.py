@@ -1,5 +1,9 @@
-"""Reduce a trace of any length to a bounded number of bars, which a browser draws smoothly; and a small picture of some
-of its ranks. Pure functions.
+"""Reduce a trace of any length to a bounded number of bars, which a browser draws smoothly. Pure functions.
+
+64 pipeline stages with 256 micro batches have 200,000 spans; a screen has 2,000 pixels. The visible window is divided
+into cells. Spans wider than a cell are drawn as they are; shorter ones are merged, by lane and cell, into one bar a
+kind, side by side in the order they begin, each as wide as its share of the busy time. The busy time of every kind in a
+lane stays the same, and the full trace can be downloaded for Perfetto.
 """
 
 from __future__ import annotations
@@ -7,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import altair as alt
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.io.figures import seconds_text
 from planner.pictures.palette import BROWN, GREY, SPANS, TIME
 from simulator.program import trace as tr
-from ui.charts.look import Figure, finished, table, tips
 
 LANES = ("compute", "communication", "host")
 MAX_BARS = 4000
@@ -226,46 +227,3 @@ def samples(counter: tr.Counter, *, end_s: float, most: int = 600) -> list[tuple
         if cell not in highest or value > highest[cell][1]:
             highest[cell] = (time, value)
     return [*highest.values(), (end_s, points[-1][1])]
-
-
-MOST_BARS = 600
-DRAWN_LANES = ("compute", "communication")
-MOST_RANKS = 4
-LANE_PX = 18
-
-
-def shown_ranks(line: Timeline) -> tuple[int, ...]:
-    """Return the ranks that are drawn: the first, the last, and some between them."""
-    ranks, most = line.ranks, min(MOST_RANKS, len(line.ranks))
-    return tuple(ranks[round(i * (len(ranks) - 1) / max(1, most - 1))] for i in range(most))
-
-
-def thumbnail(line: Timeline, *, last_s: float, dark: bool) -> Figure:
-    """Draw the lanes of some ranks. `last_s` is the place value of the last significant digit of a step."""
-    ranks = shown_ranks(line)
-    found = bars(line, window=(0.0, line.length_s), lanes=set(DRAWN_LANES), ranks=set(ranks), most=MOST_BARS)
-    rows = [
-        {
-            "lane": f"rank {bar.rank} {bar.lane}",
-            "from": bar.start_s,
-            "to": bar.end_s,
-            "kind": bar.kind,
-            "words": f"{bar.name}, {seconds_text(bar.busy_s, min(last_s, bar.busy_s / 10 or last_s))}",
-        }
-        for bar in found
-    ]
-    lanes = [f"rank {rank} {lane}" for rank in ranks for lane in DRAWN_LANES]
-    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
-    colours = alt.Scale(domain=kinds, range=[COLOURS[kind] for kind in kinds])
-    drawn = (
-        alt.Chart(table(rows))
-        .mark_bar(height=LANE_PX - 4)
-        .encode(
-            x=alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, line.length_s], nice=False)),
-            x2=alt.X2("to:Q"),
-            y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
-            color=alt.Color("kind:N", title=None, scale=colours, legend=alt.Legend(columns=2)),
-            tooltip=tips({"lane": "", "kind": "", "words": "what"}),
-        )
-    )
-    return finished(drawn, dark, height=alt.Step(LANE_PX))

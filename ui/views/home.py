@@ -19,7 +19,7 @@ from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts.look import words
 from ui.charts.row_types import PlanRow
-from ui.charts.timeline import thumbnail
+from ui.charts.thumbnail import thumbnail
 from ui.question import state
 
 if TYPE_CHECKING:
