@@ -16,8 +16,8 @@ from math import inf
 
 from simulator.memory.allocator import LARGE_SEGMENT, SMALL, SMALL_SEGMENT, Block, TensorEvent, whole_blocks
 
-# A hole is one number, which is compared sooner than two: its bytes, and in the lower bits its address. Absurd questions
-# add up to more than 64 bits say.
+# A hole is one number, which is compared sooner than two: its bytes, and in the lower bits its address. Absurd
+# questions add up to more than 64 bits say.
 ADDRESS_BITS = 120
 ADDRESS = (1 << ADDRESS_BITS) - 1
 NO_END = 1 << ADDRESS_BITS - 1  # bytes of a hole without an end
