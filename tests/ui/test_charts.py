@@ -18,10 +18,10 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
+from ui.changed_rows import run_rows
 from ui.charts import curves, detail, loads, look, measured, plans, topology
 from ui.charts.timeline import COLOURS
 from ui.charts.topology import placement_rows
-from ui.other_machines import run_rows
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"

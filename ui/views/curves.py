@@ -15,9 +15,9 @@ from planner.search.whole_run import runs_of_counts, whole_run
 from topology.errors import PlannerError
 from topology.units import two_digits
 from ui import data, other_machines, panels, rows
+from ui.changed_rows import run_rows, size_rows
 from ui.charts import curves as charts
 from ui.charts import detail as detail_charts
-from ui.other_machines import run_rows, size_rows
 from ui.question import state
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from topology.errors import PlannerError
 from topology.units import GIB
 from ui import data, other_machines, panels, rows, saved_plans
 from ui.canvas.step import show_step
+from ui.changed_rows import saving_rows
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import words
 from ui.charts.topology import AXIS_NAMES, SHOWN_NODES, axes_used, placement_rows
-from ui.other_machines import saving_rows
 from ui.question import state
 
 if TYPE_CHECKING:
