@@ -178,10 +178,8 @@ def build_pipeline(
         return None
     single, counts, modes, runtime_layers = fitting
     model, plan = screening.scenario.model, costs.plans[number]
-    mixes, words = (
-        _mode_mixes(freedom.modes, plan.virtual_stages),
-        [_canonical(screening, word) for word in freedom.modes],
-    )
+    mixes = _mode_mixes(freedom.modes, plan.virtual_stages)
+    words = [_canonical(screening, word) for word in freedom.modes]
     rows = np.full(len(counts.rank), number)
     costed = screening.plans(costs.columns.take(rows), costs.shared, rows)
     options, fixed_s = _bounded_options(costed, counts, counts.as_rows(plan, modes, words))
