@@ -11,7 +11,7 @@ import pytest
 
 from planner.search.plan_space.candidates import plan_of
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
-from planner.search.stages.solver import AssignmentBounds, solve_stages
+from planner.search.stages.solver import AssignmentBounds, has_room, solve_stages
 from simulator.analytical.account import account_assignments, at_clocks
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -63,6 +63,14 @@ def solved(screening, columns, recomputes, framework=ANY, **limits):
     plans = [plan_of(columns, row, screening.scenario.cluster) for row in range(len(columns))]
     costs = cost_blocks(screening, plans, columns, recomputes)
     return solve_stages(screening, framework, costs, range(len(plans)), recomputes, **limits)
+
+
+def room(screening, columns, recomputes, limit_bytes):
+    """Return whether any assignment may fit into `limit_bytes`, asked by itself and as part of the solution."""
+    plans = [plan_of(columns, row, screening.scenario.cluster) for row in range(len(columns))]
+    asked = screening, ANY, cost_blocks(screening, plans, columns, recomputes), range(len(plans)), recomputes
+    limits = {"cutoff_s": float("inf"), "limit_bytes": limit_bytes}
+    return has_room(*asked, **limits), solve_stages(*asked, **limits).has_room
 
 
 def spread(total, stages):
@@ -159,7 +167,7 @@ def test_the_stages_found_are_the_best_there_are(seeds):
     Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so;
     nothing is below the bound.
     """
-    answered = 0
+    answered, rooms = 0, set()
     for seed in seeds:
         screening, plan = draw(seed)
         recomputes = ("none", "full")
@@ -170,7 +178,13 @@ def test_the_stages_found_are_the_best_there_are(seeds):
         assert found.step_s == pytest.approx(least, rel=1e-9), (seed, plan, found)
         assert found.bound_s <= least * (1 + 1e-12), (seed, plan, found)
         answered += np.isfinite(least)
+        for gib in (0.5, 2.0, 4.0, np.inf):
+            alone, solution = room(screening, columns, recomputes, gib * 2**30)
+            assert alone == solution, (seed, plan, gib)
+            rooms.add(alone)
+        assert alone or not np.isfinite(least)  # what brute force fits has room
     assert answered >= 2
+    assert rooms == {False, True}
 
 
 def test_no_step_is_shorter_than_a_rank_is_busy() -> None:

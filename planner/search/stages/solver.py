@@ -109,6 +109,8 @@ def has_room(
 ) -> bool:
     """Return whether any assignment may fit into `limit_bytes`, as `solve_stages` says with the same arguments."""
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
+    if not freedom.any:
+        return True
     return any(fitting_options(screening, costs, n, freedom, cutoff_s, limit_bytes) is not None for n in numbers)
 
 
