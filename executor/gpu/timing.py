@@ -2,7 +2,7 @@
 
 Short kernels are issued behind large matmuls: when these end, all calls are queued, so the device runs them back to
 back whatever the host overhead, and at the sustained clocks of a busy GPU (after a rest the same kernel can be 20%
-faster). Long kernels are issued directly. On a CPU there is no queue and wall-clock time is used; that tests the code
+faster). Of long kernels, only the first is. On a CPU there is no queue and wall-clock time is used; that tests the code
 only.
 """
 
@@ -20,6 +20,8 @@ from executor.launch.records import median_and_spread
 LONG_S = 300e-6  # a call this long hides its own launch overhead
 QUEUE_S = 0.02  # device time queued at once
 WARM_S = 0.015  # duration of matmuls before the first call, and before each group of short ones while `hot`
+STEADY = 0.05  # spread of groups above which more are measured
+LONGER = 3  # times as long, at most
 HEAT_SIZE = 8192  # m, n, k of the bfloat16 matmul that keeps the GPU busy: 1.5 ms on an H200
 
 
@@ -56,7 +58,8 @@ class Timer:
         queue_s: float = QUEUE_S,
     ) -> Timing:
         """Return the time of one `call`, from at least `rounds` groups of calls, of `queue_s` seconds each, over at
-        least `seconds`; calls of the first `settle_s` seconds are not counted.
+        least `seconds`, `LONGER` times as many where they differ; calls of the first `settle_s` seconds are not
+        counted.
         """
         began = time.monotonic()
         if not self.cuda:
@@ -70,9 +73,13 @@ class Timer:
         hosts: list[float] = []
         settled = time.monotonic() + settle_s
         until = settled + max(seconds, 0.0)
-        while len(times) < rounds or time.monotonic() < until:
-            # A group of long calls keeps the GPU busy by itself; a group of short ones needs matmuls before it.
-            ahead = 0.0 if one > max(LONG_S, 2 * host) else calls * host * 1.3
+        while (
+            len(times) < rounds
+            or time.monotonic() < until
+            or (len(times) < LONGER * rounds and median_and_spread(times)[1] > STEADY)
+        ):
+            # After its first call, a group of long calls keeps the GPU busy; one of short calls needs products ahead.
+            ahead = 1.3 * host * (1 if one > max(LONG_S, 2 * host) else calls)
             if self.hot and calls * one < WARM_S:
                 ahead = max(ahead, WARM_S)
             device_s, host_s = self._group(call, calls, ahead)

@@ -22,6 +22,11 @@ from simulator.step.update import ADAM_BYTES, CLIP_BYTES
 from topology.cluster import GpuKind
 from topology.profile.samples import OperatorSample
 
+SHAPES_DIFFER = 0.02  # relative, by which an update's time of one parameter differs between shapes of large layers
+# Small kernels next to those that move a layer's parameters: counting steps; the norm of norms and what to scale by
+# (torch/optim/adam.py, torch/nn/utils/clip_grad.py of torch 2.11).
+SMALL_KERNELS = {"adamw": 2, "clip": 8}
+
 
 def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> MeasuredOperators:
     """Return the measured operators from samples of one software, taken on GPUs of `kind`."""
@@ -56,7 +61,7 @@ def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> Measur
         moves=_moves(samples, counter),
         stream=counter.copies(samples),
         packing=_packing(samples, kind),
-        update_rates=_update_rates(samples),
+        update_rates=_update_rates(samples, counter.launch_s),
     )
 
 
@@ -198,18 +203,23 @@ def _packing(samples: list[OperatorSample], kind: GpuKind) -> dict[str, MoveCurv
     return found
 
 
-def _update_rates(samples: list[OperatorSample]) -> dict[str, float]:
+def _update_rates(samples: list[OperatorSample], kernel_s: float) -> dict[str, float]:
     """Return the bytes/s of clipping and updating large layers, in terms of the bytes counted for them, by parameter
-    dtype.
+    dtype. A layer counts by how steady its calls were.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[OperatorSample]]] = {}
     for s in samples:
-        if s.name in UPDATES:
-            owned = layer_elements(s.shape) / s.shape["ranks"]
-            if owned > 2**24:
-                found.setdefault(s.dtype, {}).setdefault(s.name, []).append(s.seconds / owned)
+        if s.name in UPDATES and layer_elements(s.shape) / s.shape["ranks"] > 2**24:
+            found.setdefault(s.dtype, {}).setdefault(s.name, []).append(s)
     return {
-        dtype: (ADAM_BYTES + CLIP_BYTES) / sum(float(np.median(times)) for times in by_name.values())
+        dtype: (ADAM_BYTES + CLIP_BYTES) / sum(_parameter_s(group, kernel_s) for group in by_name.values())
         for dtype, by_name in found.items()
         if len(by_name) == len(UPDATES)
     }
+
+
+def _parameter_s(samples: list[OperatorSample], kernel_s: float) -> float:
+    """Return the time of one parameter, from samples that count by how steady their calls were."""
+    moving = [max(s.seconds - SMALL_KERNELS[s.name] * kernel_s, 0.5 * s.seconds) for s in samples]
+    each = [seconds * s.shape["ranks"] / layer_elements(s.shape) for seconds, s in zip(moving, samples, strict=True)]
+    return float(np.average(each, weights=[1.0 / (SHAPES_DIFFER**2 + s.spread**2) for s in samples]))

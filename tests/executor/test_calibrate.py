@@ -154,9 +154,35 @@ def test_calls_count_once_the_power_limit_holds(monkeypatch) -> None:
     monkeypatch.setattr(timer, "heat", lambda _: None)
     monkeypatch.setattr(timer, "_group", lambda call, calls, ahead: group(calls))
 
-    assert timer.measure(lambda: None, seconds=0.05).seconds == 0.010
+    assert timer.measure(lambda: None, seconds=0.05, rounds=1).seconds == 0.010
     now = 0.0
     assert timer.measure(lambda: None, seconds=0.05, settle_s=0.15).seconds == 0.012
+
+
+@needs_torch
+def test_calls_that_something_disturbs_are_repeated_behind_products(monkeypatch) -> None:
+    """The host stalls in two of the first three groups; each group's first call waits behind products."""
+    import torch
+
+    from executor.gpu import timing
+
+    now, waits, before = 0.0, iter([0.0, 0.0, 0.0, 0.001, 0.0013]), []
+
+    def group(_call, calls: int, ahead_s: float) -> tuple[float, float]:
+        nonlocal now
+        before.append(ahead_s)
+        one = 0.002 + next(waits, 0.0)
+        now += calls * one
+        return one, 2e-4
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+    timer = timing.Timer(torch.device("cpu"))
+    monkeypatch.setattr(timer, "cuda", True)
+    monkeypatch.setattr(timer, "heat", lambda _: None)
+    monkeypatch.setattr(timer, "_group", group)
+
+    assert timer.measure(lambda: None, seconds=0.05, rounds=3).seconds == 0.002
+    assert min(before[2:]) >= 2e-4
 
 
 @needs_torch
