@@ -22,8 +22,8 @@ from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import LauncherJob
 from planner.runs.schedulers.scheduler import Submission
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder, trial_of_report
-from planner.tune.runners.started_trials import StartedTrials, failed
+from planner.tune.runners.executor_trials import trial_of_report
+from planner.tune.runners.started_trials import StartedTrials, failed, new_folder
 from planner.tune.state import TrialStart, started_now
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec

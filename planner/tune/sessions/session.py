@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from planner.runs.planned_run import require_healthy
 from planner.runs.run_document import read_report
@@ -93,51 +94,44 @@ def runner_for(
     request: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
     """Return the runner for this machine. Raises PlannerError if it cannot make trials."""
+    common: dict[str, Any] = {
+        "question": request.question(),
+        "folder": folder / "trials",
+        "limit_s": trial_limit_s,
+        "timed_steps": request.steps,
+        "tell": tell,
+        "began": journal.began,
+    }
+    settings, question = request.settings, common["question"]
     if request.how == "command":
         end_left_over((folder / "trials").resolve())  # left by a process of this tuning that was killed here
-        question = request.question()
         return CommandTrials(
-            question=question,
-            words=command_words(request.settings.get("command", "")),
-            metric=command_metric(request.settings.get("metric"), question),
+            **common,
+            words=command_words(settings.get("command", "")),
+            metric=command_metric(settings.get("metric"), question),
             target=question.framework.tools.export,
-            folder=folder / "trials",
-            limit_s=trial_limit_s,
-            timed_steps=request.steps,
-            tell=tell,
-            began=journal.began,
         )
     if request.how == "jobs":
         return JobTrials(
-            question=request.question(),
-            launcher=request.settings.get("launcher", "slurm"),
-            folder=(folder / "trials").resolve(),
-            name=request.settings.get("name", "meshwright"),
-            image=request.settings.get("image"),
-            volume=request.settings.get("volume"),
+            **{**common, "folder": (folder / "trials").resolve()},
+            launcher=settings.get("launcher", "slurm"),
+            name=settings.get("name", "meshwright"),
+            image=settings.get("image"),
+            volume=settings.get("volume"),
             device=request.device,
-            limit_s=trial_limit_s,
-            timed_steps=request.steps,
-            tell=tell,
-            began=journal.began,
         )
     here = probe_machine() if request.device == "cuda" else None
     health = None if here is None else diagnose(here)
     if here is not None and health is not None:
         require_here(request, here, health, allow_busy=allow_busy)
     return ExecutorTrials(
-        question=request.question(),
+        **common,
         device=request.device,
-        folder=folder / "trials",
         here=here,
         health=health,
-        limit_s=trial_limit_s,
-        timed_steps=request.steps,
         allow_busy=allow_busy,
-        profiled="learn" in request.settings,
+        profiled="learn" in settings,
         trainer=framework_named(request.framework).tools.trainer,
-        tell=tell,
-        began=journal.began,
     )
 
 
