@@ -8,7 +8,6 @@ are kept where `planner runs` lists them.
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from planner.runs.run_document import read_report
 from planner.tune.candidates import Candidate
 from planner.tune.runners.started_trials import StartedTrials, failed
-from planner.tune.state import started_now
+from planner.tune.state import TrialStart
 from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.plan import MESH_AXES
 from topology import codec
@@ -94,7 +93,7 @@ class ExecutorTrials(StartedTrials):
                 yield failed(trial, error)
                 continue
             codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
-            self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))
+            self.began(TrialStart.now(trial))
             arguments += ["--run", str(folder / "request.json"), str(folder)]
             begun.append((candidate, trial))
         if not begun:
@@ -159,7 +158,7 @@ class ExecutorTrials(StartedTrials):
             runs_store.save_run(document, folder, self.store, tell=self.tell)
         except PlannerError as error:
             self.tell(f"warning: {error}")
-        found = trial_of_report(document, trial.key, trial.predicted_s, trial.why, folder)
+        found = reported(trial, document)
         if found.status is Status.OUT_OF_TIME and not cut:
             return replace(found, status=Status.TIMEOUT, cause=found.cause or "it did not end within its time")
         return found
@@ -181,10 +180,8 @@ class ExecutorTrials(StartedTrials):
         return [replace(trials[0], seconds=trials[0].seconds + start_s), *trials[1:]]
 
 
-def trial_of_report(
-    document: JsonObject, key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
-) -> Trial:
-    """Return the trial described by a run's report."""
+def reported(trial: Trial, document: JsonObject) -> Trial:
+    """Return the trial with the result in its run's report."""
     words = {status.value for status in Status}
     said = str(document["status"])
     status = Status(said) if said in words else Status.TIMEOUT if said == "overrun" else Status.FAILED
@@ -195,21 +192,15 @@ def trial_of_report(
     if status is Status.OUT_OF_TIME and taken >= max(3, wanted // 2):
         status = Status.FINISHED
     timed = status is Status.FINISHED and bool(steps.get("median"))
-    failure = document.get("failure") or {}
     held = [rank.get("peak_reserved_bytes") for rank in measured.get("memory_by_rank") or ()]
-    seconds = float(document.get("seconds") or 0.0)
-    return Trial(
-        key=key,
+    return replace(
+        trial,
         status=status if timed or status is not Status.FINISHED else Status.FAILED,
         step_s=float(steps["median"]) if timed else None,
         noise=float(steps.get("spread") or 0.0) / 2.56 / math.sqrt(max(1, taken)) if timed else 0.0,
-        seconds=seconds,
+        seconds=float(document.get("seconds") or 0.0),
         reserved_bytes=max((float(size) for size in held if size), default=None) if timed else None,
-        cause=_cause(failure),
-        predicted_s=predicted_s,
-        why=why,
-        directory=str(folder),
-        machine=platform.node(),
+        cause=_cause(document.get("failure") or {}),
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,11 @@ from planner.runs.planned_run import require_healthy
 from planner.runs.run_document import read_report
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
-from planner.tune.runners.executor_trials import ExecutorTrials, trial_of_report
+from planner.tune.runners.executor_trials import ExecutorTrials, reported
 from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
-from planner.tune.trials import Runner, Status, Trial
+from planner.tune.trials import Runner, Trial
 from simulator.legality.frameworks import framework_named, torchtitan_family
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
@@ -172,26 +171,17 @@ def cut_short(state: State) -> list[Trial]:
     by_plan: dict[str, list[TrialStart]] = {}
     for one in state.cut_short:
         by_plan.setdefault(one.key, []).append(one)
-    for key, times in by_plan.items():
+    for times in by_plan.values():
         last = times[-1]
         document = read_report(last.directory)
         if document is not None:
-            trial = trial_of_report(document, key, last.predicted_s, last.why, last.directory)
+            trial = reported(last.failed(), document)
             if trial.status.blames_plan:
-                found.append(replace(trial, machine=last.machine))
+                found.append(trial)
                 continue
         if len(times) >= most:
-            found.append(
-                Trial(
-                    key=key,
-                    status=Status.FAILED,
-                    cause=f"it began {len(times)} times, and each time the tuning was killed before it ended",
-                    predicted_s=last.predicted_s,
-                    why=last.why,
-                    directory=last.directory,
-                    machine=last.machine or platform.node(),
-                )
-            )
+            cause = f"it began {len(times)} times, and each time the tuning was killed before it ended"
+            found.append(last.failed(cause))
     return found
 
 
