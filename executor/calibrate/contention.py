@@ -7,7 +7,7 @@ memory bandwidth, and both draw power. Only calls that ran entirely during the o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -18,26 +18,25 @@ from executor.calibrate.kernels import operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
+from executor.measure.measurement import record_events, timed_calls
+from executor.measure.rank_group import max_over_ranks
 from simulator.calibration.items import ContentionItem, OperatorItem
-from topology.profile.samples import Conditions, ContentionSample
+from topology.profile.samples import ContentionSample
 
 CALLS = 12  # number of calls of the shorter of the two; the other one runs at least as long
 
 
-def measure_pair(
-    device: torch.device, item: ContentionItem, watch: ClockMonitor | None, gpu: int
-) -> ContentionSample | str:
+def measure_pair(device: torch.device, item: ContentionItem, watch: ClockMonitor, gpu: int) -> ContentionSample | str:
     """Return the sample, or the reason why there is none."""
     began = time.monotonic()
     kind = "matmul" if item.compute == "matmul" else "move"
     operator = OperatorItem(kind=kind, name=item.compute, shape=item.shape, dtype=item.dtype)
     compute = operator_call(device, operator)
     transfer = collective(device, item.op, item.nbytes)
-    alone = _time_alone(device, compute), _time_alone(device, transfer)
-    alone = _max_over_ranks(alone)
-    concurrent = _max_over_ranks(_time_concurrently(device, compute, transfer, alone))
+    alone = max_over_ranks([_time_alone(device, compute), _time_alone(device, transfer)])
+    concurrent = max_over_ranks(_time_concurrently(device, compute, transfer, alone))
     ended = time.monotonic()
-    conditions = watch.between(began, ended, gpu) if watch is not None else Conditions()
+    conditions = watch.between(began, ended, gpu)
     if not all(concurrent):
         return f"{item.compute} {item.shape} with {item.op} {item.nbytes}: no overlap seen"
     return ContentionSample(
@@ -51,12 +50,6 @@ def measure_pair(
         conditions=conditions,
         invalid=invalid_reason(conditions),
     )
-
-
-def _max_over_ranks(mine: tuple[float, float]) -> tuple[float, float]:
-    box = torch.tensor(mine, dtype=torch.float64)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return float(box[0]), float(box[1])
 
 
 def collective(device: torch.device, op: str, nbytes: int) -> Callable[[], object]:
@@ -77,33 +70,11 @@ def _time_alone(device: torch.device, call: Callable[[], object]) -> float:
     Timer(device).heat(WARM_S)
     for _ in range(2):
         call()
-    return median_and_spread(_call_times(device, call, CALLS))[0]
-
-
-def _call_times(device: torch.device, call: Callable[[], object], count: int) -> list[float]:
-    if device.type != "cuda":
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            call()
-            seconds.append(max(time.perf_counter() - began, 1e-9))
-        return seconds
-    marks = _record_events(call, count)
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-
-
-def _record_events(call: Callable[[], object], count: int) -> list[torch.cuda.Event]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    return marks
+    return median_and_spread(timed_calls(call, CALLS, cuda=device.type == "cuda"))[0]
 
 
 def _time_concurrently(
-    device: torch.device, compute: Callable[[], object], transfer: Callable[[], object], alone: tuple[float, float]
+    device: torch.device, compute: Callable[[], object], transfer: Callable[[], object], alone: Sequence[float]
 ) -> tuple[float, float]:
     """Return the median times of the calls that ran entirely during the other's; zero if there are none."""
     if device.type != "cuda":
@@ -117,11 +88,11 @@ def _time_concurrently(
     Timer(device).heat(60e-6 * max(counts))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        transfer_events = _record_events(transfer, counts[1])
-    compute_events = _record_events(compute, counts[0])
+        transfer_events = record_events(transfer, counts[1])
+    compute_events = record_events(compute, counts[0])
     torch.cuda.synchronize(device)
 
-    def within(marks: list[torch.cuda.Event], others: list[torch.cuda.Event]) -> float:
+    def within(marks: Sequence[torch.cuda.Event], others: Sequence[torch.cuda.Event]) -> float:
         seconds = [
             a.elapsed_time(b) / 1e3
             for a, b in pairwise(marks)

@@ -62,20 +62,18 @@ class OperatorTimes:
         """Record a sample of each operator, in order, while there is time; operators that cannot be timed are recorded
         as missing.
         """
-        watch = ClockMonitor() if self.device.type == "cuda" else None
         try:
-            self._heat(recorder, watch)
-            for number, item in enumerate(wanted):
-                if not deadline.allows(2 * (SETTLE_S + SETTLED_SAMPLE_S)):
-                    recorder.missing(f"{len(wanted) - number} operators from {item} on: out of time", late=True)
-                    return
-                self._record_one(item, recorder, watch)
+            with ClockMonitor(reads=self.device.type == "cuda") as watch:
+                self._heat(recorder, watch)
+                for number, item in enumerate(wanted):
+                    if not deadline.allows(2 * (SETTLE_S + SETTLED_SAMPLE_S)):
+                        recorder.missing(f"{len(wanted) - number} operators from {item} on: out of time", late=True)
+                        return
+                    self._record_one(item, recorder, watch)
         finally:
             _empty_cache(self.device)
-            if watch is not None:
-                watch.close()
 
-    def _heat(self, recorder: Recorder, watch: ClockMonitor | None) -> None:
+    def _heat(self, recorder: Recorder, watch: ClockMonitor) -> None:
         """Bring the GPU to its sustained clocks; the first time, record its speed after a rest."""
         if not self._hot:
             _burst(self.device, Timer(self.device, hot=False), recorder, watch, self.gpu)
@@ -83,7 +81,7 @@ class OperatorTimes:
         self.timer.synchronize()
         self._hot = True
 
-    def _record_one(self, item: OperatorItem, recorder: Recorder, watch: ClockMonitor | None) -> None:
+    def _record_one(self, item: OperatorItem, recorder: Recorder, watch: ClockMonitor) -> None:
         torch.set_float32_matmul_precision("high" if item.dtype == TF32 else "highest")
         try:
             limited = item.kind in LIMITED
@@ -100,7 +98,7 @@ class OperatorTimes:
             recorder.missing(f"{item}: {str(error).splitlines()[0][:200]}")
             _empty_cache(self.device)
             return
-        conditions = watch.between(timing.began, timing.ended, self.gpu) if watch is not None else Conditions()
+        conditions = watch.between(timing.began, timing.ended, self.gpu)
         recorder.write("operator", sample=_sample(item, timing, conditions, "sustained", host_s=timing.host_s))
 
 
@@ -119,7 +117,7 @@ def _sample(
     )
 
 
-def _burst(device: torch.device, timer: Timer, recorder: Recorder, watch: ClockMonitor | None, gpu: int) -> None:
+def _burst(device: torch.device, timer: Timer, recorder: Recorder, watch: ClockMonitor, gpu: int) -> None:
     """Record one large matmul after a rest, at boost clocks; against the sustained one it shows the power limit."""
     if device.type != "cuda":
         return
@@ -130,7 +128,7 @@ def _burst(device: torch.device, timer: Timer, recorder: Recorder, watch: ClockM
     timer.synchronize()
     time.sleep(BURST_REST_S)
     timing = timer.measure(call, seconds=0.0, rounds=3, queue_s=BURST_QUEUE_S)
-    conditions = watch.between(timing.began, timing.ended, gpu) if watch is not None else Conditions()
+    conditions = watch.between(timing.began, timing.ended, gpu)
     recorder.write("operator", sample=_sample(item, timing, conditions, "burst"))
 
 

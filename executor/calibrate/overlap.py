@@ -22,9 +22,10 @@ from executor.gpu.device import synchronize
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
+from executor.measure.rank_group import max_over_ranks
 from simulator.calibration.items import OverlapItem
 from simulator.overlap.modes import GATHER, SLICES
-from topology.profile.samples import Conditions, OverlapSample
+from topology.profile.samples import OverlapSample
 
 ROUNDS = 5
 CALL_S = 8e-3  # about the seconds of the calls in a row that are timed together
@@ -34,13 +35,13 @@ HOST_CALLS = 3
 Call = Callable[[], object]
 
 
-def measure_shape(device: torch.device, item: OverlapItem, watch: ClockMonitor | None, gpu: int) -> OverlapSample:
+def measure_shape(device: torch.device, item: OverlapItem, watch: ClockMonitor, gpu: int) -> OverlapSample:
     """Return the sample, equal on every rank except for conditions."""
     began = time.monotonic()
     modes, parts = calls_by_mode_and_part(device, item)
     times_by_call = _time_calls(device, modes | parts)
     symmetric.check_delivered()
-    conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else Conditions()
+    conditions = watch.between(began, time.monotonic(), gpu)
     return OverlapSample(
         **asdict(item),
         seconds={mode: times_by_call[mode][0] for mode in modes},
@@ -113,7 +114,7 @@ def _time_calls(device: torch.device, calls: dict[str, Call]) -> dict[str, tuple
     for name, call in calls.items():
         for _ in range(2):
             call()
-        seconds = _max_over_ranks([_time_in_a_row(device, call, 2)])[0]
+        seconds = max_over_ranks([_time_in_a_row(device, call, 2)])[0]
         counts[name] = max(2, min(MOST_CALLS, round(CALL_S / max(seconds, 1e-6)))) if device.type == "cuda" else 2
     times: dict[str, list[float]] = {name: [] for name in calls}
     hosts: dict[str, list[float]] = {name: [] for name in calls}
@@ -124,7 +125,7 @@ def _time_calls(device: torch.device, calls: dict[str, Call]) -> dict[str, tuple
     found = {}
     for name in calls:
         (mid, spread), (host_s, _) = median_and_spread(times[name]), median_and_spread(hosts[name])
-        mid, spread, host_s = _max_over_ranks([mid, spread, host_s])
+        mid, spread, host_s = max_over_ranks([mid, spread, host_s])
         found[name] = mid, spread, host_s
     return found
 
@@ -159,10 +160,4 @@ def _host_time(device: torch.device, call: Call) -> float:
 def _synchronize_ranks(device: torch.device) -> None:
     """Wait for the device and for the other ranks."""
     synchronize(device)
-    _max_over_ranks([0.0])
-
-
-def _max_over_ranks(mine: list[float]) -> list[float]:
-    box = torch.tensor(mine, dtype=torch.float64)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return [float(value) for value in box]
+    max_over_ranks([0.0])

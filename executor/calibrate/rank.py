@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -109,12 +109,11 @@ class Instruments:
     def _each(
         self,
         items: Sequence[T],
-        measure: Callable[[torch.device, T, ClockMonitor | None, int], Sample | str],
+        measure: Callable[[torch.device, T, ClockMonitor, int], Sample | str],
         kind: str,
     ) -> None:
         """Record a sample for every item, with the clocks that rank 0 read meanwhile."""
-        watch = ClockMonitor() if self.device.type == "cuda" and dist.get_rank() == 0 else None
-        with closing(watch) if watch is not None else nullcontext():
+        with ClockMonitor(reads=self.device.type == "cuda" and dist.get_rank() == 0) as watch:
             for item in items:
                 sample = measure(self.device, item, watch, self.indices[0])
                 if isinstance(sample, str):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
+from typing import Self
 
 from executor.gpu.faults import GpuFault, NvmlFaults, SmiFaults
-from executor.gpu.state import Nvml, read_states, throttle_reasons
+from executor.gpu.state import Nvml, read_state, read_states, state_query
 from executor.launch.records import median_and_spread
 from topology.profile.measurement import GpuState
 from topology.profile.samples import FAULTS, Conditions
+from topology.readers.nvml import THROTTLE_BITS
 
 PERIOD_S = 2.0  # with nvidia-smi, which takes tenths of a second to start
 NVML_PERIOD_S = 0.5  # short enough for samples of a short run; queries of an open library are cheap
+LOOP_MS = 100
 Read = Callable[[], dict[int, GpuState]]
 Sample = tuple[float, dict[int, GpuState]]  # seconds since the epoch, states by nvidia-smi index
 
@@ -94,55 +98,31 @@ def summarise(samples: Sequence[Sample], gpus: Sequence[int], begin: float, end:
     return answer
 
 
-_FIELDS = "index,clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
-
-
 class ClockMonitor:
-    """Reads clocks ten times a second during a measurement, so that each sample can state its conditions.
+    """Reads clocks ten times a second during a measurement, so that each sample can state its conditions. Does nothing
+    unless it `reads`.
 
     Runs one nvidia-smi in loop mode: starting one per sample would take longer than the sample.
     """
 
-    def __init__(self) -> None:
-        self._lines: list[tuple[float, str]] = []
+    def __init__(self, *, reads: bool) -> None:
+        self._states: list[tuple[float, GpuState]] = []
         self._process: subprocess.Popen[str] | None = None
-        command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", "-lms=100"]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-        except OSError:
-            return
-        threading.Thread(target=self._read, daemon=True).start()
+        if reads:
+            with suppress(OSError):
+                self._process = subprocess.Popen(
+                    [*state_query("clocks_event_reasons.active"), f"-lms={LOOP_MS}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+                threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        if self._process is None or self._process.stdout is None:
-            return
-        for line in self._process.stdout:
-            self._lines.append((time.monotonic(), line))
+    def __enter__(self) -> Self:
+        return self
 
-    def between(self, began: float, ended: float, gpu: int) -> Conditions:
-        """Return the conditions between two `time.monotonic()` values.
-
-        Clocks, power and temperature are medians; `throttle` has every reason seen. A sample shorter than the reading
-        interval gets the next reading after it.
-        """
-        rows = [cells for at, line in tuple(self._lines) if began <= at and (cells := _cells(line, gpu))]
-        inside = [
-            cells for at, line in tuple(self._lines) if began <= at <= ended + 0.1 and (cells := _cells(line, gpu))
-        ]
-        rows = inside or rows[:1]
-        bits = 0
-        for row in rows:
-            bits |= _bits(row[4])
-        return Conditions(
-            sm_clock_hz=_median(rows, 1, 1e6),
-            power_w=_median(rows, 2, 1.0),
-            temperature_c=_median(rows, 3, 1.0),
-            throttle=throttle_reasons(bits),
-        )
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
             try:
@@ -151,27 +131,36 @@ class ClockMonitor:
                 self._process.kill()
             self._process = None
 
+    def _read(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            for line in self._process.stdout:
+                self.add(time.monotonic(), line)
 
-def _cells(line: str, gpu: int) -> list[str] | None:
-    cells = [cell.strip() for cell in line.split(",")]
-    return cells if len(cells) == 5 and cells[0] == str(gpu) else None
+    def add(self, at: float, line: str) -> None:
+        """Keep a line of nvidia-smi."""
+        if (state := read_state(line)) is not None:
+            self._states.append((at, state))
+
+    def between(self, began: float, ended: float, gpu: int) -> Conditions:
+        """Return the conditions between two `time.monotonic()` values.
+
+        Clocks, power and temperature are medians; `throttle` has every reason seen. A sample shorter than the reading
+        interval gets the next reading after it.
+        """
+        later = [(at, state) for at, state in tuple(self._states) if began <= at and state.gpu == gpu]
+        states = [state for at, state in later if at <= ended + LOOP_MS / 1e3] or [state for _, state in later[:1]]
+        seen = {reason for state in states for reason in state.throttle or ()}
+        return Conditions(
+            sm_clock_hz=_median(state.sm_clock_hz for state in states),
+            power_w=_median(state.power_w for state in states),
+            temperature_c=_median(state.temperature_c for state in states),
+            throttle=tuple(reason for reason in THROTTLE_BITS.values() if reason in seen),
+        )
 
 
-def _bits(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        return 0
-
-
-def _median(rows: Sequence[Sequence[str]], column: int, scale: float) -> float | None:
-    values = []
-    for row in rows:
-        try:
-            values.append(float(row[column]) * scale)
-        except ValueError:
-            continue
-    return median_and_spread(values)[0] if values else None
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median_and_spread(known)[0] if known else None
 
 
 def invalid_reason(conditions: Conditions) -> str:

@@ -47,20 +47,20 @@ def read_states(run: RunCommand = run_text) -> dict[int, GpuState]:
     """Return the states of GPUs by nvidia-smi's index; empty without nvidia-smi."""
     # The field was renamed in driver 535: old drivers know only the old name, new ones may drop it.
     for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
-        text = run(
-            (
-                "nvidia-smi",
-                f"--query-gpu=index,clocks.sm,power.draw,temperature.gpu,{name}",
-                "--format=csv,noheader,nounits",
-            )
-        )
-        states = dict(filter(None, map(_state, text.splitlines())))
-        if states:
+        found = filter(None, map(read_state, run(state_query(name)).splitlines()))
+        if states := {state.gpu: state for state in found}:
             return states
     return {}
 
 
-def _state(line: str) -> tuple[int, GpuState] | None:
+def state_query(reasons: str) -> tuple[str, ...]:
+    """Return nvidia-smi's command for lines that `read_state` reads; `reasons` is its name of throttle reasons."""
+    query = f"--query-gpu=index,clocks.sm,power.draw,temperature.gpu,{reasons}"
+    return ("nvidia-smi", query, "--format=csv,noheader,nounits")
+
+
+def read_state(line: str) -> GpuState | None:
+    """Return the state that a line of nvidia-smi gives; None for another line."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 5 or not cells[0].isdigit():
         return None
@@ -69,8 +69,7 @@ def _state(line: str) -> tuple[int, GpuState] | None:
         bits: int | None = int(cells[4], 16)
     except ValueError:
         bits = None
-    gpu = int(cells[0])
-    return gpu, _gpu_state(gpu, clock, power, temperature, bits)
+    return _gpu_state(int(cells[0]), clock, power, temperature, bits)
 
 
 def _gpu_state(

@@ -1,4 +1,5 @@
-"""Common parts of all measurements: command-line options, the devices to measure, and reports of failed parts.
+"""Common parts of all measurements: command-line options, the devices to measure, times of calls, and reports of
+failed parts.
 
 A measurement is a process that starts a process for each of its parts (`executor.launch.local_ranks`). Never imports
 torch.
@@ -10,8 +11,10 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from executor.gpu.state import gpu_processes, run_text
@@ -24,6 +27,31 @@ from topology.units import in_gib
 def load_torch() -> Any:
     """Return torch, imported late: measurements on CPUs do not need it, and tests replace it by a stand-in."""
     return importlib.import_module("torch")
+
+
+def timed_calls(call: Callable[[], object], count: int, *, cuda: bool) -> list[float]:
+    """Return the seconds of each of `count` calls issued back to back: of the current device, or of this process."""
+    if not cuda:
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            call()
+            seconds.append(max(time.perf_counter() - started, 1e-9))
+        return seconds
+    events = record_events(call, count)
+    load_torch().cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def record_events(call: Callable[[], object], count: int) -> list[Any]:
+    """Return events of the current stream before, between and after `count` calls."""
+    event = load_torch().cuda.Event
+    events = [event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for one in events[1:]:
+        call()
+        one.record()
+    return events
 
 
 def measurement_parser(program: str) -> argparse.ArgumentParser:

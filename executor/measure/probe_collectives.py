@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import load_torch, piece_parser
+from executor.measure.measurement import load_torch, piece_parser, timed_calls
 from topology.profile.profile import CollectiveSample
 from topology.units import GIB, MIB
 
@@ -106,25 +104,6 @@ def collective_call(me: Rank, op: str, ranks: tuple[int, ...], nbytes: int) -> C
     return exchange
 
 
-def timed_calls(me: Rank, call: Callable[[], None], count: int) -> list[float]:
-    """Return the seconds of each of `count` calls issued back to back."""
-    if not me.cuda:
-        seconds = []
-        for _ in range(count):
-            started = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - started)
-        return seconds
-    cuda = me.torch.cuda
-    events = [cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-
-
 def capture(me: Rank, call: Callable[[], None]) -> Any:
     """Return a CUDA graph of `PER_GRAPH` calls. Raises RuntimeError where capture is refused. Nothing runs yet."""
     cuda = me.torch.cuda
@@ -137,11 +116,11 @@ def capture(me: Rank, call: Callable[[], None]) -> Any:
     return graph
 
 
-def replay(me: Rank, graph: Any) -> list[float]:
+def replay(graph: Any) -> list[float]:
     """Return seconds of one call inside the replayed graph."""
     for _ in range(2):
         graph.replay()
-    return [seconds / PER_GRAPH for seconds in timed_calls(me, graph.replay, ITERATIONS)]
+    return [seconds / PER_GRAPH for seconds in timed_calls(graph.replay, ITERATIONS, cuda=True)]
 
 
 def measure(me: Rank, indices: Sequence[int], recorder: Recorder, deadline: Deadline, largest: int) -> None:
@@ -210,15 +189,15 @@ def _time_size(
         if call is not None and launch == "graph":
             graph = capture(me, call)
         elif call is not None:
-            timed_calls(me, call, WARMUP)
-            seconds = timed_calls(me, call, ITERATIONS)
+            timed_calls(call, WARMUP, cuda=me.cuda)
+            seconds = timed_calls(call, ITERATIONS, cuda=me.cuda)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         problem = first_line(error)
     (failed,) = me.reduce_over_ranks([float(bool(problem))])
     if graph is not None:
         try:
             if not failed:
-                seconds = replay(me, graph)
+                seconds = replay(graph)
         finally:
             me.torch.cuda.synchronize()
             graph.reset()  # a communicator cannot be destroyed while a graph uses it

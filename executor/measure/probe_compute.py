@@ -7,15 +7,14 @@ seconds, as in training, under their power and thermal limits; the last chunk co
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from executor.gpu.state import read_states
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import load_torch, piece_parser
+from executor.measure.measurement import load_torch, piece_parser, timed_calls
 from topology.codec import to_builtins
 from topology.profile.measurement import ComputeSample, GpuState
 from topology.units import GIB
@@ -43,7 +42,7 @@ def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline,
             out = torch.empty_like(a)
             operands.append((a, b, out))
             memory = _memory(torch, ordinal)
-            times = _timed(torch, partial(torch.mm, a, b, out=out), BURST)
+            times = _timed(partial(torch.mm, a, b, out=out), BURST)
             samples[index] = ComputeSample(
                 gpu=index,
                 size=MATMUL,
@@ -71,21 +70,15 @@ def _memory(torch: Any, ordinal: int) -> float:
     nbytes = min(COPY_BYTES, free // 4)
     src = torch.empty(nbytes // 4, dtype=torch.int32, device=f"cuda:{ordinal}").zero_()
     dst = torch.empty_like(src)
-    seconds, _ = median_and_spread(_timed(torch, lambda: dst.copy_(src), ROUNDS))
+    seconds, _ = median_and_spread(_timed(lambda: dst.copy_(src), ROUNDS))
     return float(2 * src.numel() * 4 / seconds)
 
 
-def _timed(torch: Any, call: Any, count: int) -> list[float]:
+def _timed(call: Callable[[], object], count: int) -> list[float]:
     """Return the device seconds of each of `count` calls, after two that are not timed."""
     for _ in range(2):
         call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    return timed_calls(call, count, cuda=True)
 
 
 def _sustained(

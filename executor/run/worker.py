@@ -30,6 +30,7 @@ from executor.launch.heartbeat import Heartbeat
 from executor.launch.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.launch.request import Request
 from executor.measure.profile_step import profile_step
+from executor.measure.rank_group import every_rank_agrees
 from executor.measure.torchtitan import TitanTrainer
 from executor.model.shards import local_tensor
 from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_for, set_timeout
@@ -239,7 +240,7 @@ def _take_steps(
         index += 1
         if index == warm_up and warm_up < request.warm_up + MAX_EXTRA_WARM_UP and device.type == "cuda":
             before, reserved = reserved, torch.cuda.memory_reserved(device)
-            warm_up += _on_any_rank(reserved > before * GROWTH_FACTOR, device)
+            warm_up += not every_rank_agrees(reserved <= before * GROWTH_FACTOR, device=device)
         elif warm and device.type == "cuda":
             reserved = torch.cuda.memory_reserved(device)
     if clock.missing:
@@ -255,13 +256,6 @@ def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, int]:
     if isinstance(trainer, TitanTrainer) and device_type == "cuda":
         found["peak_reserved_bytes"] = max(found["peak_reserved_bytes"], trainer.peak_reserved_bytes)
     return found
-
-
-def _on_any_rank(mine: bool, device: torch.device) -> bool:
-    """Return whether the value is true on any rank; a collective call."""
-    flag = torch.tensor(float(mine), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 def _release_memory(device: str) -> None:
@@ -298,9 +292,7 @@ def _device(request: Request) -> torch.device:
 
 def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
     """Return whether every rank has time for another step; ranks that decided differently would wait forever."""
-    left = torch.tensor(float(deadline.allows(step_s)), device=device)
-    dist.all_reduce(left, dist.ReduceOp.MIN)
-    return bool(left.item())
+    return every_rank_agrees(deadline.allows(step_s), device=device)
 
 
 def _memory(device_type: str) -> dict[str, int]:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from executor.measure.rank_group import max_over_ranks
 from executor.model.decoder import Decoder, init_weights
 from executor.serving.cache import PAGE, PagedCache, pages_of
 from executor.serving.decoder import ServedDecoder, Spread
@@ -46,13 +46,12 @@ def check(
     worst = _compare(engine, whole, seed)
     engine.capture()
     worst = max(worst, _compare(engine, whole, seed + 1))
-    found = torch.tensor([worst], dtype=torch.float64, device=device)
     if spread.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=spread.group)
+        (worst,) = max_over_ranks([worst], device=device, group=spread.group)
     return KernelVerdict(
         name=f"served scores, tp {spread.ranks}, {all_reduce}",
         dtype=str(dtype).removeprefix("torch."),
-        difference=float(found.item()),
+        difference=worst,
         tolerance=UNITS * torch.finfo(dtype).eps + SUMMED_UNITS * torch.finfo(torch.float32).eps,
     )
 

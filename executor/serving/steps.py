@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from executor.gpu.device import synchronize
+from executor.measure.rank_group import max_over_ranks
 from executor.serving.cache import PAGE, CacheSlot, pages_of
 from executor.serving.engine import Engine
 from executor.serving.request import StepShape
@@ -125,7 +125,7 @@ def _timed(engine: Engine, run: Callable[[], Any], repeats: int) -> tuple[float,
         issued.append(time.perf_counter() - begin)
         synchronize(device)
         waited.append(time.perf_counter() - begin)
-    found = torch.tensor([queued, median(waited), median(issued)], dtype=torch.float64, device=device)
+    found = [queued, median(waited), median(issued)]
     if engine.model.spread.group is not None:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=engine.model.spread.group)
-    return float(found[0]), float(found[1]), float(found[2])
+        found = max_over_ranks(found, device=device, group=engine.model.spread.group)
+    return found[0], found[1], found[2]

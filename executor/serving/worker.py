@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.device import device_name
 from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
+from executor.measure.rank_group import every_rank_agrees, max_over_ranks
 from executor.serving.cache import PagedCache, page_bytes, pages_of
 from executor.serving.check import check
 from executor.serving.decoder import ServedDecoder, Spread
@@ -156,17 +157,14 @@ def _engine(request: ServeRequest, spread: Spread, device: torch.device, dtype: 
         free, _ = torch.cuda.mem_get_info(device)
         most = int(free * CACHE_SHARE) // page_bytes(request.model.layers, model.heads, dtype)
         pages = min(pages, most) if request.cache_tokens else most
-    least = torch.tensor([pages], device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    cache = PagedCache(request.model.layers, int(least.item()), model.heads, device=device, dtype=dtype)
+    (least,) = max_over_ranks([-pages], device=device)
+    cache = PagedCache(request.model.layers, int(-least), model.heads, device=device, dtype=dtype)
     return Engine(model, cache, request.max_num_seqs, request.max_model_len)
 
 
 def _all_have_time(deadline: Deadline, control: dist.ProcessGroup | None) -> bool:
-    left = torch.tensor([deadline.left_s])
-    if control is not None:
-        dist.all_reduce(left, dist.ReduceOp.MIN, group=control)
-    return bool(left.item() > 0)
+    mine = deadline.left_s > 0
+    return mine if control is None else every_rank_agrees(mine, group=control)
 
 
 def _device(request: ServeRequest) -> torch.device:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
+from simulator.analytical.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -20,3 +22,8 @@ class PlannedStep:
     workload: Workload
     runtime: Runtime
     cluster: Cluster | None = None
+
+    @classmethod
+    def of(cls, asked: Scenario, plan: Plan) -> Self:
+        """Return the step of a plan on the cluster that is asked about."""
+        return cls(model=asked.model, plan=plan, workload=asked.workload, runtime=asked.runtime, cluster=asked.cluster)

@@ -255,16 +255,7 @@ def _steps(files: list[Path]) -> list[PlannedStep]:
             cases.append(case_of_plan_file(path))
         else:
             cases += [load_case(raw) for raw in read_cases(path)[0]]
-    return [
-        PlannedStep(
-            model=case.question.model,
-            plan=case.plan,
-            workload=case.question.workload,
-            runtime=case.question.runtime,
-            cluster=case.question.cluster,
-        )
-        for case in cases
-    ]
+    return [PlannedStep.of(case.question, case.plan) for case in cases]
 
 
 class Machine(NamedTuple):

@@ -142,11 +142,8 @@ def _difference(asked: Explain, flags: Flags, measured: Calibrations) -> None:
     case = with_flags(case_of_file(asked.file, asked.case_id, measured), flags, measured)
     estimate = predict(case.question, case.plan).estimate
     asks = case.question
-    step = PlannedStep(
-        model=asks.model, plan=case.plan, workload=asks.workload, runtime=asks.runtime, cluster=asks.cluster
-    )
     found = difference_from(
-        step,
+        PlannedStep.of(asks, case.plan),
         asks.cluster,
         estimate,
         seconds_in(str(asked.measured), "--measured"),

@@ -59,20 +59,11 @@ def _print(answer: JsonObject) -> None:
     partial = "" if answer["complete"] else ", not complete"
     screen.print(printable(f"run {answer['id']} of {answer['taken_at']}: {answer['status']}{partial}"))
 
-    def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        if not rows:
-            return
+    for heads, rows, below in report_text.tables(answer):
         screen.print()
         screen.print(grid(heads, rows))
-
-    table(("quantity", "predicted", "80% range", "source", "measured", "error"), report_text.quantity_rows(answer))
-    table(("where the step went", "predicted s", "measured s", "difference s"), report_text.term_rows(answer))
-    if answer["blame"]:
-        screen.print(printable(f"to blame: {answer['blame']}"))
-    table(("collective", "side", "calls", "seconds", "exposed s"), report_text.collective_rows(answer))
-    table(("setting", "requested", "took effect", "agree"), report_text.effect_rows(answer))
-    if "learned" in answer:
-        table(("operator in the step", "calls", "measured s", "expected s", "error"), report_text.learned_rows(answer))
+        if below:
+            screen.print(printable(below))
     if any(row["error"] is not None for row in answer["quantities"]):
         screen.print()
         screen.print("Errors and differences are predicted / measured - 1 and predicted - measured.")

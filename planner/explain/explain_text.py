@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.explain.answer_text import fits_text
+from planner.explain.answer_text import fits_text, question_lines
 from planner.explain.compare_plans import Comparison
 from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount, SiteOverlap
 from planner.explain.tables import (
     changed_lines,
-    cluster_line,
     flip_text,
-    model_line,
     paged_text,
     print_lines,
-    runtime_line,
     vendor_text,
-    workload_line,
 )
 from planner.explain.traffic import LINKS, NETWORK, LinkTraffic, Traffic
 from planner.explain.waterfall import Waterfall
@@ -47,10 +43,7 @@ def print_explanation(
     print_lines(
         screen,
         [
-            f"cluster   {cluster_line(question.cluster)}",
-            f"model     {model_line(question.model)}",
-            f"workload  {workload_line(question.workload)}",
-            f"runtime   {runtime_line(question.runtime, question.software)}",
+            *question_lines(question),
             f"plan      {degrees_text(found.plan)}; {policy_text(found.plan)}{comparison}",
             *changed_lines(changed),
             "",

@@ -7,12 +7,15 @@ case. All unknown names are reported together, each with the name that it may st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import kind_of, unsaid
 from simulator.config.plan import PLAN_FIELDS
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import BadPlan, PlannerError
@@ -21,29 +24,9 @@ from topology.ranges import shown
 # Origin and history of a case: kept with it, and not used for predictions. `note` explains measurements.
 ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
 CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *ABOUT_KEYS)
-WORKLOAD_KEYS = ("task", "seq_len", "global_batch_size", "routing", "expert_imbalance", "expert_counts", "document_len")
-RUNTIME_KEYS = (
-    "name",
-    "version",
-    "compile",
-    "param_dtype",
-    "compute_dtype",
-    "reduce_dtype",
-    "optimizer",
-    "release",
-    "low_precision_recipe",
-    "wide_layers",
-    "cuda_graph",
-    "kernels",
-    "adapter",
-    "moe_dispatcher",
-    "expert_products",
-    "savers",
-    "reentrant",
-    "logs_each_step",
-    "graph_scopes",
-    "fused",
-)
+WORKLOAD_KEYS = tuple(one.name for one in fields(Workload))
+# `release` and `kernels` are the source's own words, of which the runtime's other fields are read.
+RUNTIME_KEYS = (*(one.name for one in fields(Runtime)), "release", "kernels")
 MEASURED_KEYS = (
     "step_s",
     "tokens_per_s_per_gpu",

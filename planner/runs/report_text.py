@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
@@ -85,7 +85,7 @@ def effect_rows(answer: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def learned_rows(answer: JsonObject) -> list[tuple[str, ...]]:
+def learned_rows(answer: JsonObject) -> list[Row]:
     """Return (operator, calls, seconds, expected seconds, error) of the operators that deviate most."""
     return [
         (
@@ -95,35 +95,35 @@ def learned_rows(answer: JsonObject) -> list[tuple[str, ...]]:
             f"{row['expected_s']:.3g}",
             f"{row['expected_s'] / row['seconds'] - 1:+.0%}",
         )
-        for row in answer["learned"]["rows"]
+        for row in answer.get("learned", {"rows": ()})["rows"]
     ]
 
 
-def to_html(answer: Mapping[str, Any], words: str, picture: str) -> str:
+def tables(answer: JsonObject) -> Iterator[tuple[Row, list[Row], str]]:
+    """Yield (headings, rows, the line below) of the report's tables that have rows."""
+    blame = f"to blame: {answer['blame']}" if answer["blame"] else ""
+    every: tuple[tuple[Row, list[Row], str], ...] = (
+        (("quantity", "predicted", "80% range", "source", "measured", "error"), quantity_rows(answer), ""),
+        (("where the step went", "predicted s", "measured s", "difference s"), term_rows(answer), blame),
+        (("collective", "side", "calls", "seconds", "exposed s"), collective_rows(answer), ""),
+        (("setting", "requested", "took effect", "agree"), effect_rows(answer), ""),
+        (("operator in the step", "calls", "measured s", "expected s", "error"), learned_rows(answer), ""),
+    )
+    yield from (one for one in every if one[1])
+
+
+def to_html(answer: JsonObject, words: str, picture: str) -> str:
     """Return the page. `answer` is from `RunReport.answer`, `words` the plan as text, `picture` an SVG or empty."""
     title = f"{answer['model']}, {words}"
     verdict = {True: "as predicted", False: "not as predicted", None: "not compared"}[answer["within"]]
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>Run {escape(answer['id'])} of {escape(answer['taken_at'])}: {escape(answer['status'])}, {verdict}.</p>",
-        "<p>Errors are predicted / measured &minus; 1.</p>",
-        html_table(("quantity", "predicted", "80% range", "source", "measured", "error"), quantity_rows(answer)),
+        "<p>Errors are predicted / measured &minus; 1, differences predicted &minus; measured.</p>",
     ]
-    if answer["terms"]:
-        parts += [
-            "<h2>Where the step's time went</h2>",
-            html_table(("term", "predicted s", "measured s", "predicted - measured s"), term_rows(answer)),
-            f"<p>{escape(answer['blame'])}.</p>",
-        ]
-    if picture:
-        parts += ["<h2>Timelines</h2>", picture]
-    rows = collective_rows(answer)
-    if rows:
-        heads = ("collective", "side", "calls", "seconds", "exposed s")
-        parts += ["<h2>Collectives</h2>", html_table(heads, rows)]
-    rows = effect_rows(answer)
-    if rows:
-        parts += ["<h2>Requested and took effect</h2>", html_table(("what", "requested", "took effect", "agree"), rows)]
+    for heads, rows, below in tables(answer):
+        parts += [html_table(heads, rows), f"<p>{escape(below)}.</p>" if below else ""]
+    parts += ["<h2>Timelines</h2>", picture] if picture else []
     parts += [f"<p>Note: {escape(note)}.</p>" for note in answer["notes"]]
     return page(title, parts)
 

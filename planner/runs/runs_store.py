@@ -14,9 +14,9 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import platformdirs
 
@@ -31,33 +31,6 @@ LONGEST_PATH = 512  # bytes (SQLite src/os_unix.c: MAX_PATHNAME)
 WAIT_S = 10.0  # seconds to wait for another writer; a row is written in milliseconds
 MAX_TEXT = 8192  # longest text in a column; a path has at most 4096 characters
 MAX_NUMBER = 1e18  # larger than any count, byte or second of a run
-
-_TABLE = """
-CREATE TABLE runs (
-    id TEXT PRIMARY KEY,
-    taken_at TEXT NOT NULL,
-    status TEXT NOT NULL,
-    complete INTEGER NOT NULL,
-    model TEXT NOT NULL,
-    framework TEXT NOT NULL,
-    plan TEXT NOT NULL,
-    gpus INTEGER NOT NULL,
-    device TEXT NOT NULL,
-    seq_len INTEGER NOT NULL,
-    global_batch_size INTEGER NOT NULL,
-    predicted_step_s REAL,
-    measured_step_s REAL,
-    predicted_peak_bytes REAL,
-    measured_peak_bytes REAL,
-    measured_tokens_per_s REAL,
-    directory TEXT NOT NULL,
-    document TEXT NOT NULL
-)
-"""
-_COLUMNS = (
-    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size,"
-    " predicted_step_s, measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +70,17 @@ class RunSummary:
     @property
     def memory_error(self) -> float | None:
         return _error(self.predicted_peak_bytes, self.measured_peak_bytes)
+
+
+NAMES = tuple(one.name for one in fields(RunSummary))
+_COLUMNS = ", ".join(NAMES)
+_TYPES = {str: "TEXT NOT NULL", int: "INTEGER NOT NULL", bool: "INTEGER NOT NULL"}  # the others are numbers or missing
+_TABLE = "CREATE TABLE runs ({}, document TEXT NOT NULL)".format(
+    ", ".join(
+        f"{name} {'TEXT PRIMARY KEY' if name == 'id' else _TYPES.get(kind, 'REAL')}"
+        for name, kind in get_type_hints(RunSummary).items()
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,11 +344,10 @@ def _require_readable(found: int, store_path: Path) -> None:
 
 def _summary(row: Sequence[Any]) -> RunSummary:
     """Return a row's content. Raises BadInput, with the column, for an invalid row."""
-    names = [name.strip() for name in _COLUMNS.split(",")]
-    fields = dict(zip(names, row, strict=True))
-    where = f"run {fields['id']!r:.40}"
-    summary = codec.convert({**fields, "complete": fields["complete"] == 1}, RunSummary, where=where)
-    for name in names:
+    found = dict(zip(NAMES, row, strict=True))
+    where = f"run {found['id']!r:.40}"
+    summary = codec.convert({**found, "complete": found["complete"] == 1}, RunSummary, where=where)
+    for name in NAMES:
         value = getattr(summary, name)
         if isinstance(value, str) and len(value) > MAX_TEXT:
             raise BadInput(f"{where}: {name} has {len(value)} characters", why=f"{name} is longer than {MAX_TEXT}")

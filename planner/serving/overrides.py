@@ -10,15 +10,13 @@ from planner.serving.question.from_flags import (
     ServingFlags,
     arrival_shape,
     measured_serving,
-    number_format,
     refuse_unknown_to,
-    speculation_of,
-    target_s,
+    settings_of,
 )
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import split_engine
 from planner.serving.stated import read_pool, require_pool
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment, made_even
+from simulator.serving.deployment import Deployment, made_even
 from simulator.serving.traffic import Lengths, Traffic, steady_requests, with_clients
 from topology.errors import UserError
 
@@ -47,28 +45,13 @@ def with_serving_flags(
     measured = measured_serving(flags, content.question.cluster, engine, notes)
     if flags.profile is None and engine == content.question.engine:
         measured = content.question.measured
-    ttft_s, tpot_s = target_s(flags.ttft, "--ttft"), target_s(flags.tpot, "--tpot")
     question = replace(
         content.question,
         measured=measured,
         traffic=_traffic(content.question.traffic, flags),
         engine=engine,
         release=release,
-        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), content.question.weights),
-        kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), content.question.kv_cache),
-        max_num_seqs=flags.max_num_seqs or content.question.max_num_seqs,
-        max_num_batched_tokens=flags.max_num_batched_tokens or content.question.max_num_batched_tokens,
-        memory_fraction=flags.gpu_memory_utilization or content.question.memory_fraction,
-        eager=content.question.eager if flags.eager is None else flags.eager,
-        custom_all_reduce=content.question.custom_all_reduce
-        if flags.no_custom_all_reduce is None
-        else not flags.no_custom_all_reduce,
-        two_batches=content.question.two_batches if flags.two_batch_overlap is None else flags.two_batch_overlap,
-        receive_every=flags.receive_every or content.question.receive_every,
-        speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, content.question.model)
-        or content.question.speculation,
-        ttft_s=content.question.ttft_s if ttft_s is None else ttft_s,
-        tpot_s=content.question.tpot_s if tpot_s is None else tpot_s,
+        **settings_of(flags, content.question.model),
     )
     refuse_unknown_to(question)
     before = content.deployment

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import filelock
 
@@ -23,7 +23,7 @@ from planner.io.version import version
 from planner.question.plan_file import refuse_overwrite
 from planner.question.question import Question, question_of
 from planner.tune.candidates import Candidate, Candidates
-from planner.tune.trials import Trial
+from planner.tune.trials import Status, Trial
 from simulator.config.model import Model
 from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_estimate, verify_model, verify_plan, verify_runtime, verify_workload
@@ -85,6 +85,30 @@ class TrialStart:
     at: str  # ISO 8601, UTC
     predicted_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     why: str = ""
+
+    @classmethod
+    def now(cls, trial: Trial) -> Self:
+        """Return the beginning of a trial in this moment."""
+        return cls(
+            key=trial.key,
+            directory=trial.directory,
+            machine=trial.machine,
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            predicted_s=trial.predicted_s,
+            why=trial.why,
+        )
+
+    def failed(self, cause: str = "") -> Trial:
+        """Return the trial as failed."""
+        return Trial(
+            key=self.key,
+            status=Status.FAILED,
+            cause=cause,
+            predicted_s=self.predicted_s,
+            why=self.why,
+            directory=self.directory,
+            machine=self.machine or platform.node(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,15 +259,3 @@ def _remove_torn_line(path: Path) -> None:
         with path.open("r+b") as file:
             file.truncate(complete)
             os.fsync(file.fileno())
-
-
-def started_now(key: str, directory: Path, predicted_s: tuple[float, float, float], why: str) -> TrialStart:
-    """Return the line of a trial that begins now, on this host."""
-    return TrialStart(
-        key=key,
-        directory=str(directory),
-        machine=platform.node(),
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        predicted_s=predicted_s,
-        why=why,
-    )

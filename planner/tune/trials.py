@@ -49,7 +49,7 @@ class Trial:
     why: str = ""
     directory: str = ""
     machine: str = ""  # the host that ran it
-    started_together: int = 1  # trials that shared one start of processes
+    started_together: int = 1  # in files of earlier versions, and not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

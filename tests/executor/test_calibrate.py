@@ -247,15 +247,12 @@ def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
 
 
 def test_clocks_are_those_of_the_sample() -> None:
-    watch = ClockMonitor.__new__(ClockMonitor)
-    watch._process = None
-    watch._lines = [
-        (1.0, "0, 1980, 300.0, 40, 0x0000000000000000\n"),
-        (2.0, "0, 1410, 695.5, 55, 0x0000000000000004\n"),
-        (2.0, "1, 345, 90.0, 30, 0x0000000000000000\n"),
-        (2.1, "0, 1500, [N/A], 56, 0x0000000000000020\n"),
-        (9.0, "0, 345, 90.0, 40, Not Active\n"),
-    ]
+    watch = ClockMonitor(reads=False)
+    watch.add(1.0, "0, 1980, 300.0, 40, 0x0000000000000000\n")
+    watch.add(2.0, "0, 1410, 695.5, 55, 0x0000000000000004\n")
+    watch.add(2.0, "1, 345, 90.0, 30, 0x0000000000000000\n")
+    watch.add(2.1, "0, 1500, [N/A], 56, 0x0000000000000020\n")
+    watch.add(9.0, "0, 345, 90.0, 40, Not Active\n")
 
     found = watch.between(1.9, 2.2, 0)
 

@@ -6,7 +6,8 @@ import pytest
 
 from executor.launch.records import Deadline, Recorder, read_records
 from executor.measure import probe_collectives
-from executor.measure.probe_collectives import ITERATIONS, PER_GRAPH, Rank, timed_calls
+from executor.measure.measurement import timed_calls
+from executor.measure.probe_collectives import ITERATIONS, PER_GRAPH, Rank
 from executor.measure.probe_compute import MATMUL, measure_cuda
 from executor.measure.probe_flows import CudaCopies, flow_sets, measure
 from tests.executor.fake_cuda import WORK_MS, Fake
@@ -136,9 +137,7 @@ def test_a_failure_is_missing_and_never_a_time(torch, monkeypatch, tmp_path) -> 
 
 
 def test_calls_are_timed_one_by_one_and_not_their_launches(torch) -> None:
-    me = Rank(torch, None, 0, 1, True, None, None)
-
-    seconds = timed_calls(me, lambda: torch.work([torch.current_stream(0)]), 20)
+    seconds = timed_calls(lambda: torch.work([torch.current_stream(0)]), 20, cuda=True)
 
     assert len(seconds) == 20
     assert seconds[1:] == pytest.approx([WORK_MS / 1e3] * 19)

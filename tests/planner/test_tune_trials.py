@@ -258,7 +258,7 @@ def test_a_trial_alone_is_expected_to_take_a_whole_start(monkeypatch, tmp_path) 
     def trial_of(*_, **__):
         return Trial(key="", status=Status.FINISHED, step_s=0.2, seconds=next(ended))
 
-    monkeypatch.setattr(executor_trials.ExecutorTrials, "_trial", trial_of)
+    monkeypatch.setattr(executor_trials.ExecutorTrials, "_ended", trial_of)
     chosen = Chosen(row=0, why="", predicted_s=(1.0, 1.0, 1.0))
     found = list(runner.run([(plans.plans[0], chosen), (plans.plans[1], chosen)], 60.0))
 

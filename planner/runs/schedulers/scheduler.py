@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from planner.runs.schedulers.launchers import JobFile
+from topology.errors import PlannerError
 
 ASK_S = 30.0  # seconds for a scheduler to answer
 MOST_LOG_BYTES = 16384
@@ -47,7 +48,7 @@ class SchedulerState:
 
 
 class Scheduler(Protocol):
-    """Raises PlannerError, OSError or TimeoutExpired if the scheduler cannot be asked."""
+    """Raises PlannerError or TimeoutExpired if the scheduler cannot be asked."""
 
     @property
     def collects(self) -> bool:
@@ -72,9 +73,14 @@ class Scheduler(Protocol):
         """Return the last line of a job's output; empty if there is none."""
 
 
-def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command."""
-    return subprocess.run(list(command), capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False)
+def run(command: Sequence[str], limit_s: float = ASK_S) -> subprocess.CompletedProcess[str]:
+    """Run a scheduler's command. Raises PlannerError where it cannot be started, TimeoutExpired where it hangs."""
+    try:
+        return subprocess.run(
+            list(command), capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except OSError as error:
+        raise PlannerError(f"{command[0]} could not be run", why=str(error)) from error
 
 
 def log_tail(folder: Path, pattern: str) -> str:

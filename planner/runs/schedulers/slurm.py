@@ -44,7 +44,7 @@ ACTIVE = frozenset(
 )
 COMMANDS = ("sinfo", "srun", "sbatch", "squeue", "scontrol", "scancel")
 USABLE = frozenset({"idle", "mixed", "allocated", "completing"})
-ASK_S, NODES_FREE_S, CHECK_S = 30.0, 30, 120.0
+NODES_FREE_S, CHECK_S = 30, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Slurm:
         if asked.returncode and "invalid job id" not in asked.stderr.lower():
             return SchedulerState(word=f"squeue does not answer: {last_line(asked.stderr)}", over=None)
         if not words:  # squeue forgets a job minutes after its end
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(PlannerError):
                 words = run(
                     ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={number}", "--format=State"]
                 ).stdout.split()
@@ -84,7 +84,7 @@ class Slurm:
         """Slurm's state is "failed" for a job that ended by itself within the grace time after its nodes were taken,
         and, if memory is watched by polling, for a job that exceeded its memory.
         """
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        with contextlib.suppress(PlannerError, subprocess.TimeoutExpired):
             shown = run(["scontrol", "show", "job", str(submission.number), "--oneliner"]).stdout
             if re.search(r"\bPreemptTime=\d", shown):
                 return "preempted"
@@ -130,7 +130,7 @@ def check_slurm(nodes: int, gpus_per_node: int | None, *, folder: Path, python: 
 
 def _declared() -> list[_Declared] | Checked:
     """Return the nodes of the default partition, or all nodes without one; or why Slurm does not list them."""
-    asked = _run(["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%G"])
+    asked = run(["sinfo", "--noheader", "--Node", "--format=%N|%P|%T|%G"])
     if asked.returncode:
         why = asked.stderr.strip().splitlines()[-1] if asked.stderr.strip() else f"code {asked.returncode}"
         return error("controller", "sinfo does not answer", why, "ask whoever runs the cluster: slurmctld is away")
@@ -176,7 +176,7 @@ def _look_at_nodes(nodes: int, gpus: int, *, folder: Path, python: str) -> list[
         f' --endpoint="${{names%%,*}}:{SLURM_PORT}"'
     )
     try:
-        asked = _run(["srun", *options, "sh", "-c", script, python, str(token)], limit_s=CHECK_S)
+        asked = run(["srun", *options, "sh", "-c", script, python, str(token)], limit_s=CHECK_S)
     except subprocess.TimeoutExpired:
         return [error("job", f"a job of {nodes} nodes did not end within {CHECK_S:.0f} s", "", "squeue says why")]
     finally:
@@ -192,12 +192,3 @@ def _look_at_nodes(nodes: int, gpus: int, *, folder: Path, python: str) -> list[
         remedy = f"{python} with meshwright and torch must start on every node: activate its environment before"
         return [error("python", "the check did not run on any node", said[0] if said else "", remedy)]
     return judge_nodes(answers, nodes, gpus)
-
-
-def _run(command: Sequence[str], limit_s: float = ASK_S) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            list(command), capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
-        )
-    except OSError as error:
-        raise PlannerError(f"{command[0]} could not be run", why=str(error)) from error

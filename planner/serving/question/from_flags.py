@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from planner.io.inputs import measurements, read_cluster, refuse_empty
 from planner.requests.flag import values_of
@@ -113,26 +115,37 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         gpus=flags.gpus if partly and flags.gpus else 0,
         engine=engine,
         release=release,
-        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), stored or "bfloat16"),
-        kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), "bfloat16"),
-        max_num_seqs=flags.max_num_seqs or 0,
-        max_num_batched_tokens=flags.max_num_batched_tokens or 0,
-        memory_fraction=flags.gpu_memory_utilization or 0.0,
-        eager=bool(flags.eager),
-        custom_all_reduce=not flags.no_custom_all_reduce,
-        two_batches=bool(flags.two_batch_overlap),
-        receive_every=flags.receive_every or 1,
-        speculation=speculation_of(flags.draft_tokens, flags.accepted_tokens, model),
         objective=_objective(flags, assumed),
-        ttft_s=target_s(flags.ttft, "--ttft") or 0.0,
-        tpot_s=target_s(flags.tpot, "--tpot") or 0.0,
         gpu_price_per_hour=flags.gpu_price or 0.0,
         separate=flags.separate,
         measured=measured,
         assumed=tuple(assumed),
+        **{"weights": stored or "bfloat16", **settings_of(flags, model)},
     )
     refuse_unknown_to(question)
     return question
+
+
+def settings_of(flags: ServingFlags, model: Model) -> dict[str, Any]:
+    """Return the stated settings of the engine and targets, as fields of a question. Raises UserError and BadInput for
+    impossible ones.
+    """
+    nccl = flags.no_custom_all_reduce
+    found = {
+        "weights": _number_format(flags.weights, "--weights", WEIGHT_BYTES),
+        "kv_cache": _number_format(flags.kv_cache, "--kv-cache", CACHE_BYTES),
+        "max_num_seqs": flags.max_num_seqs,
+        "max_num_batched_tokens": flags.max_num_batched_tokens,
+        "memory_fraction": flags.gpu_memory_utilization,
+        "eager": flags.eager,
+        "custom_all_reduce": None if nccl is None else not nccl,
+        "two_batches": flags.two_batch_overlap,
+        "receive_every": flags.receive_every,
+        "speculation": _speculation(flags.draft_tokens, flags.accepted_tokens, model),
+        "ttft_s": target_s(flags.ttft, "--ttft"),
+        "tpot_s": target_s(flags.tpot, "--tpot"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def machine_of(flags: ServingFlags, gpus: int) -> Cluster:
@@ -166,7 +179,7 @@ def refuse_unknown_to(question: ServingQuestion) -> None:
             )
 
 
-def speculation_of(draft: int | None, accepted: float | None, model: Model) -> Speculation | None:
+def _speculation(draft: int | None, accepted: float | None, model: Model) -> Speculation | None:
     """Return the stated speculative decoding. Raises UserError if only half of it is stated, or if it is impossible."""
     if draft is None and accepted is None:
         return None
@@ -314,11 +327,11 @@ def _said(given: int | None, default: int, what: str, assumed: list[str]) -> int
     return given or default
 
 
-def number_format(given: str | None, flag: str, known: tuple[str, ...], default: str) -> str:
-    """Return the format that a flag names, or `default`. Raises BadInput for one that is not covered."""
+def _number_format(given: str | None, flag: str, known: Collection[str]) -> str | None:
+    """Return the format that a flag names. Raises BadInput for one that is not covered."""
     if given is not None and given not in known:
         raise BadInput(f"{flag} {given!r} is not a format that is covered", remedy=f"use one of: {', '.join(known)}")
-    return given or default
+    return given or None
 
 
 def _objective(flags: ServingFlags, assumed: list[str]) -> str:

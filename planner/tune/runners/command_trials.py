@@ -32,7 +32,7 @@ from planner.learn.logs import COLOR, STEP_LINES
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
 from planner.tune.runners.started_trials import StartedTrials, failed
-from planner.tune.state import started_now
+from planner.tune.state import TrialStart
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
 from topology.errors import PlannerError, UserError
@@ -173,7 +173,7 @@ class CommandTrials(StartedTrials):
     def _run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
         """Return the result of `trial`, in `folder`, within `left_s`. Raises PlannerError if it cannot be started."""
         words = self._command(candidate, folder)
-        self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))
+        self.began(TrialStart.now(trial))
         return self._run(trial, words, min(left_s, self.limit_s), cut=left_s < self.limit_s)
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:

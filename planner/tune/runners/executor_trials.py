@@ -8,7 +8,6 @@ are kept where `planner runs` lists them.
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,12 @@ from statistics import median
 
 from planner.io import child
 from planner.question.plan_file import plan_file
-from planner.question.question import Question
 from planner.runs import runs_store
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from planner.runs.run_document import read_report
 from planner.tune.candidates import Candidate
-from planner.tune.state import TrialStart, started_now
+from planner.tune.runners.started_trials import StartedTrials, failed
+from planner.tune.state import TrialStart
 from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.plan import MESH_AXES
 from topology import codec
@@ -35,7 +34,6 @@ from topology.readers.nvml import read_nvml
 MODULE = "executor.run.apply_many"
 START_S = {"cuda": 20.0, "cpu": 12.0}  # assumed start time until a trial on this machine has shown it
 COMPILE_S = 30.0
-LEAST_S = 20.0  # seconds below which no processes are started, as in the executor
 LATE_S = 20.0
 RELEASE_S, RELEASE_POLL_S = 20.0, 0.3  # seconds for the driver to free the memory of processes that ended
 
@@ -46,35 +44,31 @@ def _gpu_processes() -> set[int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class ExecutorTrials:
-    """Runs plans of `question` in folders of `folder`. `here` and `health` are the probed machine; None on a CPU.
+class ExecutorTrials(StartedTrials):
+    """Runs plans here; `here` and `health` are the probed machine, None on a CPU."""
 
-    `limit_s` is the time limit of one trial. `tell` receives progress messages, `began` each trial at its beginning.
-    """
+    LEAST_S = 20.0  # as in the executor
 
-    question: Question
     device: str
-    folder: Path
     here: Cluster | None = None
     health: Health | None = None
-    limit_s: float = 120.0
-    timed_steps: int = 10
     allow_busy: bool = False
     profiled: bool = False
     trainer: str = "own"  # `own`, or torchtitan: whose training step is run
-    tell: Callable[[str], None] = lambda _: None
-    began: Callable[[TrialStart], None] = lambda _: None
     store: Path | None = None
     gpu_processes: Callable[[], set[int]] = _gpu_processes
     others: set[int] | None = None  # processes on the GPUs before the first trial
-    starts_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})  # compiled or not
+    compiled_s: list[float] = field(default_factory=list)  # as `starts_s`, of compiled plans
 
     def start_s(self, candidate: Candidate) -> float:
-        compiled = candidate.runtime.compile and self.device == "cuda"
-        if seen := self.starts_s[compiled]:
+        compiled = self._compiles(candidate)
+        if seen := self.compiled_s if compiled else self.starts_s:
             return median(seen)
-        eager = median(self.starts_s[False]) if self.starts_s[False] else START_S[self.device]
+        eager = median(self.starts_s) if self.starts_s else START_S[self.device]
         return eager + (COMPILE_S if compiled else 0.0)
+
+    def _compiles(self, candidate: Candidate) -> bool:
+        return candidate.runtime.compile and self.device == "cuda"
 
     def steps(self) -> int:
         return self.timed_steps + (3 if self.device == "cuda" else 1)
@@ -84,26 +78,28 @@ class ExecutorTrials:
         return all(getattr(one.plan, name) == getattr(other.plan, name) for name in names)
 
     def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
-        if left_s < LEAST_S:
+        if left_s < self.LEAST_S:
             return
         if self.device == "cuda" and self.others is None:
             self.others = self.gpu_processes()
         budget_s = min(left_s, self.limit_s * len(plans))
-        folders, arguments = [], []
+        begun, arguments = [], []
         for candidate, chosen in plans:
-            folder = new_folder(self.folder)
+            trial = self.new_trial(candidate, chosen)
+            folder = Path(trial.directory)
             try:
                 request = self._request(candidate, budget_s)
             except PlannerError as error:  # a plan that cannot be run here does not end the tuning
-                yield _failed(candidate, chosen, str(error), folder)
+                yield failed(trial, error)
                 continue
             codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
-            self.began(started_now(candidate.key, folder, chosen.predicted_s, chosen.why))
+            self.began(TrialStart.now(trial))
             arguments += ["--run", str(folder / "request.json"), str(folder)]
-            folders.append((candidate, chosen, folder))
-        if not folders:
+            begun.append((candidate, trial))
+        if not begun:
             return
-        began, code, log = time.monotonic(), None, folders[0][2] / "executor.txt"
+        folders = [Path(trial.directory) for _, trial in begun]
+        began, code, log = time.monotonic(), None, folders[0] / "executor.txt"
         with log.open("wb") as output:
             code = child.run_module(
                 MODULE,
@@ -111,13 +107,13 @@ class ExecutorTrials:
                 budget_s=budget_s,
                 output=output,
                 late_s=LATE_S,
-                watch=lambda: self.tell(_phase([folder for *_, folder in folders])),
+                watch=lambda: self.tell(_phase(folders)),
             )
         took = time.monotonic() - began
-        nothing = not any((folder / "run.json").is_file() for *_, folder in folders)
+        nothing = not any((folder / "run.json").is_file() for folder in folders)
         said = _last_line(log) if nothing and code is not None else ""
-        trials = [self._trial(*one, overran=code is None, cut=budget_s >= left_s, said=said) for one in folders]
-        trials = self._with_start(trials, took, [candidate for candidate, *_ in folders])
+        trials = [self._ended(one, overran=code is None, cut=budget_s >= left_s, said=said) for _, one in begun]
+        trials = self._with_start(trials, took, [candidate for candidate, _ in begun])
         if self.device == "cuda" and not self._released():
             held = f"its processes still held GPUs after {RELEASE_S:.0f} s"
             trials[-1] = replace(trials[-1], cause="; ".join(filter(None, (trials[-1].cause, held))))
@@ -143,17 +139,15 @@ class ExecutorTrials:
         request = run.request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
         return request | {"profile": self.profiled, "trainer": self.trainer}
 
-    def _trial(
-        self, candidate: Candidate, chosen: Chosen, folder: Path, *, overran: bool, cut: bool, said: str
-    ) -> Trial:
+    def _ended(self, trial: Trial, *, overran: bool, cut: bool, said: str) -> Trial:
         """Return the result of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a
         report.
         """
+        folder = Path(trial.directory)
         document = read_report(folder)
         if document is None:
-            trial = _failed(candidate, chosen, said, folder)
             if said:
-                return trial
+                return failed(trial, said)
             # An earlier run of the start, or this one, used up the time.
             hung = overran and not cut and any((folder / "records").glob("rank*"))
             if hung:
@@ -164,10 +158,10 @@ class ExecutorTrials:
             runs_store.save_run(document, folder, self.store, tell=self.tell)
         except PlannerError as error:
             self.tell(f"warning: {error}")
-        trial = trial_of_report(document, candidate.key, chosen.predicted_s, chosen.why, folder)
-        if trial.status is Status.OUT_OF_TIME and not cut:
-            return replace(trial, status=Status.TIMEOUT, cause=trial.cause or "it did not end within its time")
-        return trial
+        found = reported(trial, document)
+        if found.status is Status.OUT_OF_TIME and not cut:
+            return replace(found, status=Status.TIMEOUT, cause=found.cause or "it did not end within its time")
+        return found
 
     def _with_start(self, trials: Sequence[Trial], took_s: float, tried: Sequence[Candidate]) -> list[Trial]:
         """Return the trials with the seconds of their common start added to the first, and record the time of a start.
@@ -175,39 +169,19 @@ class ExecutorTrials:
         It is recorded in full although these trials share it, since the next trial may need its own start.
         """
         start_s = max(0.0, took_s - sum(trial.seconds for trial in trials))
-        found = [replace(trial, started_together=len(trials)) for trial in trials]
-        found[0] = replace(found[0], seconds=found[0].seconds + start_s)
-        for compiled in (False, True):
+        for compiled, starts_s in ((False, self.starts_s), (True, self.compiled_s)):
             own_s = [
                 trial.seconds - self.steps() * trial.step_s
                 for trial, candidate in zip(trials, tried, strict=True)
-                if trial.step_s and (candidate.runtime.compile and self.device == "cuda") == compiled
+                if trial.step_s and self._compiles(candidate) == compiled
             ]
             if own_s:
-                self.starts_s[compiled].append(max(1.0, start_s + max(own_s)))
-        return found
+                starts_s.append(max(1.0, start_s + max(own_s)))
+        return [replace(trials[0], seconds=trials[0].seconds + start_s), *trials[1:]]
 
 
-def new_folder(parent: Path) -> Path:
-    """Make the folder of the next trial, with the first free number, since other machines may continue a tuning as
-    well.
-    """
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / f"trial-{number:03d}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-            continue
-        return folder.resolve()
-
-
-def trial_of_report(
-    document: JsonObject, key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
-) -> Trial:
-    """Return the trial described by a run's report."""
+def reported(trial: Trial, document: JsonObject) -> Trial:
+    """Return the trial with the result in its run's report."""
     words = {status.value for status in Status}
     said = str(document["status"])
     status = Status(said) if said in words else Status.TIMEOUT if said == "overrun" else Status.FAILED
@@ -218,21 +192,15 @@ def trial_of_report(
     if status is Status.OUT_OF_TIME and taken >= max(3, wanted // 2):
         status = Status.FINISHED
     timed = status is Status.FINISHED and bool(steps.get("median"))
-    failure = document.get("failure") or {}
     held = [rank.get("peak_reserved_bytes") for rank in measured.get("memory_by_rank") or ()]
-    seconds = float(document.get("seconds") or 0.0)
-    return Trial(
-        key=key,
+    return replace(
+        trial,
         status=status if timed or status is not Status.FINISHED else Status.FAILED,
         step_s=float(steps["median"]) if timed else None,
         noise=float(steps.get("spread") or 0.0) / 2.56 / math.sqrt(max(1, taken)) if timed else 0.0,
-        seconds=seconds,
+        seconds=float(document.get("seconds") or 0.0),
         reserved_bytes=max((float(size) for size in held if size), default=None) if timed else None,
-        cause=_cause(failure),
-        predicted_s=predicted_s,
-        why=why,
-        directory=str(folder),
-        machine=platform.node(),
+        cause=_cause(document.get("failure") or {}),
     )
 
 
@@ -242,18 +210,6 @@ def _cause(failure: JsonObject) -> str:
     text = f"{who}{words}" if words else ""
     suspects = "; ".join((*(failure.get("gpus") or ()), *(failure.get("suspects") or ())))
     return " ".join(f"{text}{'; ' if text and suspects else ''}{suspects}".split())[:400]
-
-
-def _failed(candidate: Candidate, chosen: Chosen, cause: str, folder: Path) -> Trial:
-    return Trial(
-        key=candidate.key,
-        status=Status.FAILED,
-        cause=" ".join(cause.split())[:400],
-        predicted_s=chosen.predicted_s,
-        why=chosen.why,
-        directory=str(folder),
-        machine=platform.node(),
-    )
 
 
 def _phase(folders: Sequence[Path]) -> str:

@@ -22,9 +22,9 @@ from planner.runs.schedulers import launchers
 from planner.runs.schedulers.launchers import LauncherJob
 from planner.runs.schedulers.scheduler import Submission
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder, trial_of_report
-from planner.tune.runners.started_trials import StartedTrials, failed
-from planner.tune.state import TrialStart, started_now
+from planner.tune.runners.executor_trials import reported
+from planner.tune.runners.started_trials import StartedTrials, failed, new_folder
+from planner.tune.state import TrialStart
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec
 from topology.codec import JsonObject
@@ -96,14 +96,6 @@ class JobTrials(StartedTrials):
                 if submission is None or start.key not in by_key:
                     continue
                 candidate = by_key[start.key]
-                trial = Trial(
-                    key=start.key,
-                    status=Status.FAILED,
-                    predicted_s=start.predicted_s,
-                    why=start.why,
-                    directory=start.directory,
-                    machine=start.machine,
-                )
                 now = time.monotonic()
                 ends = now + self.limit_s + self.queue_s
                 followed = Followed(
@@ -113,7 +105,7 @@ class JobTrials(StartedTrials):
                     tell=self.tell,
                     late_s=self.late_s,
                 )
-                begun.append(_Begun(candidate, trial, followed, now, cut=False))
+                begun.append(_Begun(candidate, start.failed(), followed, now, cut=False))
         yield from (trial for _, trial in self._followed(begun) if trial.status is not Status.INTERRUPTED)
 
     def _round(self, plans: Sequence[tuple[Candidate, Trial]], until: float) -> Iterator[tuple[Candidate, Trial]]:
@@ -126,8 +118,8 @@ class JobTrials(StartedTrials):
                 written.append((candidate, trial))
             except PlannerError as error:  # a plan that cannot be written does not end the tuning
                 yield candidate, failed(trial, error)
-        for (_, trial), job in zip(written, jobs, strict=True):
-            self.began(started_now(trial.key, job.directory, trial.predicted_s, trial.why))
+        for _, trial in written:
+            self.began(TrialStart.now(trial))
         try:
             submissions = self._submitted(jobs)
         except PlannerError as error:
@@ -196,7 +188,7 @@ class JobTrials(StartedTrials):
         scheduled.add_cause(document, word)
         with contextlib.suppress(PlannerError):
             runs_store.save_run(document, folder, self.store, tell=self.tell)
-        found = trial_of_report(document, one.trial.key, one.trial.predicted_s, one.trial.why, folder)
+        found = reported(one.trial, document)
         if word in scheduled.TAKEN_AWAY:
             found = replace(found, status=Status.INTERRUPTED)
         if found.step_s:

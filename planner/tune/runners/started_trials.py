@@ -1,4 +1,4 @@
-"""Common parts of the runners that start a command or a job for each trial."""
+"""Common parts of the runners that start processes, a command or a job for trials."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import ClassVar
 
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder
 from planner.tune.state import TrialStart
 from planner.tune.trials import Chosen, Status, Trial
-from topology.errors import PlannerError
 
 
 @dataclass(slots=True, kw_only=True)
 class StartedTrials:
-    """Fields are those of `ExecutorTrials`; `starts_s` are the seconds of each start on this machine so far."""
+    """Runs plans of `question` in folders of `folder`. `limit_s` is the time limit of one trial.
+
+    `tell` receives progress messages, `began` each trial at its beginning; `starts_s` are the seconds of each start on
+    this machine so far.
+    """
 
     FIRST_START_S: ClassVar[float]  # assumed start time until a trial on this machine has shown it
     LEAST_S: ClassVar[float]  # seconds below which nothing is started
@@ -27,7 +29,7 @@ class StartedTrials:
 
     question: Question
     folder: Path
-    limit_s: float
+    limit_s: float = 120.0
     timed_steps: int = 10
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[TrialStart], None] = lambda _: None
@@ -52,6 +54,22 @@ class StartedTrials:
         )
 
 
-def failed(trial: Trial, error: PlannerError) -> Trial:
+def new_folder(parent: Path) -> Path:
+    """Make the folder of the next trial, with the first free number, since other machines may continue a tuning as
+    well.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / f"trial-{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return folder.resolve()
+
+
+def failed(trial: Trial, cause: object) -> Trial:
     """Return the trial with the reason why it could not be started or read; other trials continue."""
-    return replace(trial, cause=" ".join(str(error).split())[:400])
+    return replace(trial, cause=" ".join(str(cause).split())[:400])

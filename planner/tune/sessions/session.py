@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from planner.runs.planned_run import require_healthy
 from planner.runs.run_document import read_report
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
-from planner.tune.runners.executor_trials import ExecutorTrials, trial_of_report
+from planner.tune.runners.executor_trials import ExecutorTrials, reported
 from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
-from planner.tune.trials import Runner, Status, Trial
+from planner.tune.trials import Runner, Trial
 from simulator.legality.frameworks import framework_named, torchtitan_family
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
@@ -93,51 +93,44 @@ def runner_for(
     request: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
     """Return the runner for this machine. Raises PlannerError if it cannot make trials."""
+    common: dict[str, Any] = {
+        "question": request.question(),
+        "folder": folder / "trials",
+        "limit_s": trial_limit_s,
+        "timed_steps": request.steps,
+        "tell": tell,
+        "began": journal.began,
+    }
+    settings, question = request.settings, common["question"]
     if request.how == "command":
         end_left_over((folder / "trials").resolve())  # left by a process of this tuning that was killed here
-        question = request.question()
         return CommandTrials(
-            question=question,
-            words=command_words(request.settings.get("command", "")),
-            metric=command_metric(request.settings.get("metric"), question),
+            **common,
+            words=command_words(settings.get("command", "")),
+            metric=command_metric(settings.get("metric"), question),
             target=question.framework.tools.export,
-            folder=folder / "trials",
-            limit_s=trial_limit_s,
-            timed_steps=request.steps,
-            tell=tell,
-            began=journal.began,
         )
     if request.how == "jobs":
         return JobTrials(
-            question=request.question(),
-            launcher=request.settings.get("launcher", "slurm"),
-            folder=(folder / "trials").resolve(),
-            name=request.settings.get("name", "meshwright"),
-            image=request.settings.get("image"),
-            volume=request.settings.get("volume"),
+            **{**common, "folder": (folder / "trials").resolve()},
+            launcher=settings.get("launcher", "slurm"),
+            name=settings.get("name", "meshwright"),
+            image=settings.get("image"),
+            volume=settings.get("volume"),
             device=request.device,
-            limit_s=trial_limit_s,
-            timed_steps=request.steps,
-            tell=tell,
-            began=journal.began,
         )
     here = probe_machine() if request.device == "cuda" else None
     health = None if here is None else diagnose(here)
     if here is not None and health is not None:
         require_here(request, here, health, allow_busy=allow_busy)
     return ExecutorTrials(
-        question=request.question(),
+        **common,
         device=request.device,
-        folder=folder / "trials",
         here=here,
         health=health,
-        limit_s=trial_limit_s,
-        timed_steps=request.steps,
         allow_busy=allow_busy,
-        profiled="learn" in request.settings,
+        profiled="learn" in settings,
         trainer=framework_named(request.framework).tools.trainer,
-        tell=tell,
-        began=journal.began,
     )
 
 
@@ -178,26 +171,17 @@ def cut_short(state: State) -> list[Trial]:
     by_plan: dict[str, list[TrialStart]] = {}
     for one in state.cut_short:
         by_plan.setdefault(one.key, []).append(one)
-    for key, times in by_plan.items():
+    for times in by_plan.values():
         last = times[-1]
         document = read_report(last.directory)
         if document is not None:
-            trial = trial_of_report(document, key, last.predicted_s, last.why, last.directory)
+            trial = reported(last.failed(), document)
             if trial.status.blames_plan:
-                found.append(replace(trial, machine=last.machine))
+                found.append(trial)
                 continue
         if len(times) >= most:
-            found.append(
-                Trial(
-                    key=key,
-                    status=Status.FAILED,
-                    cause=f"it began {len(times)} times, and each time the tuning was killed before it ended",
-                    predicted_s=last.predicted_s,
-                    why=last.why,
-                    directory=last.directory,
-                    machine=last.machine or platform.node(),
-                )
-            )
+            cause = f"it began {len(times)} times, and each time the tuning was killed before it ended"
+            found.append(last.failed(cause))
     return found
 
 
