@@ -135,11 +135,11 @@ def at_clocks(inputs: AccountInputs) -> AccountInputs:
     by_plan: Any = some.roofline.kernel_factor * clocks[rows]
     roofline = replace(some.roofline, kernel_factor=by_plan)
     modes = list(inputs.blocks["dense"].recompute)
-    slowed = network_blocks(
-        inputs.operators, replace(some, roofline=roofline, own_costs=True), modes, moe="moe" in inputs.blocks
-    )
-    blocks = {name: block.with_transfers_of(slowed[name], rows, clocks[rows]) for name, block in inputs.blocks.items()}
-    return replace(inputs, blocks=blocks)
+    slower = replace(some, roofline=roofline, own_costs=True)
+    hiding = [name for name, block in inputs.blocks.items() if block.hides]
+    slowed = network_blocks(inputs.operators, slower, modes, moe="moe" in inputs.blocks, only=hiding)
+    changed = {name: inputs.blocks[name].with_transfers_of(slowed[name], rows, clocks[rows]) for name in hiding}
+    return replace(inputs, blocks={**inputs.blocks, **changed})
 
 
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -25,14 +25,16 @@ from simulator.step.muon import Orthogonal, orthogonalised
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elements:
-    """Elements of parameters, with routed experts separate. Shape (plans,)."""
+    """Elements of parameters, with routed experts separate. Shape (plans,). `some`: in some plan there are any."""
 
     shared: Floats
     experts: Floats
+    all: Floats = field(init=False)
+    some: bool = field(init=False)
 
-    @property
-    def all(self) -> Floats:
-        return self.shared + self.experts
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "all", self.shared + self.experts)
+        object.__setattr__(self, "some", bool(self.all.any()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,7 +187,7 @@ class UnitMaker:
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
             orthogonal=orthogonalised(self.model, block, self.context),
-            tensors=self._tensors(block) if bool(trained.all.any()) else 0,
+            tensors=self._tensors(block) if trained.some else 0,
         )
 
     def _tensors(self, block: str) -> int:
