@@ -61,5 +61,5 @@ def predict(
 
 def simulated_length(question: Question, plan: Plan) -> float:
     """Return the approximate number of instructions to simulate a step; 0 if it is not simulated."""
-    length = program_length(question.model, question.workload, plan)
+    length = program_length(question.model, question.workload, plan, runtime=question.runtime.name)
     return length if length <= MOST_INSTRUCTIONS else 0.0

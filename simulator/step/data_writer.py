@@ -236,15 +236,19 @@ class DataWriter:
         apart.
         """
         t, own = self.traffic, unit.trained
+        if (known := t.tiles_s.get(id(own))) is not None:
+            return known[0]
         shared = own.shared * t.reduce_bytes / t.shard_ranks
         experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
         parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
-        return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
+        found = np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
+        t.tiles_s[id(own)] = found, own
+        return found
 
     def _move(self, name: str, unit: Unit, *, further: bool = False, stream: str = COMPUTE) -> None:
         """Copy what FSDP does around a unit's collectives: `MOVES`."""
         known, key = self.traffic.moves, (name, id(unit.shared), id(unit.trained), further)
-        if key not in known:  # keep units alive, so that these ids stay unique
+        if key not in known:
             known[key] = MOVES[name](self.traffic.copies, unit, further), unit
         if (move := known[key][0]).some:
             self.rank.copy(f"{name} {unit.name}", move.nbytes, packing=move.packing, stream=stream)

@@ -24,7 +24,7 @@ from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import FsdpCopies, Move, fsdp_copies
 from simulator.step.host import accumulate_host_s
 from simulator.step.offload import OFFLOAD, host_gradient_bytes, offloaded
-from simulator.step.units import Unit
+from simulator.step.units import Elements, Unit
 from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
 
 STREAM = "fsdp comm"
@@ -64,9 +64,11 @@ class DataTraffic:
     compute_bytes: float
     reduce_bytes: float
     copies: FsdpCopies
-    # Those of `copies` found so far, and bytes of elements: one array for all units that share their elements.
+    # Found so far for units by what they share with others, which is kept so that its id stays unique: those of
+    # `copies`, bytes of elements, and the host's seconds for tiles of gradients.
     moves: dict[tuple[str, int, int, bool], tuple[Move, Unit]] = field(default_factory=dict)
     amounts: dict[tuple[int, float], tuple[Floats, Floats]] = field(default_factory=dict)
+    tiles_s: dict[int, tuple[Floats, Elements]] = field(default_factory=dict)
     lists_tiles: bool  # the host lists tiles of the gradients that are packed (FSDP2)
     keeps_memory: bool  # of these lists
     gradient_bytes: float
@@ -99,7 +101,7 @@ class DataTraffic:
         again what it has found for them.
         """
         key = id(elements), width
-        if key not in self.amounts:  # keep elements alive, so that their ids stay unique
+        if key not in self.amounts:
             self.amounts[key] = elements * width, elements
         return self.amounts[key][0]
 
