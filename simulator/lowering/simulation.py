@@ -17,11 +17,12 @@ from simulator.config.estimate import Estimate
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
+from simulator.kernels.operators import active_rows
 from simulator.lowering.block_code import Detail
-from simulator.lowering.training import lower_training
+from simulator.lowering.training import lower_training, plan_context
 from simulator.pipeline.schedule_walk import shown
 from simulator.program import trace as tr
-from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.model_operators import operators_for
 
 if TYPE_CHECKING:
     from simulator.engine.simulate import Run
@@ -63,19 +64,26 @@ def drawn_micro_batches(model: Model, workload: Workload, plan: Plan) -> int:
 
 
 def program_length(
-    model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None, runtime: str = ""
+    model: Model, workload: Workload, plan: Plan, *, micro_batches: int | None = None, hops: int = 0
 ) -> float:
     """Return the approximate cost of simulating a plan layer by layer, in instructions: those of its program, and the
-    equivalent of folding its ranks. `micro_batches` replaces the number of the step, and `runtime` says how ranks
-    exchange keys and values where the plan does not.
+    equivalent of folding its ranks. `micro_batches` replaces the number of the step, and `hops` are `ring_hops`.
     """
     passes = 2 * (micro_batches or plan.micro_batches(workload.global_batch_size))
     stages = plan.stages * PER_STAGE
     transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
-    exchanged = plan.cp_method or (runtime_spec(runtime).context_parallel if runtime else "")
-    hops = max(plan.cp - 2, 0) * PER_HOP if exchanged == "ring" else 0
-    per_layer = PER_LAYER * transfers / 2 + hops
+    per_layer = PER_LAYER * transfers / 2 + PER_HOP * hops
     return passes * (model.layers * per_layer + stages) + plan.gpus * INSTRUCTIONS_PER_RANK
+
+
+def ring_hops(scenario: Scenario, plan: Plan) -> int:
+    """Return the hops in which keys and values go round a ring in a layer, beyond the first; 0 without a ring."""
+    if plan.cp <= 2:
+        return 0
+    operators, table = operators_for(scenario.model, scenario.runtime), plan_context(scenario, plan).table
+    layer = operators.moe_layer if scenario.model.moe else operators.dense_layer
+    rings = any(one.collective == "ring" and (active_rows(one, table) > 0).any() for one in layer)
+    return plan.cp - 2 if rings else 0
 
 
 def simulate_plan(

@@ -117,9 +117,7 @@ class UnitMaker:
         never = np.zeros(self._rows, dtype=bool)
         return [self._unit(block, self._none, never) for block in ("embedding", *sorted(layers), "head")]
 
-    def stage(
-        self, start: int, count: int, mode: str, *, first: bool, last: bool, folded: bool = False
-    ) -> list[Unit]:
+    def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool, folded: bool = False) -> list[Unit]:
         """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, if that is empty,
         under each plan's own. With `folded`, equal neighbours are one unit that repeats.
         """
