@@ -15,7 +15,7 @@ from planner.question.question import Question
 from simulator.analytical.estimates import Counted
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
-from simulator.lowering.simulation import program_length
+from simulator.lowering.simulation import program_length, ring_hops
 from simulator.memory.estimate import with_replay
 from simulator.memory.plan_memory import PlanMemory
 
@@ -62,4 +62,6 @@ def predict(
 def simulated_length(question: Question, plan: Plan) -> float:
     """Return the approximate number of instructions to simulate a step; 0 if it is not simulated."""
     length = program_length(question.model, question.workload, plan)
+    if length <= MOST_INSTRUCTIONS and plan.cp > 1:
+        length = program_length(question.model, question.workload, plan, hops=ring_hops(question, plan))
     return length if length <= MOST_INSTRUCTIONS else 0.0

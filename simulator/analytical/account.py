@@ -34,7 +34,7 @@ from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import sharded_sends, traffic_kinds
-from simulator.step.units import Unit, UnitMaker, folded, wrapping_period
+from simulator.step.units import Unit, UnitMaker, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
 
@@ -135,11 +135,11 @@ def at_clocks(inputs: AccountInputs) -> AccountInputs:
     by_plan: Any = some.roofline.kernel_factor * clocks[rows]
     roofline = replace(some.roofline, kernel_factor=by_plan)
     modes = list(inputs.blocks["dense"].recompute)
-    slowed = network_blocks(
-        inputs.operators, replace(some, roofline=roofline, own_costs=True), modes, moe="moe" in inputs.blocks
-    )
-    blocks = {name: block.with_transfers_of(slowed[name], rows, clocks[rows]) for name, block in inputs.blocks.items()}
-    return replace(inputs, blocks=blocks)
+    slower = replace(some, roofline=roofline, own_costs=True)
+    hiding = [name for name, block in inputs.blocks.items() if block.hides]
+    slowed = network_blocks(inputs.operators, slower, modes, moe="moe" in inputs.blocks, only=hiding)
+    changed = {name: inputs.blocks[name].with_transfers_of(slowed[name], rows, clocks[rows]) for name in hiding}
+    return replace(inputs, blocks={**inputs.blocks, **changed})
 
 
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
@@ -332,7 +332,7 @@ def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
 
 def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
     """Return the units of every stage, with equal neighbours folded into one that repeats."""
-    return [folded(units) for units in unit_maker(inputs).stages(plan_of(inputs.context.table))]
+    return unit_maker(inputs).stages(plan_of(inputs.context.table), folded=True)
 
 
 def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[list[Unit]]]:
@@ -347,7 +347,7 @@ def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[l
             first, last = number == 0, number == len(counts) - 1
             key = start, count, mode, first, last
             if key not in known:
-                known[key] = folded(maker.stage(start, count, mode, first=first, last=last))
+                known[key] = maker.stage(start, count, mode, first=first, last=last, folded=True)
             stages.append(known[key])
             start += count
         found.append(stages)

@@ -289,27 +289,29 @@ class Background:
         stretched = slow_kernels + exposed_s
         progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
         times = np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0)
-        return Stretch(times, 1.0 - 1.0 / times, 1.0 - np.maximum(progress, 0.05))
+        keeps = np.maximum(progress, 0.05)
+        return Stretch(times, 1.0 - 1.0 / times, 1.0 - keeps, keeps)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """What compute and a concurrent collective do to each other: compute takes `times` as long, of which the share
-    `lost` is due to the collective, and the collective loses the share `behind` of its speed.
+    `lost` is due to the collective, and the collective loses the share `behind` of its speed and `keeps` the rest.
     """
 
     times: Floats
     lost: Floats
     behind: Floats
+    keeps: Floats
 
 
 @dataclass(slots=True)
 class Copied:
-    """A copy within the GPU: its bytes/s and seconds, and what it costs compute that it runs next to."""
+    """A copy within the GPU: its bytes/s and seconds, and what it costs compute that it runs next to, once asked."""
 
     rate: Floats
     seconds: Floats
-    cost: Background
+    cost: Background | None = None
 
 
 @dataclass(slots=True)
@@ -323,10 +325,11 @@ class TrafficTimes:
     host_copy_bytes_per_s: Value = field(init=False)
     host_update_bytes_per_s: Value = field(init=False)
     _hbm: Floats = field(init=False)
+    _costs: dict[tuple[str, str, int], tuple[Background, Value]] = field(default_factory=dict)
     _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
     _seconds: dict[tuple[str, str, bytes | float], tuple[Floats, Floats]] = field(default_factory=dict)
     _rates: dict[tuple[str | bytes, ...], Floats] = field(default_factory=dict)
-    _copied: dict[tuple[int, int], tuple[Copied, Value, Packing]] = field(default_factory=dict)
+    _copied: dict[tuple[int, int], tuple[Copied, Value, Packing | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         roofline = self.context.roofline
@@ -338,17 +341,20 @@ class TrafficTimes:
         self.update_bytes_per_s = update_rate(self.context.runtime, roofline)
 
     def copied(self, moved_bytes: Value, packing: Packing | None) -> Copied:
-        """Return the rate, the seconds and the cost of a copy within the GPU; computed once for one of FSDP's."""
-        if packing is None:
-            seconds = np.asarray(moved_bytes / self._hbm)
-            return Copied(rate=self._hbm, seconds=seconds, cost=self._copying(seconds))
+        """Return the rate and the seconds of a copy within the GPU, as one of FSDP's if `packing` says how; computed
+        once for the same array of bytes.
+        """
         key = id(moved_bytes), id(packing)
         if key not in self._copied:  # keep both alive, so that their ids stay unique
-            rate = self._copy_bytes_per_s(packing)
-            seconds = np.asarray(moved_bytes / rate)
-            copied = Copied(rate=rate, seconds=seconds, cost=self._copying(seconds))
-            self._copied[key] = copied, moved_bytes, packing
+            rate = self._hbm if packing is None else self._copy_bytes_per_s(packing)
+            self._copied[key] = Copied(rate, np.asarray(moved_bytes / rate)), moved_bytes, packing
         return self._copied[key][0]
+
+    def beside(self, copied: Copied) -> Background:
+        """Return what a copy on another stream costs compute."""
+        if copied.cost is None:
+            copied.cost = self._copying(copied.seconds)
+        return copied.cost
 
     def _copy_bytes_per_s(self, packing: Packing) -> Floats:
         sizes = (np.asarray(size).tobytes() for size in (packing.widened_bytes, packing.module_bytes))
@@ -397,6 +403,12 @@ class TrafficTimes:
 
     def cost(self, op: str, family: str, nbytes: Value) -> Background:
         """Return the cost of a collective in the groups of a family; zero in groups of one rank."""
+        same = op, family, id(nbytes)
+        if same not in self._costs:  # keep bytes alive, so that their ids stay unique
+            self._costs[same] = self._cost(op, family, nbytes), nbytes
+        return self._costs[same][0]
+
+    def _cost(self, op: str, family: str, nbytes: Value) -> Background:
         groups: GroupTimes = self.context.groups
         axis = "pipeline" if family == "pp" else family
         key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)

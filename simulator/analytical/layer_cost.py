@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
@@ -157,13 +157,15 @@ class BlockMemory:
 @dataclass(slots=True, kw_only=True)
 class BlockCost(BlockMemory):
     """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again,
-    and its memory. `inward` returns the backward pass without weight gradients, for schedules that split it.
+    and its memory. `inward` returns the backward pass without weight gradients, for schedules that split it. `hides`:
+    in some plan transfers run next to kernels of the block.
     """
 
     forward: PassCost
     backward: PassCost
     inward: Callable[[], PassCost]
     recompute: dict[str, PassCost]
+    hides: bool
 
     def with_transfers_of(self, other: BlockCost, rows: NDArray[np.intp], clocks: Floats) -> BlockCost:
         """Return these costs with what `other`, the plans `rows` at their `clocks`, leaves exposed and loses to
@@ -188,6 +190,7 @@ class BlockCost(BlockMemory):
             backward=self.backward.take(which),
             inward=cache(lambda: self.inward().take(which)),
             recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
+            hides=self.hides,
             saved_bytes=kept.saved_bytes,
             everything_bytes=kept.everything_bytes,
             bounds=self.bounds,
@@ -195,19 +198,23 @@ class BlockCost(BlockMemory):
 
 
 def network_blocks(
-    operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
+    operators: ModelOperators,
+    context: CostContext,
+    recompute: Sequence[str],
+    *,
+    moe: bool,
+    only: Collection[str] | None = None,
 ) -> dict[str, BlockCost]:
-    """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), with every
-    recompute mode given for layers.
+    """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), or `only` of
+    some of them, with every recompute mode given for layers.
     """
     layers = {
         code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
         for code, of_layer in operators.layers(moe=moe).items()
+        if only is None or code in only
     }
-    return layers | {
-        "embedding": block_cost(operators.embedding, context),
-        "head": block_cost(operators.head, context),
-    }
+    ends = {"embedding": operators.embedding, "head": operators.head}
+    return layers | {code: block_cost(of, context) for code, of in ends.items() if only is None or code in only}
 
 
 def block_cost(
@@ -224,6 +231,7 @@ def block_cost(
         recompute={
             name: pass_cost(steps, context).of_share(modes[name].layers) for name, steps in passes.again.items()
         },
+        hides=any(isinstance(step, (Ring, Pair)) for step in (*passes.forward, *passes.backward)),
         saved_bytes={
             name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
             for name, mode in modes.items()

@@ -8,6 +8,7 @@ long as collectives last, kernels give up SMs and memory bandwidth to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class StreamClocks(dict[str, Floats]):
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
+Timed = TypeVar("Timed", PassTimes, Copied)
 Mark = tuple[Floats, Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
@@ -67,6 +69,7 @@ class RankTimeline:
         self._beside: dict[str, Background] = {}
         # By stream: the start and end of its current collectives, back to back.
         self._busy: dict[str, tuple[Floats, Floats]] = {}
+        self._over: set[str] = set()  # streams whose current collectives compute has passed
         # By stream: start, end and cost of its collectives before the last pause, where compute has not passed them
         # yet.
         self._earlier: dict[str, tuple[Floats, Floats, Background]] = {}
@@ -107,6 +110,7 @@ class RankTimeline:
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
         self._busy, self._earlier, self._last, self.sent_s = {}, {}, None, self._nothing_sent()
+        self._over.clear()
         self.launched = 0.0
         self.at_pass = self.spent_s()
 
@@ -123,6 +127,7 @@ class RankTimeline:
     def repeat(self, since: Mark, times: Value) -> None:
         """Add `times` repetitions of everything that happened since a mark."""
         host, held_up, clocks, parts, ran, sent_s, launched = since
+        self._over.clear()
         self.launched = self.launched + times * (self.launched - launched)
         self.sent_s = {name: sent + times * (sent - sent_s[name]) for name, sent in self.sent_s.items()}
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
@@ -210,9 +215,7 @@ class RankTimeline:
         device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
         idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
-        stretched = self._beside_traffic(
-            start, times.device_s, idle_s, lambda cost: self._stretch(cost, times), part="contention"
-        )
+        stretched = self._beside_traffic(start, times.device_s, idle_s, self._stretch, times, part="contention")
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + advance.device_s, advance.late_s
@@ -239,13 +242,11 @@ class RankTimeline:
     ) -> None:
         copied = self.traffic.copied(moved_bytes, packing)
         if stream != COMPUTE:
-            self._send(copied.cost, stream, part="packing")
+            self._send(self.traffic.beside(copied), stream, part="packing")
             return
         self._wait(COMPUTE, self.host, "host")
         seconds = copied.seconds
-        stretched = self._beside_traffic(
-            self.compute, seconds, self._zero, lambda cost: self._stretched(cost, copied), part="copies"
-        )
+        stretched = self._beside_traffic(self.compute, seconds, None, self._stretched, copied, part="copies")
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + (seconds if stretched is None else seconds + stretched)
 
@@ -292,6 +293,7 @@ class RankTimeline:
         since, until = self._busy.get(stream, (start, start))
         before, pauses = self._beside.get(stream), start > until
         self._busy[stream] = np.where(pauses, start, since), self.clocks[stream]
+        self._over.discard(stream)
         if before is not None and somewhere(ahead := pauses & (until > self.compute), axis=None):
             self._earlier[stream] = since, np.where(ahead, until, self.compute), before
         if before is not cost:
@@ -357,6 +359,7 @@ class RankTimeline:
         self.clocks[stream] = self.clocks[stream] + late
         if stream in self._busy:
             self._busy[stream] = self._busy[stream][0], self._busy[stream][1] + late
+            self._over.discard(stream)
         self._events = {
             name: (of, at + np.where(at > since, late, 0.0) if of == stream else at)
             for name, (of, at) in self._events.items()
@@ -379,44 +382,59 @@ class RankTimeline:
         return self._copies[key][0]
 
     def _beside_traffic(
-        self, start: Floats, total_s: Floats, idle_s: Floats, stretch_of: Callable[[Background], Stretch], *, part: str
+        self,
+        start: Floats,
+        total_s: Floats,
+        idle_s: Floats | None,
+        stretch_of: Callable[[Background, Timed], Stretch],
+        timed: Timed,
+        *,
+        part: str,
     ) -> Floats | None:
         """Return by how much traffic under way at `start` lengthens compute of `total_s`, count that to a `part`, and
         delay that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which
         traffic has the GPU to itself.
         """
         longer = None
-        for stream, alongside, since, until in self._under_way(start):
-            # The stream may itself wait for another one first.
-            alone = self._zero if since is None else np.maximum(since - start, 0.0)
-            stretch = stretch_of(alongside)
-            left, rest = np.maximum(until - start - alone, 0.0), np.maximum(total_s - alone, 0.0)
-            busy = stretch.times * rest
-            working = busy + idle_s
-            share = busy / np.maximum(working, TINY)
-            together = share * np.minimum(working, left / (1.0 - share * stretch.behind))
+        for stream, alongside, since, until, latest in self._under_way(start):
+            stretch = stretch_of(alongside, timed)
+            left, rest = until - start, total_s
+            if since is not None:  # the stream may itself wait for another one first
+                alone = np.maximum(since - start, 0.0)
+                left, rest = left - alone, np.maximum(rest - alone, 0.0)
+            left, busy = np.maximum(left, 0.0), stretch.times * rest
+            if idle_s is None:
+                together = np.minimum(busy, left / stretch.keeps)
+            else:
+                working = busy + idle_s
+                share = busy / np.maximum(working, TINY)
+                together = share * np.minimum(working, left / (1.0 - share * stretch.behind))
             lost = together * stretch.lost
             here = "packing" if stream in {COPIES, SUMS} else part
             self.parts[here] = self.parts[here] + lost
             longer = lost if longer is None else longer + lost
-            if until is self._until(stream):
+            if latest:
                 self._delay(stream, start, together * stretch.behind)
         return longer
 
-    def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats]]:
-        """Return the collectives that are not over at `start`: (stream, cost, start or None, end)."""
-        found: list[tuple[str, Background, Floats | None, Floats]] = []
+    def _under_way(self, start: Floats) -> list[tuple[str, Background, Floats | None, Floats, bool]]:
+        """Return the collectives that are not over at `start`: (stream, cost, start or None, end, whether they are the
+        latest of their stream). Compute only moves forward, so a stream that is over is asked again once more is sent.
+        """
+        found: list[tuple[str, Background, Floats | None, Floats, bool]] = []
         for stream, (since, until, cost) in [*self._earlier.items()]:
             if somewhere(until > start, axis=None):
-                found.append((stream, cost, since, until))
+                found.append((stream, cost, since, until, False))
             else:
                 del self._earlier[stream]
         for stream, cost in self._beside.items():
-            until = self._until(stream)
+            if stream in self._over:
+                continue
+            # A clock may be later than the end of what is under way, if its stream waits for another one then.
+            busy = self._busy.get(stream)
+            began, until = (None, self.clocks[stream]) if busy is None else busy
             if somewhere(until > start, axis=None):
-                found.append((stream, cost, self._busy[stream][0] if stream in self._busy else None, until))
+                found.append((stream, cost, began, until, True))
+            elif busy is not None:
+                self._over.add(stream)
         return found
-
-    def _until(self, stream: str) -> Floats:
-        """Return when what a stream has under way ends; its clock may be later, if it waits for another stream then."""
-        return self._busy[stream][1] if stream in self._busy else self.clocks[stream]

@@ -33,7 +33,7 @@ from simulator.pipeline.stages import stage_layout
 from simulator.pipeline.waves import Ints
 from simulator.step.host import step_host_s
 from simulator.step.rank import Pass
-from simulator.step.units import Unit, folded
+from simulator.step.units import Unit
 from simulator.step.update import NORM_AXES, NORM_BYTES
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
@@ -207,7 +207,7 @@ class _LeastPasses:
         """
         key = plan.pp, plan.virtual_stages, plan.layers_per_stage, plan.recompute_per_stage
         if key not in self._units:
-            stages = [folded(units) for units in self.maker.stages(plan)]
+            stages = self.maker.stages(plan, folded=True)
             self._units[key] = [(shape_of(units), units) for units in stages]
         return self._units[key]
 

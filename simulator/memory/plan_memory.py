@@ -16,15 +16,12 @@ from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.buffers import communicator_bytes
 from simulator.config.estimate import RATHER_SURE, SURE, fit_probability, sure_bytes
 from simulator.config.plan import Plan
+from simulator.lowering.training import plan_context
 from simulator.memory.flushes import FLUSH_S_PER_BYTE, known_flush_s, retry_probability
 from simulator.memory.replay import FORWARDS_FIRST, MemoryReplay, ReservedMemory
 from simulator.pipeline.schedules.registry import schedule_kind
 from topology.cores import forks, on_cores
 from topology.rates.host import HostRates, host_rates
-
-# Seconds of one core to replay a pass of a unit, without and with a pipeline; most passes of pipelines are replayed in
-# part.
-PASS_S, PIPED_PASS_S = 1.5e-4, 6e-5
 
 
 class PlanMemory:
@@ -32,18 +29,25 @@ class PlanMemory:
     described.
     """
 
-    def __init__(self, scenario: Scenario, plan: Plan, fullest: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        plan: Plan,
+        fullest: list[int] | None = None,
+        replay: MemoryReplay | None = None,
+    ) -> None:
         """`fullest` are the fullest ranks of earlier plans through the same pipeline, the latest first: of plans that
-        fit as well, as the fullest rank shows what a full GPU costs.
+        fit as well, as the fullest rank shows what a full GPU costs. `replay` may be that of another plan that
+        allocates the same.
         """
         self._scenario, self.plan, self._known = scenario, plan, known_costs(scenario)
         self._fullest = [] if fullest is None else fullest
-        self._replay = MemoryReplay(scenario, plan)
+        self._replay = MemoryReplay(scenario, plan) if replay is None else replay
         self._held: dict[int, ReservedMemory] = {}
         self._tried: dict[int, ReservedMemory] = {}
-        self._ahead: dict[tuple[int, float], ReservedMemory | None] = {}  # replays made in advance, by rank and limit
         self._beyond: dict[int, float] = {}  # by rank: it reserves more than these bytes
-        self.communicator_bytes = float(communicator_bytes(self._replay.context.groups)[0])
+        here = self._replay.context if self._replay.plan.placement == plan.placement else plan_context(scenario, plan)
+        self.communicator_bytes = float(communicator_bytes(here.groups)[0])
         self.capacity_bytes = scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
         self.left_bytes = self.capacity_bytes - self.communicator_bytes
 
@@ -86,8 +90,7 @@ class PlanMemory:
     def _within(self, rank: int, limit_bytes: float) -> bool:
         """Return whether a rank reserves at most `limit_bytes`; a replay stops as soon as it exceeds the limit."""
         if rank not in self._held and self._shorter is None and self._beyond.get(rank, 0.0) < limit_bytes:
-            known = self._limit(rank, limit_bytes)
-            described = self._ahead.pop(known) if known in self._ahead else self._replay.rank_within(*known)
+            described = self._replay.rank_within(*self._limit(rank, limit_bytes))
             if described is None:
                 self._beyond[rank] = limit_bytes
             else:
@@ -105,20 +108,7 @@ class PlanMemory:
         rank, limit_bytes = next(self._order), self._sure_bytes(sure)
         known = self._shorter is not None or rank in self._held or self._beyond.get(rank, 0.0) >= limit_bytes
         key = self._limit(rank, limit_bytes)
-        return None if known or key in self._ahead else (self, key)
-
-    def take(self, replayed: tuple[int, float]) -> ReservedMemory | None:
-        """Replay a rank within a limit; None if it exceeds the limit."""
-        return self._replay.rank_within(*replayed)
-
-    def note(self, replayed: tuple[int, float], held: ReservedMemory | None) -> None:
-        """Keep a replay made in advance."""
-        self._ahead[replayed] = held
-
-    @property
-    def replay_s(self) -> float:
-        """Seconds that replaying a rank takes, about."""
-        return self._replay.passes * (PIPED_PASS_S if self.plan.pp > 1 else PASS_S)
+        return None if known or self._replay.knows(*key) else (self._replay, *key)
 
     @property
     def ranks(self) -> tuple[ReservedMemory, ...]:
@@ -330,27 +320,31 @@ class Replays:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._found: dict[Plan, PlanMemory] = {}
+        self._replays: dict[Plan, MemoryReplay] = {}  # by plan without placement, which changes no allocation
         self._fullest: dict[object, list[int]] = {}  # fullest ranks, by pipeline
 
     def __getitem__(self, plan: Plan) -> PlanMemory:
         if plan not in self._found:
             fullest = self._fullest.setdefault((plan.pp, plan.virtual_stages, plan.schedule_name), [])
-            self._found[plan] = PlanMemory(self._scenario, plan, fullest)
+            anywhere = replace(plan, placement=())
+            if anywhere not in self._replays:
+                self._replays[anywhere] = MemoryReplay(self._scenario, anywhere)
+            self._found[plan] = PlanMemory(self._scenario, plan, fullest, self._replays[anywhere])
         return self._found[plan]
 
     def look_ahead(self, plans: Iterable[Plan], sure: float) -> None:
         """Replay the first rank of several plans that will be asked whether they fit with probability `sure`, on
         several cores if there are any.
         """
-        replays = [replay for plan in plans if (replay := self[plan].first_ahead(sure))]
-        seconds = sum(memory.replay_s for memory, _ in replays)
+        replays = [*dict.fromkeys(replay for plan in plans if (replay := self[plan].first_ahead(sure)))]
+        seconds = sum(replay.seconds for replay, _, _ in replays)
         if forks(len(replays), seconds):
-            found = on_cores([partial(memory.take, key) for memory, key in replays], seconds=seconds)
-            for (memory, key), held in zip(replays, found, strict=True):
-                memory.note(key, held)
+            found = on_cores([partial(replay.rank_within, *key) for replay, *key in replays], seconds=seconds)
+            for (replay, *key), held in zip(replays, found, strict=True):
+                replay.note(*key, held)
 
 
-Replayed = tuple[PlanMemory, tuple[int, float]]  # a plan, with (rank, limit)
+Replayed = tuple[MemoryReplay, int, float]  # with rank and limit
 
 
 def _extrapolated(few: ReservedMemory, more: ReservedMemory, micro_batches: float) -> ReservedMemory:

@@ -25,6 +25,9 @@ from simulator.runtimes.model_operators import operators_for
 # Optimizer state is allocated at the end of the first step, so the second step has other addresses; a third shows
 # whether retries recur. Where all steps are equal apart from that state, one is enough.
 STEPS, LIMITED_STEPS = 2, 3
+# Seconds of one core to replay a pass of a unit, without and with a pipeline; most passes of pipelines are replayed in
+# part.
+PASS_S, PIPED_PASS_S = 1.5e-4, 6e-5
 ROUNDS = 2  # rounds of a pipeline that show the most in flight, if not all micro batches are
 
 
@@ -85,11 +88,13 @@ class MemoryReplay:
         )
         self._beginnings = Beginnings(self.tensors)
         self._known: dict[tuple[int, float | None, bool], ReservedMemory] = {}
+        self._beyond: dict[int, float] = {}  # by rank: it reserves more than these bytes
 
     @property
-    def passes(self) -> float:
-        """The mean number of unit passes in a rank's step."""
-        return len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
+    def seconds(self) -> float:
+        """Seconds that replaying a rank takes, about, by the mean number of unit passes in a rank's step."""
+        passes = len(self.schedule.table[0]) * sum(len(units) for units in self.tensors.stages) / self.schedule.stages
+        return passes * (PIPED_PASS_S if self.plan.pp > 1 else PASS_S)
 
     @property
     def _fixed(self) -> bool:
@@ -114,12 +119,30 @@ class MemoryReplay:
     def rank_within(self, rank: int, limit_bytes: float) -> ReservedMemory | None:
         """Return the memory of a rank, or None as soon as more than `limit_bytes` are reserved."""
         if self._fixed:
-            found = self.rank(rank)
-            return found if found.reserved_bytes <= limit_bytes else None
-        try:
-            return self._replayed(rank, GrowingAllocator(limit_bytes=limit_bytes))
-        except AboveLimit:
-            return None
+            self.rank(rank)
+        elif not self.knows(rank, limit_bytes):
+            try:
+                self.note(rank, limit_bytes, self._replayed(rank, GrowingAllocator(limit_bytes=limit_bytes)))
+            except AboveLimit:
+                self.note(rank, limit_bytes, None)
+        found = self._known.get(self._key(rank))
+        return found if found is not None and found.reserved_bytes <= limit_bytes else None
+
+    def knows(self, rank: int, limit_bytes: float) -> bool:
+        """Return whether it is known if a rank reserves more than `limit_bytes`."""
+        key = self._key(rank)
+        return key in self._known or self._beyond.get(key[0], 0.0) >= limit_bytes
+
+    def note(self, rank: int, limit_bytes: float, held: ReservedMemory | None) -> None:
+        """Keep what `rank_within` has returned elsewhere."""
+        key = self._key(rank)
+        if held is None:
+            self._beyond[key[0]] = max(limit_bytes, self._beyond.get(key[0], 0.0))
+        else:
+            self._known[key] = held
+
+    def _key(self, rank: int) -> tuple[int, None, bool]:
+        return self._beginnings.first_alike(rank), None, False
 
     def _replayed(self, rank: int, memory: GrowingAllocator) -> ReservedMemory:
         replay = ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)

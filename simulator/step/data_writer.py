@@ -113,14 +113,14 @@ class DataWriter:
                 self._accumulate(unit, t.compute_bytes + 2 * t.reduce_bytes)
         elif not t.fully_sharded and (nbytes := t.adding_bytes[further]):
             self._accumulate(unit, nbytes)
-        if reducing and np.any(unit.trained.all):
+        if reducing and unit.trained.some:
             self._send_off(unit, ends_pass=ends_pass)
 
     def _accumulate(self, unit: Unit, nbytes: float) -> None:
         """Add a unit's gradients to earlier ones, moving `nbytes` for each number."""
-        if np.any(self.traffic.adding_host_s):
+        if self.traffic.adds_on_host:
             self.rank.host_work("accumulate", unit.tensors * self.traffic.adding_host_s)
-        self.rank.copy("accumulate", unit.trained.all * nbytes)
+        self.rank.copy("accumulate", self.traffic.bytes_of(unit.trained.all, nbytes))
 
     def wait_for_reductions(self) -> None:
         """End a backward pass: FSDP2 waits for all reductions here (`_root_post_backward_final_callback`), as do DDP
@@ -201,7 +201,7 @@ class DataWriter:
             self._in_buckets = True
             self.rank.copy(f"copy_in {unit.name}", elements * t.bucket_bytes_moved)
         elif t.copies_buckets:
-            self.rank.copy(f"copy_in {unit.name}", 2 * elements * t.reduce_bytes)
+            self.rank.copy(f"copy_in {unit.name}", t.bytes_of(elements, 2 * t.reduce_bytes))
             self._summed = self._summed + self._last
             self._last = unit.repeats * elements
         if t.fully_sharded:
@@ -236,17 +236,21 @@ class DataWriter:
         apart.
         """
         t, own = self.traffic, unit.trained
+        if (known := t.tiles_s.get(id(own))) is not None:
+            return known[0]
         shared = own.shared * t.reduce_bytes / t.shard_ranks
         experts = own.experts * t.reduce_bytes / t.expert_shard_ranks
         parts = [tiles_host_s(nbytes, keeps_memory=t.keeps_memory) for nbytes in (shared, experts, shared + experts)]
-        return np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
+        found = np.where(t.shard_ranks == t.expert_shard_ranks, parts[2], parts[0] + parts[1])
+        t.tiles_s[id(own)] = found, own
+        return found
 
     def _move(self, name: str, unit: Unit, *, further: bool = False, stream: str = COMPUTE) -> None:
         """Copy what FSDP does around a unit's collectives: `MOVES`."""
-        known, key = self.traffic.moves, (name, unit, further)
+        known, key = self.traffic.moves, (name, id(unit.shared), id(unit.trained), further)
         if key not in known:
-            known[key] = MOVES[name](self.traffic.copies, unit, further)
-        if (move := known[key]).some:
+            known[key] = MOVES[name](self.traffic.copies, unit, further), unit
+        if (move := known[key][0]).some:
             self.rank.copy(f"{name} {unit.name}", move.nbytes, packing=move.packing, stream=stream)
 
     def _copy_out(self, elements: Value) -> None:
@@ -259,7 +263,7 @@ class DataWriter:
 
     def _reduce(self, unit: Unit) -> None:
         t = self.traffic
-        shared, experts = unit.trained.shared * t.reduce_bytes, unit.trained.experts * t.reduce_bytes
+        shared, experts = (t.bytes_of(each, t.reduce_bytes) for each in (unit.trained.shared, unit.trained.experts))
         if t.fully_sharded:
             op = t.exchange("reduce_scatter", unit)
             self._send(op, "fsdp", shared)
@@ -297,8 +301,8 @@ class DataWriter:
         self._move("gathering", unit, stream=COPIES)
         self.rank.after(STREAM, COPIES)
         op = t.exchange("all_gather", unit)
-        self._send(op, "fsdp", unit.shared * t.compute_bytes)
-        self._send(op, "expert_fsdp", unit.experts * t.compute_bytes)
+        self._send(op, "fsdp", t.bytes_of(unit.shared, t.compute_bytes))
+        self._send(op, "expert_fsdp", t.bytes_of(unit.experts, t.compute_bytes))
         self._gathered[unit.name] = self.rank.record(STREAM)
 
     def _fetch(self, unit: Unit, following: Unit | None) -> None:

@@ -24,7 +24,7 @@ from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import FsdpCopies, Move, fsdp_copies
 from simulator.step.host import accumulate_host_s
 from simulator.step.offload import OFFLOAD, host_gradient_bytes, offloaded
-from simulator.step.units import Unit
+from simulator.step.units import Elements, Unit
 from simulator.step.zero import adding_bytes, bucket_copies_bytes, sums_wide
 
 STREAM = "fsdp comm"
@@ -64,7 +64,11 @@ class DataTraffic:
     compute_bytes: float
     reduce_bytes: float
     copies: FsdpCopies
-    moves: dict[tuple[str, Unit, bool], Move] = field(default_factory=dict)  # those of `copies` found so far
+    # Found so far for units by what they share with others, which is kept so that its id stays unique: those of
+    # `copies`, bytes of elements, and the host's seconds for tiles of gradients.
+    moves: dict[tuple[str, int, int, bool], tuple[Move, Unit]] = field(default_factory=dict)
+    amounts: dict[tuple[int, float], tuple[Floats, Floats]] = field(default_factory=dict)
+    tiles_s: dict[int, tuple[Floats, Elements]] = field(default_factory=dict)
     lists_tiles: bool  # the host lists tiles of the gradients that are packed (FSDP2)
     keeps_memory: bool  # of these lists
     gradient_bytes: float
@@ -76,6 +80,7 @@ class DataTraffic:
         float, float
     ]  # moved for each gradient that is not sharded, in the first micro batch and others
     adding_host_s: Floats  # the host's, for each tensor that is added
+    adds_on_host: bool  # it has any
     bucket_bytes: float
     bucket_elements: Floats  # least elements that a sharded optimizer's ranks exchange at once
     updates_on_host: bool
@@ -90,6 +95,15 @@ class DataTraffic:
     def exchange(self, op: str, unit: Unit) -> str:
         """Return what runs for a collective of a fully sharded unit: only blocks are pushed."""
         return f"pushed_{op}" if self.pushed and unit.block in BLOCKS else op
+
+    def bytes_of(self, elements: Floats, width: float) -> Floats:
+        """Return the bytes of some elements of a width: the same array for the same elements, by which a rank knows
+        again what it has found for them.
+        """
+        key = id(elements), width
+        if key not in self.amounts:
+            self.amounts[key] = elements * width, elements
+        return self.amounts[key][0]
 
     @property
     def reduces_behind_compute(self) -> bool:
@@ -134,6 +148,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
     full, piped = bool(table.fully_sharded[0]), bool(table["pp"][0] > 1)
     scattered, in_shards = (bool(table.state_shard[kind][0] > 1) for kind in ("gradients", "optimizer"))
     behind = spec.ddp.sharded_overlap and not scattered
+    adding_host_s = accumulate_host_s(context, 1)
     return DataTraffic(
         fully_sharded=full,
         pushed=full and bool(table.pushed[0]),
@@ -162,7 +177,8 @@ def data_traffic(context: CostContext) -> DataTraffic:
         has_buckets=spec.zero is not None,
         adds_up=spec.state.gradient_dtype != "reduce",
         adding_bytes=adding_bytes(context),
-        adding_host_s=accumulate_host_s(context, 1),
+        adding_host_s=adding_host_s,
+        adds_on_host=bool(np.any(adding_host_s)),
         bucket_bytes=spec.ddp.bucket_bytes,
         bucket_elements=bucket_elements(context),
         updates_on_host=bool(table.offloaded["optimizer"][0]),

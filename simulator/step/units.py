@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -25,14 +25,16 @@ from simulator.step.muon import Orthogonal, orthogonalised
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Elements:
-    """Elements of parameters, with routed experts separate. Shape (plans,)."""
+    """Elements of parameters, with routed experts separate. Shape (plans,). `some`: in some plan there are any."""
 
     shared: Floats
     experts: Floats
+    all: Floats = field(init=False)
+    some: bool = field(init=False)
 
-    @property
-    def all(self) -> Floats:
-        return self.shared + self.experts
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "all", self.shared + self.experts)
+        object.__setattr__(self, "some", bool(self.all.any()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,14 +100,14 @@ class UnitMaker:
             str, tuple[NDArray[np.str_], int]
         ] = {}  # for each word: the modes of all plans, and their period
 
-    def stages(self, plan: Plan) -> list[list[Unit]]:
+    def stages(self, plan: Plan, *, folded: bool = False) -> list[list[Unit]]:
         """Return the units of every stage in forward order. All plans of the table must wrap the same layers."""
         counts = stage_layers(self.model.layers, plan, self.context.spec.pipeline)
         starts = np.cumsum([0, *counts]).tolist()
         modes = plan.recompute_per_stage or ("",) * len(counts)
         parts = zip(starts, counts, modes, strict=False)
         return [
-            self.stage(start, count, mode, first=number == 0, last=number == len(counts) - 1)
+            self.stage(start, count, mode, first=number == 0, last=number == len(counts) - 1, folded=folded)
             for number, (start, count, mode) in enumerate(parts)
         ]
 
@@ -115,36 +117,60 @@ class UnitMaker:
         never = np.zeros(self._rows, dtype=bool)
         return [self._unit(block, self._none, never) for block in ("embedding", *sorted(layers), "head")]
 
-    def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool) -> list[Unit]:
+    def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool, folded: bool = False) -> list[Unit]:
         """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, if that is empty,
-        under each plan's own.
+        under each plan's own. With `folded`, equal neighbours are one unit that repeats.
         """
         found = []
         if first:
             # The embedding is looked up, not multiplied with, unless its matrix is also the head's.
             found.append(self._end("embedding", cast=self.model.tied_embeddings))
-        found += [self._layer(index, mode) for index in range(start, start + count)]
+        layers = range(start, start + count)
+        found += self._folded(layers, mode) if folded else [self._layer(index, mode) for index in layers]
         if last:
             found.append(self._end("head"))
         return found
 
+    def _folded(self, layers: Sequence[int], word: str) -> Iterator[Unit]:
+        """Yield layers with equal neighbours folded into one, except the first two and the last two of them.
+
+        So the folded unit comes third in either direction, where the steady state has begun: earlier units still wait
+        for traffic of the model's ends.
+        """
+        for _, run in groupby(layers, key=lambda index: self._kind(index, word)):
+            alike = [*run]
+            middle = alike[2:-2]
+            for index in alike if len(middle) < 2 else (*alike[:3], *alike[-2:]):
+                unit = self._layer(index, word)
+                yield replace(unit, repeats=len(middle)) if len(middle) > 1 and index == middle[0] else unit
+
     def _layer(self, index: int, word: str) -> Unit:
-        if word not in self._modes:
-            of = np.full(self._rows, word) if word else self.context.table.recompute
-            periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
-            self._modes[word] = of, min(periods, default=0)
-        of, period = self._modes[word]
-        # A mode for a share of the layers wraps every n-th layer, the last of each run of n.
-        wrapped = period > 0 and index % period == period - 1
-        block = "moe" if self.model.layer_kinds[index].sparse else "dense"
-        wide = self.context.runtime.is_wide(index, self.model.layers)
-        kind, key = (block, word, wrapped, wide), (index, word)
+        kind, key = self._kind(index, word), (index, word)
         if kind not in self._made:
-            made = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
+            block, _, wrapped, wide = kind
+            made = self._new_layer(block, self._mode(word)[0] if wrapped else self._none, wrapped=wrapped)
             self._made[kind] = replace(made, wide=wide)
         if key not in self._made:
             self._made[key] = replace(self._made[kind], name=f"layer {index}")
         return self._made[key]
+
+    def _kind(self, index: int, word: str) -> tuple[str, str, bool, bool]:
+        """Return what layers have in common whose units are equal: the block, its mode, and whether it is wrapped and
+        wide.
+        """
+        period = self._mode(word)[1]
+        # A mode for a share of the layers wraps every n-th layer, the last of each run of n.
+        wrapped = period > 0 and index % period == period - 1
+        block = "moe" if self.model.layer_kinds[index].sparse else "dense"
+        return block, word, wrapped, self.context.runtime.is_wide(index, self.model.layers)
+
+    def _mode(self, word: str) -> tuple[NDArray[np.str_], int]:
+        """Return the modes of all plans for a word, and their period."""
+        if word not in self._modes:
+            of = np.full(self._rows, word) if word else self.context.table.recompute
+            periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
+            self._modes[word] = of, min(periods, default=0)
+        return self._modes[word]
 
     def _new_layer(self, block: str, of: NDArray[np.str_], *, wrapped: bool) -> Unit:
         again = np.zeros(self._rows, dtype=bool)
@@ -185,7 +211,7 @@ class UnitMaker:
             kept_cast=np.where(again, 0.0, used),
             recast=np.where(again, used, 0.0),
             orthogonal=orthogonalised(self.model, block, self.context),
-            tensors=self._tensors(block) if bool(trained.all.any()) else 0,
+            tensors=self._tensors(block) if trained.some else 0,
         )
 
     def _tensors(self, block: str) -> int:
@@ -210,21 +236,6 @@ def _vectors(model: Model) -> int:
 
 
 KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
-
-
-def folded(units: Sequence[Unit]) -> list[Unit]:
-    """Return a stage's units with equal neighbours folded into one, except the first two and the last two of them.
-
-    So the folded unit comes third in either direction, where the steady state has begun: earlier units still wait for
-    traffic of the model's ends.
-    """
-    found: list[Unit] = []
-    for _, run in groupby(units, key=lambda unit: (unit.code, unit.wrapped, id(unit.words))):
-        alike = [*run]
-        if len(alike) > 5:
-            alike[2:-2] = [replace(alike[2], repeats=len(alike) - 4)]
-        found += alike
-    return found
 
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:

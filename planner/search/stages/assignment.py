@@ -96,7 +96,7 @@ def assign_stages(
         limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
         try:
             asked = (screening, framework, *next(prepared), recomputes)
-            solve = partial(solve_stages, *asked, cutoff_s=limit)
+            solve = partial(solve_stages, *asked, cutoff_s=limit, known={})
             room = partial(has_room, *asked, cutoff_s=limit)
             found, step_s = _fitting(screening, solve, room, replays)
         except Unproved:

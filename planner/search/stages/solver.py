@@ -72,13 +72,16 @@ def solve_stages(
     cutoff_s: float = float("inf"),
     limit_bytes: float = float("inf"),
     at_once: int = AT_ONCE,
+    known: dict[int, Accounted] | None = None,
 ) -> StageSolution:
     """Return the best assignment of layers and recompute modes to the stages of one pipeline, over all its settings.
 
     `numbers` index the plans of `costs` that are the settings of this pipeline. `recomputes` are the modes to choose
     from if the framework allows one per stage; otherwise the plan's mode is kept. Only steps below `cutoff_s` count,
-    and only ranks whose bound of memory is at most `limit_bytes`, or the available memory.
+    and only ranks whose bound of memory is at most `limit_bytes`, or the available memory. `known` has what was
+    accounted for with other limits, by setting, and is added to.
     """
+    known = {} if known is None else known
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
     if not freedom.any:
         return StageSolution(plan=None, step_s=cutoff_s, bound_s=0.0)
@@ -88,7 +91,7 @@ def solve_stages(
         if pipeline is None:
             continue
         has_room = True
-        search = _Assignments(pipeline, step_s, at_once)
+        search = _Assignments(pipeline, step_s, at_once, known.setdefault(number, Accounted(pipeline.inputs)))
         bound_s = min(bound_s, search.run())
         if search.best is not None:
             step_s, best = search.step_s, pipeline.plan_with(pipeline.options.take(search.best))
@@ -114,28 +117,47 @@ def has_room(
     return any(fitting_options(screening, costs, n, freedom, cutoff_s, limit_bytes) is not None for n in numbers)
 
 
+class Accounted:
+    """What is known of the assignments of one pipeline in one setting: steps in seconds, and passes counted for them.
+    `inputs` are those of every account.
+    """
+
+    def __init__(self, inputs: AccountInputs) -> None:
+        self._inputs = inputs
+        self._passes: KnownPasses = {}
+        self._steps: dict[Plan, float] = {}
+
+    @cached_property
+    def inputs(self) -> AccountInputs:
+        """The inputs at the clocks of their kernels."""
+        return at_clocks(self._inputs)
+
+    def steps_s(self, plans: Sequence[Plan]) -> Floats:
+        """Return the steps of some assignments; those that are new are accounted for together."""
+        new = [plan for plan in plans if plan not in self._steps]
+        if new:
+            with np.errstate(invalid="ignore"):
+                account = account_assignments(self.inputs, new, self._passes)
+            self._steps |= zip(new, np.nan_to_num(account.total_s, nan=np.inf).tolist(), strict=True)
+        return np.array([self._steps[plan] for plan in plans])
+
+
 class _Assignments:
     """The search for the best assignment of one pipeline in one setting: `best` are its options, if it beats
     `cutoff_s`.
     """
 
-    def __init__(self, pipeline: Pipeline, cutoff_s: float, at_once: int) -> None:
-        self.pipeline, self.at_once = pipeline, at_once
+    def __init__(self, pipeline: Pipeline, cutoff_s: float, at_once: int, known: Accounted) -> None:
+        self.pipeline, self.at_once, self._known = pipeline, at_once, known
         self.bounds = AssignmentBounds(pipeline)
         self.step_s = cutoff_s
         self.best: Rows | None = None
         # The fastest assignment accounted for, below the cutoff or not. Every single option of a rank fits.
         self._nearest, self._nearest_s = np.zeros(0, dtype=np.intp), np.inf
         self._seen: set[bytes] = set()
-        self._passes: KnownPasses = {}
         options = pipeline.options
         keys = zip(options.rank, options.layers, options.dense, options.mode_mix, strict=True)
         self._row_of = {tuple(int(part) for part in key): row for row, key in enumerate(keys)}
-
-    @cached_property
-    def inputs(self) -> AccountInputs:
-        """What every account is computed from."""
-        return at_clocks(self.pipeline.inputs)
 
     def run(self) -> float:
         """Search, and return a lower bound in seconds of all assignments; infinite if none can be below the cutoff."""
@@ -161,9 +183,7 @@ class _Assignments:
         self._seen |= {rows.tobytes() for rows in new}
         pipeline = self.pipeline
         plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in new]
-        with np.errstate(invalid="ignore"):
-            account = account_assignments(self.inputs, plans, self._passes)
-        step_s = np.nan_to_num(account.total_s, nan=np.inf)
+        step_s = self._known.steps_s(plans)
         number = int(np.argmin(step_s))
         if step_s[number] >= self._nearest_s:
             return False
