@@ -181,6 +181,13 @@ def kept(ask: Callable[..., Any], answers: dict[bytes, Any]) -> Callable[..., An
     return asked
 
 
+def searched_once(patch: pytest.MonkeyPatch, answers: dict[bytes, Any]) -> None:
+    """Have commands that run in this process take from `answers` what they have asked before."""
+    for place in (search_answer, explain_command):
+        patch.setattr(place, "suggest", kept(place.suggest, answers))
+    patch.setattr(estimate_answer, "answer_plan", kept(estimate_answer.answer_plan, answers))
+
+
 @pytest.fixture
 def planner(capsys, monkeypatch):
     """Run the command line in this process; return its exit code and both streams. What a test asks again, as text and
@@ -190,9 +197,7 @@ def planner(capsys, monkeypatch):
 
     def run(*arguments, stdin="", env=None):
         with monkeypatch.context() as patch:
-            for place in (search_answer, explain_command):
-                patch.setattr(place, "suggest", kept(place.suggest, answers))
-            patch.setattr(estimate_answer, "answer_plan", kept(estimate_answer.answer_plan, answers))
+            searched_once(patch, answers)
             for name, value in {"COLUMNS": "80", **(env or {})}.items():
                 patch.setenv(name, value)
             patch.setattr("sys.stdin", io.StringIO(stdin))

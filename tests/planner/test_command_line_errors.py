@@ -261,7 +261,7 @@ def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     """`compare` of full sharding with hybrid sharding says what each sends between nodes, in text and JSON."""
     nodes = {"gpu": "h100-sxm", "gpus_per_node": 2, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
     (tmp_path / "cluster.json").write_text(json.dumps(nodes), encoding="utf-8")
-    wide = ("--cluster", tmp_path / "cluster.json", "--model", "llama3.2-1b", "--seq-len", "2048")
+    wide = ("--cluster", tmp_path / "cluster.json", "--model", "tiny-llama", "--seq-len", "2048")
     wide = (*wide, "--global-batch", "8", "--micro-batch", "1")
     files = [tmp_path / "fsdp.json", tmp_path / "hsdp.json"]
     for file, degrees in zip(files, (("4", "1"), ("2", "2")), strict=True):
