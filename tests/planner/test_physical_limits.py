@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.question.prediction import predict
@@ -111,7 +111,7 @@ def reported(asked, plan) -> list[Estimate]:
     return [asked.estimate([plan]).estimate(0), predict(asked, plan).estimate]
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(
     st.sampled_from(("dgx-h100", "dgx-a100", "l40s-x8", "dgx-b200")),
     st.sampled_from(PLANS),
