@@ -85,7 +85,7 @@ def on_grace(host: HostSpec) -> HostSpec:
 def slowed(host: HostSpec, factor: float | Floats) -> HostSpec:
     """Return the costs of a host that takes `factor` times as long; of an array, each plan's host takes its own."""
     seconds = {f.name: getattr(host, f.name) for f in fields(host) if f.name.endswith("_s")}
-    return replace(host, **{name: factor * one for name, one in seconds.items() if np.any(one)})  # type: ignore[arg-type]
+    return replace(host, **{name: factor * one for name, one in seconds.items() if np.any(one)})
 
 
 def graphed(host: HostSpec) -> HostSpec:
