@@ -49,6 +49,7 @@ class Account:
 
     parts_s: dict[str, Floats]
     clocks: Floats  # factor of kernel times, relative to a GPU that is never idle
+    together: Sequence[NDArray[np.intp]] = ()  # rows that one walk gave
 
     @property
     def total_s(self) -> Floats:
@@ -106,7 +107,8 @@ def account_plans(inputs: AccountInputs) -> Account:
     if inputs.context.table.fully_sharded.any():
         TrafficTimes(inputs.context).look_up(sharded_sends(inputs.context, unit_maker(inputs).kinds()))
     piped: list[tuple[NDArray[np.intp], PipelinePlans]] = []
-    for some in walked_together(inputs.context.table, inputs.context):
+    together = walked_together(inputs.context.table, inputs.context)
+    for some in together:
         check_time()
         mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
         if mine.context.table["pp"][0] > 1:
@@ -119,7 +121,7 @@ def account_plans(inputs: AccountInputs) -> Account:
     for (some, _), account in zip(piped, accounts, strict=True):
         for part in PARTS:
             parts[part][some] = account.parts_s[part]
-    return Account(parts_s=parts, clocks=inputs.clocks)
+    return Account(parts_s=parts, clocks=inputs.clocks, together=together)
 
 
 def at_clocks(inputs: AccountInputs) -> AccountInputs:
@@ -372,7 +374,7 @@ class HopTimes:
         gpus, a_node = self.context.table["gpus"][rows], float(self.context.groups.cluster.gpus_per_node)
         nodes = np.arange(ranks)[:, None] * (gpus / ranks) // a_node
         apart = np.stack([nodes != np.roll(nodes, -way, axis=0) for way in (1, -1)])
-        host_s = np.full(len(rows), self.context.spec.host.collective_s)
+        host_s = np.broadcast_to(self.context.spec.host.collective_s, len(self.context.table))[rows]
         return Hops(
             np.where(apart, self._far_s[rows], self._near_s[rows]),
             np.where(apart, self._far[rows], self._near[rows]),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.account import AXES, Account, account_inputs, account_plans
+from simulator.analytical.account import AXES, Account, AccountInputs, account_inputs, account_plans
 from simulator.analytical.known_shares import known_shares
 from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
@@ -69,10 +69,11 @@ class EstimateTable:
     runtime: Runtime
     sparse: bool  # layers have experts
     clocks: Floats  # factor of arithmetic's time, relative to a GPU that is never idle
-    with_host: Callable[..., EstimateTable]  # `host_factor=f`: the table where hosts take f times as long
+    together: Sequence[NDArray[np.intp]]  # rows that cost no more together than alone
+    with_hosts: Callable[[Sequence[int], Sequence[float]], Account]  # see `_account_with_hosts`
     distance: float = 1.0  # factor of the width of ranges, relative to that of measured steps
     calibration: Calibration | None = None
-    _by_host: dict[float, Floats] = field(default_factory=dict, compare=False, repr=False)
+    _by_hosts: dict[tuple[float, ...], Floats] = field(default_factory=dict, compare=False, repr=False)
 
     def estimate(self, index: int) -> Estimate:
         """Return row `index` with intervals, memory by category, and rates per GPU."""
@@ -115,7 +116,7 @@ class EstimateTable:
             self.basis[index],
             sources,
             host=float(self.breakdown_s["host"][index]) / step,
-            by_host=lambda factor: self._step_by_host(index, factor) / step,
+            by_host=lambda factors: self._steps_by_hosts(index, factors) / step,
             calibrated=self.calibration is not None and self.calibration.current,
             factors=interval_table().factors,
             width=self.distance,
@@ -123,10 +124,13 @@ class EstimateTable:
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
-    def _step_by_host(self, index: int, factor: float) -> float:
-        if factor not in self._by_host:
-            self._by_host[factor] = self.with_host(host_factor=factor).step_s
-        return float(self._by_host[factor][index])
+    def _steps_by_hosts(self, index: int, factors: tuple[float, float]) -> Floats:
+        """Return the steps of a row where its host takes each of `factors` times as long."""
+        known = self._by_hosts.setdefault(factors, np.full((len(factors), len(self.plans)), np.nan))
+        if np.isnan(known[0, index]):
+            rows = next(rows for rows in self.together if index in rows)
+            known[:, rows] = self.with_hosts(rows.tolist(), factors).total_s.reshape(len(factors), -1)
+        return known[:, index]
 
 
 def estimate_plans(
@@ -135,32 +139,22 @@ def estimate_plans(
     *,
     each_on: Sequence[Cluster] = (),
     each_with: Sequence[Calibration] = (),
-    host_factor: float = 1.0,
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` gives each plan a cluster of its own; these may differ from the scenario's in link rates only. `each_with`
     gives each plan a calibration, for the costs of host, kernels and collectives; memory, contention and ranges come
-    from the scenario's. The host takes `host_factor` times as long as it is described or measured to.
+    from the scenario's.
 
     Raises BadPlan when a plan needs more GPUs than there are, when the runtime has no description, and when it does not
     know a plan's recompute mode.
     """
     model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
-    operators = calibrated_operators(scenario)
-    table = _table_of(scenario, plans, operators)
-    context = cost_context(scenario, table, operators, each_on)
-    if each_with:
-        context = _with_own_costs(context, scenario, each_with)
-    if host_factor != 1.0:
-        context = replace(context, spec=replace(context.spec, host=slowed(context.spec.host, host_factor)))
-    blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
-    layout = stage_layout(model, table, operators.spec.pipeline)
-    parameters = local_parameters(model, context)
-    memory = memory_columns(model, operators, context, layout, blocks, parameters)
-    known = known_costs(scenario)
-    account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
-    memory = memory.scaled(known)
+    inputs = _inputs(scenario, plans, each_on, each_with)
+    context, operators, blocks = inputs.context, inputs.operators, inputs.blocks
+    layout = stage_layout(model, context.table, operators.spec.pipeline)
+    memory = memory_columns(model, operators, context, layout, blocks, inputs.parameters).scaled(known_costs(scenario))
+    account = account_plans(inputs)
     breakdown_s = _breakdown(account)
     measured, fitted = known_shares(layout, blocks)
     resting = shares(
@@ -177,7 +171,7 @@ def estimate_plans(
     return EstimateTable(
         plans=tuple(plans),
         step_s=account.total_s,
-        breakdown_s={**breakdown_s, "allocator": np.zeros(len(table))},  # the replay of allocations gives this part
+        breakdown_s={**breakdown_s, "allocator": np.zeros(len(plans))},  # the replay of allocations gives this part
         exposed_by_axis_s={axis: account.parts_s[axis] for axis in AXES},
         peak_bytes=memory.peak_bytes.max(axis=1),
         reserved_bytes=reserved,
@@ -192,10 +186,46 @@ def estimate_plans(
         runtime=runtime,
         sparse=model.moe is not None,
         clocks=account.clocks,
-        with_host=partial(estimate_plans, scenario, plans, each_on=each_on, each_with=each_with),
+        together=account.together,
+        with_hosts=partial(_account_with_hosts, scenario, plans, each_on, each_with),
         distance=distance(cluster, runtime, max((plan.gpus for plan in plans), default=1))[0],
         calibration=context.calibration,
     )
+
+
+def _inputs(
+    scenario: Scenario,
+    plans: Sequence[Plan],
+    each_on: Sequence[Cluster],
+    each_with: Sequence[Calibration],
+    host_factor: Floats | None = None,
+) -> AccountInputs:
+    operators = calibrated_operators(scenario)
+    table = _table_of(scenario, plans, operators)
+    context = cost_context(scenario, table, operators, each_on)
+    if each_with:
+        context = _with_own_costs(context, scenario, each_with)
+    if host_factor is not None:
+        spec = replace(context.spec, host=slowed(context.spec.host, host_factor))
+        context = replace(context, spec=spec, own_costs=True)
+    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
+    return account_inputs(scenario, context, operators, blocks, local_parameters(scenario.model, context))
+
+
+def _account_with_hosts(
+    scenario: Scenario,
+    plans: Sequence[Plan],
+    each_on: Sequence[Cluster],
+    each_with: Sequence[Calibration],
+    rows: Sequence[int],
+    factors: Sequence[float],
+) -> Account:
+    """Return the account of the plans `rows` where hosts take the first of `factors` times as long, then of the same
+    plans with the second, and so on.
+    """
+    some = list(rows) * len(factors)
+    chosen = [[each[row] for row in some] if each else () for each in (plans, each_on, each_with)]
+    return account_plans(_inputs(scenario, *chosen, np.repeat(factors, len(rows))))
 
 
 def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:

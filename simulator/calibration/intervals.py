@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -84,7 +84,7 @@ def step_factors(
     shares: dict[str, float],
     *,
     host: float,
-    by_host: Callable[[float], float],
+    by_host: Callable[[tuple[float, float]], Sequence[float]],
     calibrated: bool,
     factors: dict[str, Factors],
     width: float = 1.0,
@@ -94,8 +94,8 @@ def step_factors(
 
     Measured parts and curves through measurements have the range of calibrated steps, other parts that of steps from
     datasheets. The host has that of hosts whose kinds of layers were measured (`host_measured`) or were not: a range of
-    its speed, so a step may wait for a slow one that is not predicted to. `by_host` gives the step whose host takes a
-    factor of its time, as a factor of the step. Errors are independent, so their widths add as variances do. `shares`
+    its speed, so a step may wait for a slow one that is not predicted to. `by_host` gives the steps whose hosts take
+    factors of their time, as factors of the step. Errors are independent, so their widths add as variances do. `shares`
     are the step's shares by source, `host` is the share of waiting for the host. The range from datasheets is `width`
     times as wide (`simulator.calibration.distance`).
     """
@@ -105,8 +105,9 @@ def step_factors(
         ((1 - host) * measured, known.low, known.high),
         ((1 - host) * (1 - measured), far.low**width, far.high**width),
     )
-    below = math.hypot(*(share * (1 - low) for share, low, _ in parts), 1 - by_host(hosts.low))
-    above = math.hypot(*(share * (high - 1) for share, _, high in parts), by_host(hosts.high) - 1)
+    fast, slow = by_host((hosts.low, hosts.high))
+    below = math.hypot(*(share * (1 - low) for share, low, _ in parts), 1 - fast)
+    above = math.hypot(*(share * (high - 1) for share, _, high in parts), slow - 1)
     return 1 - below, 1 + above
 
 

@@ -82,10 +82,10 @@ def on_grace(host: HostSpec) -> HostSpec:
     return replace(slowed(host, GRACE), data_token_s=host.data_token_s)
 
 
-def slowed(host: HostSpec, factor: float) -> HostSpec:
-    """Return the costs of a host that takes `factor` times as long."""
+def slowed(host: HostSpec, factor: float | Floats) -> HostSpec:
+    """Return the costs of a host that takes `factor` times as long; of an array, each plan's host takes its own."""
     seconds = {f.name: getattr(host, f.name) for f in fields(host) if f.name.endswith("_s")}
-    return replace(host, **{name: factor * one for name, one in seconds.items() if one is not None})
+    return replace(host, **{name: factor * one for name, one in seconds.items() if np.any(one)})
 
 
 def graphed(host: HostSpec) -> HostSpec:
@@ -231,8 +231,8 @@ def loads_ahead(host: HostSpec, context: CostContext) -> NDArray[np.bool_]:
     In a pipeline the host waits for the device after its passes: ranks without a loss put one together there
     (torchtitan 0.2.2, train.py: forward_backward_step).
     """
-    ahead = host.loads_ahead and host.data_token_s > 0 and not context.runtime.logs_each_step
-    return np.asarray(ahead & (context.table["pp"] == 1))
+    ahead = host.loads_ahead and not context.runtime.logs_each_step
+    return np.asarray(ahead & (np.asarray(host.data_token_s) > 0) & (context.table["pp"] == 1))
 
 
 def loading_host_s(host: HostSpec, context: CostContext) -> Floats:

@@ -324,8 +324,8 @@ def fresh_rows(*, memory: bool = True) -> dict[str, list[Row]]:
 
 def with_hosts(answer: EstimateTable) -> tuple[Floats, Floats]:
     """Return a plan's steps and its waits for the host, seconds, with hosts of the factors BY_HOST."""
-    tables = [answer.with_host(host_factor=factor) for factor in BY_HOST]
-    return np.array([t.step_s[0] for t in tables]), np.array([t.breakdown_s["host"][0] for t in tables])
+    account = answer.with_hosts([0], BY_HOST)
+    return account.total_s, account.parts_s["host"]
 
 
 def host_speed(waits_s: Floats, measured: dict[str, Any]) -> tuple[float, float]:

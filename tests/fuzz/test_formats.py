@@ -17,7 +17,7 @@ from tests.fuzz.formats import FORMATS, wrong_numbers
 from tests.fuzz.watch import watching
 from topology.errors import PlannerError
 
-INPUTS = 20
+INPUTS = 10
 MANY_INPUTS = int(os.environ.get("MESHWRIGHT_FUZZ_INPUTS", "1000"))
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import planner.answers.estimate as estimate_answer
+import planner.commands.explain as explain_command
+import planner.search.answer as search_answer
 from planner.cli import main
 from planner.question.plan_file import PlanFile, plan_file
 from planner.question.question import question_of
@@ -160,12 +165,39 @@ class Finished:
         return json.loads(self.stdout)
 
 
+def kept(ask: Callable[..., Any], answers: dict[bytes, Any]) -> Callable[..., Any]:
+    """Return `ask`, which gives what it was asked before without working it out again. Who wants to be told of its
+    progress has it work.
+    """
+
+    def asked(*what: Any, early: Any = None, **more: Any) -> Any:
+        if early is not None:
+            return ask(*what, early=early, **more)
+        key = pickle.dumps((ask.__name__, what))
+        if key not in answers:
+            answers[key] = ask(*what, **more)
+        return answers[key]
+
+    return asked
+
+
+def searched_once(patch: pytest.MonkeyPatch, answers: dict[bytes, Any]) -> None:
+    """Have commands that run in this process take from `answers` what they have asked before."""
+    for place in (search_answer, explain_command):
+        patch.setattr(place, "suggest", kept(place.suggest, answers))
+    patch.setattr(estimate_answer, "answer_plan", kept(estimate_answer.answer_plan, answers))
+
+
 @pytest.fixture
 def planner(capsys, monkeypatch):
-    """Run the command line in this process; return its exit code and both streams."""
+    """Run the command line in this process; return its exit code and both streams. What a test asks again, as text and
+    as JSON or of a saved plan, is searched once.
+    """
+    answers: dict[bytes, Any] = {}
 
     def run(*arguments, stdin="", env=None):
         with monkeypatch.context() as patch:
+            searched_once(patch, answers)
             for name, value in {"COLUMNS": "80", **(env or {})}.items():
                 patch.setenv(name, value)
             patch.setattr("sys.stdin", io.StringIO(stdin))

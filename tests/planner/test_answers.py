@@ -22,6 +22,7 @@ from simulator.config.estimate import LEVELS, SURE
 from simulator.config.hf_config import load_model
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.memory.plan_memory import PlanMemory
+from tests.planner.conftest import searched_once
 
 QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "2", "--seq-len", "4096", "--global-batch", "64")
 
@@ -33,24 +34,19 @@ def plan_of(reported):
 
 @pytest.fixture(scope="module")
 def planner_once(tmp_path_factory):
-    """The answer to QUESTION, as JSON and as text, from one search."""
+    """The answer to QUESTION, as JSON and as text, from one search; so are those of `run`."""
     import contextlib
     import io
 
-    from planner.answers import suggest
     from planner.cli import main
 
-    kept = []
-
-    def asked_once(*arguments, **options):
-        kept[:] = kept or [answer(*arguments, **options)]
-        return kept[0]
+    answers = {}
 
     def run(*arguments):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
             patch.setenv("COLUMNS", "80")
-            patch.setattr(suggest, "answer", asked_once)
+            searched_once(patch, answers)
             assert main(list(map(str, arguments))) == 0
         return out.getvalue()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import planner as package
@@ -25,6 +25,7 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from simulator.serving.deployment import Deployment, Pool, made_even
+from tests.examples import examples
 from topology.errors import BadInput, PlannerError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ POOLS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.sampled_from(["vllm", "sglang"]),
     POOLS,
@@ -255,7 +256,7 @@ def test_a_command_without_a_known_model_is_refused() -> None:
     assert checked("vllm serve someone/something-else", CheckFlags(model="qwen3-8b")).answer is not None
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.lists(
         st.sampled_from(

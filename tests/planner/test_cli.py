@@ -222,8 +222,15 @@ def test_estimate_prints_text_with_units(planner):
         assert words in done.stdout
 
 
-def test_validate_json_has_the_keys_of_the_contract(planner):
-    files = CASES / "torchtitan_h200x4.json", CASES / "vtrain_multi.json"
+def two_rows(name, folder):
+    """Return a file with the first two cases of another."""
+    rows = json.loads((CASES / name).read_text(encoding="utf-8"))[:2]
+    (folder / name).write_text(json.dumps(rows), encoding="utf-8")
+    return folder / name
+
+
+def test_validate_json_has_the_keys_of_the_contract(planner, tmp_path):
+    files = (two_rows(name, tmp_path) for name in ("torchtitan_h200x4.json", "vtrain_multi.json"))
     done = planner("validate", *files, "--tolerance", "1000", "--json")
     answer = json.loads(done.stdout)
 
@@ -236,8 +243,8 @@ def test_validate_json_has_the_keys_of_the_contract(planner):
         assert {"step", "memory"} == set(row["error"])
     assert {"mean_abs", "bias", "worst", "coverage"} <= set(answer["summary"]["step"])
     assert {name: part["rows"] for name, part in answer["summary"]["by_file"].items()} == {
-        "torchtitan_h200x4.json": 6,
-        "vtrain_multi.json": 4,
+        "torchtitan_h200x4.json": 2,
+        "vtrain_multi.json": 2,
     }
 
 
@@ -255,8 +262,8 @@ def test_a_part_too_small_to_matter_is_no_term(planner):
     assert not re.search(r"\de-(0[6-9]|[1-9]\d) s", text)
 
 
-def test_validate_holds_a_tolerance(planner):
-    strict = planner("validate", CASES / "vtrain_multi.json", "--tolerance", "0.001")
+def test_validate_holds_a_tolerance(planner, tmp_path):
+    strict = planner("validate", two_rows("vtrain_multi.json", tmp_path), "--tolerance", "0.001")
 
     assert strict.returncode == 4
     assert "mean absolute error" in strict.stderr

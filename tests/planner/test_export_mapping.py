@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import tomli_w
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.configs.formats.command_line import CommandLine
@@ -26,6 +26,7 @@ from simulator.config.plan import EP_OVERLAPS, Plan, default_schedule
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.pipeline.schedules.registry import SCHEDULES
+from tests.examples import examples
 from tests.planner.test_export import JOBS
 from topology.errors import BadInput, Infeasible
 
@@ -137,7 +138,7 @@ def known(plan: Plan, workload: Workload, runtime: Runtime) -> Facts:
 
 @pytest.mark.parametrize("name", TABLES)
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_what_is_written_of_a_plan_reads_back_as_that_plan(name: str, data) -> None:
     facts = known(*data.draw(plans(name)))
     table = TABLES[name]

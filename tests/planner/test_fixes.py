@@ -98,7 +98,7 @@ def test_fixes_are_in_the_order_of_what_they_cost_and_none_is_cheaper(llama8b, p
     assert find_fixes(question, plan, estimate, deadline=time.monotonic()) == ()
     relatives = [other for other in every_relative(plan) if question.legal(other)]
     table = question.estimate(relatives)
-    sure = [table.estimate(row) for row in range(len(relatives)) if table.estimate(row).memory.fit is Fit.YES]
+    sure = [one for one in map(table.estimate, range(len(relatives))) if one.memory.fit is Fit.YES]
 
     assert estimate.memory.fit is fit
     if fit is Fit.YES:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -69,11 +70,11 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
     known["measured host"] = factors(0.8, 1.5)
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
-    def busy(factor: float) -> float:
-        return 1.0
+    def busy(factors: Sequence[float]) -> list[float]:
+        return [1.0 for _ in factors]
 
-    def waits_half_the_step(factor: float) -> float:
-        return 1.0 + max(factor - 1.0, -0.5)
+    def waits_half_the_step(factors: Sequence[float]) -> list[float]:
+        return [1.0 + max(factor - 1.0, -0.5) for factor in factors]
 
     assert step_factors("node", shares, host=0.0, by_host=busy, calibrated=True, factors=known) == pytest.approx(
         (1 - math.hypot(0.05, 0.15), 1 + math.hypot(0.05, 0.25))
@@ -85,7 +86,7 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
         "node", shares, host=0.5, by_host=waits_half_the_step, calibrated=False, factors=known
     ) == pytest.approx((1 - math.hypot(0.15, 0.5), 1 + math.hypot(0.25, 1.0)))
     alone = step_factors(
-        "node", {}, host=1.0, by_host=lambda factor: factor, calibrated=True, factors=known, host_measured=True
+        "node", {}, host=1.0, by_host=lambda factors: factors, calibrated=True, factors=known, host_measured=True
     )
     assert alone == pytest.approx((0.8, 1.5))
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.question.prediction import predict
@@ -23,6 +23,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
+from tests.examples import examples
 from tests.fuzz.formats import wrong_numbers
 from topology import codec
 from topology.catalog.clusters import PROBED, catalog_names, cluster
@@ -49,7 +50,7 @@ def model_of(name: str, gpus: int) -> CollectiveModel:
     return CollectiveModel(cluster(name, gpus))
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(st.sampled_from(MACHINES), st.sampled_from(OPS), st.integers(2, 32), st.integers(1, 3))
 def test_more_bytes_never_take_less_time(name: str, op: str, ranks: int, nodes: int) -> None:
     whole = cluster(name).gpus_per_node
@@ -82,7 +83,7 @@ def question(machine, *, batch: int = 64, calibration: Calibration | None = None
     return question_of(load_model("llama3-8b"), machine, workload, gpus=machine.gpu_count, calibration=calibration)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(
     st.sampled_from(("dgx-h100", "dgx-a100", "l40s-x8", "dgx-b200")),
     st.sampled_from((scale_network, scale_nvlink)),
@@ -110,7 +111,7 @@ def reported(asked, plan) -> list[Estimate]:
     return [asked.estimate([plan]).estimate(0), predict(asked, plan).estimate]
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(
     st.sampled_from(("dgx-h100", "dgx-a100", "l40s-x8", "dgx-b200")),
     st.sampled_from(PLANS),
@@ -149,7 +150,7 @@ def test_more_gpus_never_raise_the_least_memory(name) -> None:
     assert least == sorted(least, reverse=True)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.sampled_from(MACHINES),
     st.sampled_from(("llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tiny-llama")),

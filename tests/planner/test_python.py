@@ -74,9 +74,11 @@ def test_a_suggested_plan_stated_by_flags_is_estimated_as_it_was_listed():
 
 
 def test_check_and_shard_are_the_commands(planner):
-    file, cases = ROOT / "examples/check/torchtitan_llama3_8b.toml", ROOT / "examples/sharding/layer.json"
+    file, cases = ROOT / "examples/check/deepspeed_zero3_auto.json", ROOT / "examples/sharding/layer.json"
+    line = "torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16"
+    flags = {"model": "qwen2.5-7b", "seq_len": 2048, "launch": line, "search": False}
 
-    assert plain(check(file, search=False)) == plain(printed(planner, "check", file, search=False))
+    assert plain(check(file, **flags)) == plain(printed(planner, "check", file, **flags))
     assert plain(shard(cases)) == plain(printed(planner, "shard", cases))
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from planner.configs.asked import ask
@@ -26,6 +26,7 @@ from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import spec_for
+from tests.examples import examples
 from tests.planner.every_plan import enumerate_candidates
 from topology.errors import Infeasible
 
@@ -121,7 +122,7 @@ def said(plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, object]:
 
 @pytest.mark.parametrize("target", FRAMEWORKS)
 @given(st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_an_export_read_back_is_the_same_plan(target: str, data) -> None:
     job = data.draw(jobs(target))
     question = job.question
@@ -147,7 +148,7 @@ def test_an_export_read_back_is_the_same_plan(target: str, data) -> None:
 
 @pytest.mark.parametrize("target", FRAMEWORKS)
 @given(st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_a_plan_of_another_framework_is_legal_where_it_is_written(target: str, data) -> None:
     others = sorted({*FRAMEWORKS.values(), "any", "meshwright", "megatron-deepspeed"} - {FRAMEWORKS[target]})
     job = data.draw(jobs(target, data.draw(st.sampled_from(others))))

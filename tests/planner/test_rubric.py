@@ -109,7 +109,7 @@ def eight_gpus():
     question = question_of(model, cluster, workload, framework="torchtitan", runtime=runtime)
     plans = [
         plan
-        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=1)).plans()
+        for plan in enumerate_candidates(question, bounds=Bounds(max_micro_batch=1, max_virtual_stages=4)).plans()
         if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward
     ]
     compared = {split(plan) for plan in plans if plan.tp == 1}

@@ -24,10 +24,10 @@ import httpx  # isort: skip
 from planner.remote.client import Client, ServiceError  # isort: skip
 from tests.service.running import ROOT, service  # isort: skip
 
-ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64}
+ESTIMATE = {"model": "llama3-8b", "cluster": "dgx-h100", "gpus": 8, "tp": 2, "global_batch": 64, "micro_batch": 1}
 SHORT = {"model": "tiny-llama", "cluster": "h200x4", "gpus": "2", "pp": "1", "global_batch": 8}
 ADA = {"Authorization": "Bearer ada has a long token"}
-SECONDS = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "4", "seq_len": 4096, "global_batch": 16}
+SECONDS = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "2", "seq_len": 4096, "global_batch": 16}
 LONG = {"model": "deepseek-v3", "cluster": "dgx-h100", "gpus": "65536", "framework": "megatron-lm"}
 
 
@@ -56,6 +56,8 @@ def test_a_job_has_the_document_that_the_command_prints(local):
         "2",
         "--global-batch",
         "64",
+        "--micro-batch",
+        "1",
         "--json",
     ]
 

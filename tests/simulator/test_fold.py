@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 from engine_toys import ToyMachine, training_step
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.config.plan import Plan
@@ -13,6 +13,7 @@ from simulator.engine.simulate import simulate
 from simulator.program.cost_model import Cost, LinkUse
 from simulator.program.fold import fold
 from simulator.program.program import CodeWriter, Launch, Program
+from tests.examples import examples
 from tests.simulator.engine_toys import SimpleCosts, mesh_groups
 from tests.simulator.program_check import check
 
@@ -70,7 +71,7 @@ def test_a_ring_of_relative_neighbours_is_one_class():
     assert len(fold(training_step(Plan(cp=8)), ToyMachine(per_node=8)).classes) == 1
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(["pp tp", "hsdp cp", "pp dp"]))
 def test_folded_equals_unfolded_on_irregular_placements(seed, name):
     plan = PLANS[name]
@@ -133,7 +134,7 @@ def tangles(draw):
     return Program(codes=tuple(codes), groups=groups), RandomLinks(hubs=hubs, capacities=capacities)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(tangles())
 def test_folded_equals_unfolded_on_anything(tangle):
     program, machine = tangle

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simulator.config.hf_config import load_model, model_from_config, shipped_models
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
+from tests.examples import examples
 from topology.codec import convert, to_builtins
 from topology.errors import BadInput, BadModel
 
@@ -397,7 +398,7 @@ ANY_JSON = st.recursive(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     config=st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), ANY_JSON | SMALL, max_size=12),
     sane=st.booleans(),

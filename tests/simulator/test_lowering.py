@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.analytical.estimates import estimate_plans
@@ -29,6 +29,7 @@ from simulator.program.program import Collective, Launch, Send
 from simulator.runtimes.model_operators import operators_for
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.update import update_bytes, update_rate
+from tests.examples import examples
 from tests.simulator.lowering_plans import run, shortened
 from tests.simulator.program_check import check
 from tests.simulator.published_bubbles import bubble_fraction
@@ -396,7 +397,7 @@ def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> No
     assert summed["torchtitan", "copy_engine"] == 0
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.fixed_dictionaries(dict.fromkeys(SITES, st.sampled_from(MODES))), st.sampled_from(["torchtitan", "pytorch"]))
 def test_sites_cost_what_they_cost_alone(modes: dict[str, str], name: str) -> None:
     """What the modes of a block's four sites change, each alone in its plan, adds up; forward and backward."""

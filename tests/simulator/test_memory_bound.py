@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from planner.question.question import Question, question_of
@@ -21,6 +21,7 @@ from simulator.memory.plan_memory import PlanMemory
 from simulator.memory.replay import MemoryReplay
 from simulator.pipeline.schedules.registry import SCHEDULES
 from simulator.runtimes.stated import resolve
+from tests.examples import examples
 from topology.catalog.clusters import cluster
 
 RUNTIMES = ("torchtitan", "megatron-lm", "megatron-deepspeed", "pytorch", "deepspeed", "llm-foundry", "meshwright")
@@ -74,7 +75,7 @@ def plans(draw, runtime: str):
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.data())
 def test_the_bound_lies_below_what_the_allocator_holds(runtime: str, data) -> None:
     drawn = data.draw(plans(runtime))

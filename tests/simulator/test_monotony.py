@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
 from topology.catalog.clusters import cluster
+from topology.cluster import Cluster
 
 DEGREES = (
     {"dp_shard": 16},
@@ -38,16 +40,18 @@ PLANS = [
 ]
 
 
-def steps(**machine) -> np.ndarray:
+def steps(machines: Sequence[Cluster]) -> np.ndarray:
+    """Return the steps of PLANS on machines that differ in the rates of links, shape (machines, plans)."""
     asked = Scenario(
         model=replace(load_model("llama3-8b"), layers=8),
-        cluster=make_cluster(2, 8, **machine),
+        cluster=machines[0],
         workload=Workload(seq_len=2048, global_batch_size=64),
         runtime=Runtime(name="torchtitan"),
     )
-    table = estimate_plans(asked, PLANS)
+    each_on = [machine for machine in machines for _ in PLANS]
+    table = estimate_plans(asked, PLANS * len(machines), each_on=each_on)
     # NCCL's buffers are larger on faster networks, which may make a full allocator retry.
-    return np.asarray(table.step_s - table.breakdown_s["allocator"])
+    return np.reshape(table.step_s - table.breakdown_s["allocator"], (len(machines), len(PLANS)))
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,15 @@ def steps(**machine) -> np.ndarray:
     [
         ("network", (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)),
         ("nvlink_rate", (100e9, 200e9, 450e9, 900e9, 3600e9)),
-        ("power_w", (350.0, 500.0, 600.0, 700.0, 900.0, 1400.0)),
+        ("power_w", (350.0, 600.0, 700.0, 1400.0)),
     ],
 )
 def test_a_better_machine_slows_no_plan(what, rates) -> None:
     """Also where waits that it shortens leave power to products."""
-    reported = np.stack([steps(**{what: rate}) for rate in rates])
+    machines = [make_cluster(2, 8, **{what: rate}) for rate in rates]
+    # All at once, but for GPUs that differ.
+    together = [machines] if what != "power_w" else [[machine] for machine in machines]
+    reported = np.concatenate([steps(some) for some in together])
 
     slower = np.nonzero((reported[1:] > reported[:-1] * (1 + 1e-9)).any(axis=0))[0]
     assert [PLANS[row] for row in slower] == []

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.columns.plan_table import plan_table
@@ -17,6 +17,7 @@ from simulator.pipeline.schedules.registry import SCHEDULES, build_schedule, sch
 from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import beside_gradients, in_flight
 from simulator.program.program import Launch
+from tests.examples import examples
 from tests.simulator.engine_toys import SimpleCosts
 from tests.simulator.makespan import peak_in_flight, peak_on_stage, pipeline_makespan
 from tests.simulator.program_check import check
@@ -138,7 +139,7 @@ def _simulated(schedule, forward, input_grad, weight_grad, wire):
 _time = st.integers(1, 40).map(lambda tenths: tenths / 8)  # exact in binary: both ways add without rounding
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.data())
 def test_makespan_equals_the_simulation(data):
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))

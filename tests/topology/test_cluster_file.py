@@ -5,9 +5,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from topology.catalog.cluster_file import load_cluster, parse_cluster, save_cluster
 from topology.catalog.clusters import catalog_names, cluster
 from topology.catalog.verify import verify_cluster
@@ -152,14 +153,14 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 JUNK = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(JUNK)
 def test_junk_raises_only_our_errors(document):
     with contextlib.suppress(BadInput, BadCluster):
         parse_cluster(document, where="junk")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_a_damaged_file_raises_only_our_errors(data):
     document = to_builtins(cluster("a100-pcie-x4", 2))

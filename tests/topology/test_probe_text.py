@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.topology.captures import MATRICES, NCCL, TOPO, found, matrix, text
 from tests.topology.probed import links, node, probe
 from topology.catalog.gpus import gpu_kind
@@ -254,7 +255,7 @@ def test_no_texts_crash_the_probe(texts):
         assert label in printed
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damaged_captures_of_different_machines_together(data):
     """Sources that contradict each other in every way still give one connected description."""

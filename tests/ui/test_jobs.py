@@ -117,8 +117,17 @@ def test_a_search_answers_twice_before_it_ends(answered):
 def test_the_early_answer_is_shown_while_plans_are_simulated(explorer, monkeypatch):
     flags = Flags(model="llama3.2-1b", cluster="h200x4", gpus=(4,), seq_len=4096, global_batch=12)
     shown = []
-    answer(flags, "torchtitan", SearchOptions(top=10), early=shown.append)
-    found = shown[0]
+
+    class EnoughError(Exception):
+        pass
+
+    def first(early):
+        shown.append(early)
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        answer(flags, "torchtitan", SearchOptions(top=10), early=first)
+    (found,) = shown
 
     class Searching:
         started, line, result, error, early = time.monotonic(), "simulating plan 1 of 10", None, None, found

@@ -11,6 +11,7 @@ from planner.io.plan_words import plan_name
 from planner.question.question import question_of
 from planner.search.search import SearchOptions
 from simulator.config.plan import Plan
+from tests.planner.conftest import searched_once
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
 from ui.question.state import LISTED
@@ -19,8 +20,13 @@ QUESTION = {"model": "llama3.2-1b", "cluster": "dgx-h100", "gpus": "4", "seq": "
 FLAGS = ["--model", "llama3.2-1b", "--cluster", "dgx-h100", "--gpus", "4", "--seq-len", "4096", "--global-batch", "8"]
 
 
+SEARCHED = {}  # what these tests asked on the command line, and the answers
+
+
 def answer(capsys, *arguments):
-    assert cli.main([*arguments, "--json"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        searched_once(patch, SEARCHED)
+        assert cli.main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -132,7 +138,7 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
             Workload(seq_len=2048, global_batch_size=8),
             framework=framework_named(framework),
         ),
-        SearchOptions(top=8),
+        SearchOptions(top=4),
     )
     for ranked in found.plans:
         plan = ranked.plan

@@ -3,12 +3,13 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.collectives import cost_of
 from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.solver.choose import choose, enumerate_candidates
+from tests.examples import examples
 from tests.planner.sharding import cases, virtual_ranks
 from topology.errors import Infeasible
 
@@ -67,7 +68,7 @@ def stated(draw):
     return cases.case("drawn", mesh, ops, inputs, SIZES, pins, policy=policy)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(stated())
 def test_no_other_choice_sends_less(of) -> None:
     problem = cases.problem(of)
@@ -83,7 +84,7 @@ def test_no_other_choice_sends_less(of) -> None:
     assert choice.cost == tried(problem)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(stated())
 def test_what_is_chosen_computes_the_same_numbers(of) -> None:
     problem = cases.problem(of)

@@ -8,12 +8,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.layout import Layout, make_mesh, placements_of
 from planner.sharding.layouts.loop_domain import LoopDomain, parse_schedule_of
 from planner.sharding.problem.problem import parse_problem
+from tests.examples import examples
 from tests.planner.sharding.virtual_ranks import World, run
 
 MESH = make_mesh(["DIDy", "DIDx"], [2, 4])
@@ -93,7 +94,7 @@ def case(ops, inputs, **more):
     return parse_problem({"id": "domains", "mesh": mesh, "ops": ops, "inputs": inputs, **more})
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(domains(), domains())
 def test_a_tensor_moves_from_any_domain_to_any_other(here, there) -> None:
     target = placements_of(parse_schedule_of(there[0], (16, 24), MESH, of="y"), MESH)
@@ -102,7 +103,7 @@ def test_a_tensor_moves_from_any_domain_to_any_other(here, there) -> None:
     run(problem, {"x": np.arange(16.0 * 24).reshape(16, 24)})
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(domains((8, 16)), domains((16, 24)), domains((24, 8)))
 def test_products_of_any_domains_are_those_of_one_process(x, up, down) -> None:
     shapes = {"x": (8, 16), "up": (16, 24), "down": (24, 8)}

@@ -18,6 +18,7 @@ from planner.sharding.solver.equivalence import find_equivalent
 from planner.sharding.solver.message_passing import MessagePassing
 from planner.sharding.solver.pricing import pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
+from tests.examples import examples
 from tests.planner.sharding.random_graphs import graphs, placed
 from topology.catalog.cluster_file import load_cluster
 from topology.errors import Infeasible
@@ -50,7 +51,7 @@ def timed(data, machine):
     return replace(problem, machine=machine, policy="min_time")
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.data())
 def test_the_bound_is_below_the_best_choice_and_leaves_it_in(machine, data) -> None:
     problem = timed(data, machine)

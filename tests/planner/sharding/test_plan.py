@@ -1,11 +1,12 @@
 """Whole programs: collectives and bytes by formula, and every tensor right on every virtual rank."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.layout import placements_of
 from planner.sharding.plans.plan import plan_sharding
+from tests.examples import examples
 from tests.planner.sharding import cases, virtual_ranks
 from tests.planner.sharding.known import KNOWN
 
@@ -74,7 +75,7 @@ def graphs(draw):
     return cases.case("drawn", mesh, ops, inputs, SIZES, pins, policy=policy)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(graphs())
 def test_any_graph_computes_what_one_process_computes(stated) -> None:
     problem = cases.problem(stated)

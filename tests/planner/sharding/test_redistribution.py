@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planner.sharding.layouts.collectives import add_costs, cost_of
 from planner.sharding.layouts.layout import Layout, divides_evenly, make_mesh, parse_placements, placements_of
 from planner.sharding.layouts.redistribution import Redistributor, tie_of
+from tests.examples import examples
 from tests.planner.sharding.virtual_ranks import World
 
 
@@ -140,7 +141,7 @@ def test_no_detour_is_cheaper(data) -> None:
         assert direct <= add_costs(first, second)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.data())
 def test_every_rank_ends_with_its_part(data) -> None:
     """Each primitive is carried out on arrays of virtual ranks, with what their own groups hold and nothing else."""
