@@ -153,7 +153,7 @@ def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
     if (
         hybrid and engine.program == "sglang"
     ):  # FlashInfer's sums are not taken for them, see all_reduce in engines.toml
-        kernels = tuple(kernel for kernel in engine.all_reduce if kernel not in {"flashinfer", "trtllm"})
+        kernels = tuple(kernel for kernel in engine.all_reduce if kernel not in {"flashinfer", "mnnvl", "trtllm"})
         engine = replace(engine, all_reduce=kernels, norm_in_all_reduce=False)
     if hybrid and engine.hybrid_waits:
         engine = replace(engine, overlaps_host=False, host_exposed_s=0.0, runs_ahead=False)
