@@ -353,7 +353,9 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
 
 
 def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_nothing() -> None:
-    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts and 5,000 tokens have none."""
+    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts, 5,000 tokens and a prompt that
+    an earlier step began have none.
+    """
     passes = costs("llama3.2-1b", cluster("dgx-h200", 1), engine="meshwright")
 
     def step(prompt_tokens: int, readers: int = 1, pairs: float = 5e5) -> dict[str, float]:
@@ -366,6 +368,8 @@ def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_no
     assert sum(step(1005).values()) > sum(step(1004).values())
     assert "launches" not in step(50)
     assert step(50, readers=9, pairs=150.0)["launches"] > 0
+    rest = {"prompt_tokens": 50, "pairs": 1e4, "sequences": 20, "keys": 2e4}
+    assert passes.seconds(**rest, resumes=True) > passes.launches.seconds > passes.seconds(**rest)
     assert step(5000)["feed_forward"] < step(5001)["feed_forward"]
 
 
