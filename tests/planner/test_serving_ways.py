@@ -126,7 +126,7 @@ def test_gpus_that_an_engine_has_no_use_for_stay_idle(capsys: pytest.CaptureFixt
 
 
 def test_a_gpu_without_bfloat16_is_asked_for_float16() -> None:
-    """vLLM and SGLang refuse to start a checkpoint in bfloat16 there without `--dtype` (vllm/platforms/cuda.py)."""
+    """VLLM and SGLang refuse to start a checkpoint in bfloat16 there without `--dtype` (vllm/platforms/cuda.py)."""
     question = serving_question(ServingFlags(model="llama3-8b", cluster=OLD, gpus=1))
     for engine in ("vllm", "sglang"):
         deployment = question.of_engine(engine).deployment(Pool())

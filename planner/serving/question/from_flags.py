@@ -17,8 +17,8 @@ from planner.serving.question.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.stored_weights import stored_weights
-from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.fitting.calibrations import same_gpu
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Speculation
 from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from simulator.serving.fit_steps import fit_serving

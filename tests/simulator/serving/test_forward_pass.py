@@ -353,8 +353,8 @@ def test_layers_with_a_window_keep_no_more_than_it() -> None:
 
 
 def test_a_captured_step_that_reads_takes_as_long_as_its_padding_and_launches_nothing() -> None:
-    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts, 5,000 tokens and a prompt that
-    an earlier step began have none.
+    """1,000 tokens next to 20 answers are replayed from the graph of 1,024; nine prompts, 5,000 tokens and a prompt
+    that an earlier step began have none.
     """
     passes = costs("llama3.2-1b", cluster("dgx-h200", 1), engine="meshwright")
 
