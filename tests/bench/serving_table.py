@@ -313,10 +313,10 @@ that both tools were made with.
 
 So compared, aiconfigurator is ahead in tokens of two groups, and nowhere in first tokens: of Qwen3 235B with TensorRT-LLM 1.0, whose
 lengths are taken to vary where the benchmark of its makers sends them all alike (above), and by four points of DeepSeek-R1 with SGLang
-on B300 in nvfp4. There a layer's two sums with their norms take 21 us on four GPUs as on the
-eight that they are known of, where TensorRT-LLM's take 11; they are started before the kernel before them has ended
-(sgl-project/sglang pull request 23765: almost all of it hidden for one request), which is not priced since nobody says by how much.
-From 0.5.10 to 0.5.12 a token of four clients became 13 us a layer quicker in 4 as in 8 bits. Of Qwen3.5
+on B300 in nvfp4. There a layer's two sums with their norms take 21 us on four GPUs as on the eight that they are known of, where
+TensorRT-LLM's take 11; they are launched before the kernel before them has ended (sgl-project/sglang pull request 23765: almost
+all of it hidden for one request), which is not priced since nobody says by how much. From 0.5.10 to 0.5.12 a token of four clients
+became 13 us a layer quicker in 4 as in 8 bits. Of Qwen3.5
 with SGLang on B300 both are off by as much.
 """
 VIDUR = """
