@@ -80,7 +80,8 @@ def refuse(names: Iterable[str], task: Task, flag_names: Mapping[str, str] | Non
     """Raise UserError where options were given that mean nothing for `task`. `instead` says where they do, if a command
     has no `--task`.
     """
-    if flags := ", ".join((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names):
+    spelled = ((flag_names or {}).get(name, "--" + name.replace("_", "-")) for name in names)
+    if flags := ", ".join(dict.fromkeys(spelled)):
         whose, other = ("training", Task.TRAIN) if task is Task.SERVE else ("serving", Task.SERVE)
         raise UserError(
             f"{flags}: an option of {whose}",

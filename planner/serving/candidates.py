@@ -15,6 +15,7 @@ from planner.io.figures import gpus_text
 from planner.serving.question.question import ServingQuestion
 from planner.serving.question.releases import too_old
 from simulator.config.model import Model
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import cache_capacity
@@ -89,6 +90,8 @@ def no_format(question: ServingQuestion) -> str:
     if question.weights == "mxfp4" and question.model.moe is None:
         return f"weights in mxfp4 are those of experts, and {question.model.name} has none"
     kind = question.cluster.slowest_kind
+    if has_no_bfloat16(kind) and "bfloat16" in {question.weights, question.kv_cache}:
+        return f"{kind.title} has no bfloat16"
     if engine_of(question.engine).program == "trtllm":
         for flag, word in (("--weights", question.weights), ("--kv-cache", question.kv_cache)):
             if not kind.architecture.startswith(FORMATS_ON.get(word, "")):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments, no_format
 from planner.serving.question.question import ServingQuestion
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment
 from simulator.serving.engine import COMPARED
 from simulator.serving.estimate import ServingEstimate
@@ -96,17 +97,20 @@ def ways_to_fit(question: ServingQuestion) -> list[str]:
     """Return single changes that leave room for the requests: another machine, narrower weights and, where the engine
     lacks a format, wider ones and other engines. All but the machine are tried.
     """
-    machine = f"a --cluster with {'newer' if no_format(question) else 'more or larger'} GPUs"
+    machine = [f"a --cluster with {'newer' if no_format(question) else 'more or larger'} GPUs"]
+    if question.weights == "mxfp4" and question.model.moe is None:  # no GPU changes that
+        machine = []
     tried = [
         (f"--weights {word}", replace(question, weights=word))
         for word in ("float8", "int4")
         if WEIGHT_BYTES[word] < WEIGHT_BYTES[question.weights]
     ]
     if no_format(question):
-        tried.append(("--weights bfloat16", replace(question, weights="bfloat16")))
-        tried.append(("--kv-cache bfloat16", replace(question, kv_cache="bfloat16")))
+        wide = "float16" if has_no_bfloat16(question.cluster.slowest_kind) else "bfloat16"
+        tried.append((f"--weights {wide}", replace(question, weights=wide)))
+        tried.append((f"--kv-cache {wide}", replace(question, kv_cache=wide)))
         tried += [(f"--engine {name}", question.of_engine(name)) for name in COMPARED]
-    return [machine, *(flags for flags, asked in tried if deployments(asked)[0])]
+    return [*machine, *(flags for flags, asked in tried if deployments(asked)[0])]
 
 
 def _rank(plan: ServingPlan) -> tuple[bool, bool]:

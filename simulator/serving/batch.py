@@ -54,6 +54,11 @@ class Step:
     sequences: int
     keys: float
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it reads a prompt that an earlier step began, or whose beginning the prefix cache has."""
+        return any(answer.cached or answer.read for answer in self.readers)
+
 
 @dataclass(slots=True)
 class Batch:

@@ -80,12 +80,12 @@ class Engine:
         """Return the limit of tokens in one step on a GPU with this memory."""
         return self.large_batched_tokens if memory_bytes >= LARGE_BYTES else self.max_num_batched_tokens
 
-    def captured_tokens(self, tokens: float, prompts: int) -> int:
+    def captured_tokens(self, tokens: float, prompts: int, *, resumes: bool = False) -> int:
         """Return the tokens of the smallest captured step that holds one with so many tokens and prompts; 0 if none
-        does, or without prompts.
+        does, without prompts, or if it `resumes` a prompt of which some is cached.
         """
         fitting = (step * math.ceil(tokens / step) for most, step in self.read_graphs if tokens <= most)
-        return next(fitting, 0) if 0 < prompts <= READ_GRAPH_PROMPTS else 0
+        return next(fitting, 0) if 0 < prompts <= READ_GRAPH_PROMPTS and not resumes else 0
 
     def outside_s(self, prompt: float) -> float:
         """Return the seconds for which a request with so many tokens is on the host before a scheduler sees it."""
@@ -153,7 +153,7 @@ def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
     if (
         hybrid and engine.program == "sglang"
     ):  # FlashInfer's sums are not taken for them, see all_reduce in engines.toml
-        kernels = tuple(kernel for kernel in engine.all_reduce if kernel not in {"flashinfer", "trtllm"})
+        kernels = tuple(kernel for kernel in engine.all_reduce if kernel not in {"flashinfer", "mnnvl", "trtllm"})
         engine = replace(engine, all_reduce=kernels, norm_in_all_reduce=False)
     if hybrid and engine.hybrid_waits:
         engine = replace(engine, overlaps_host=False, host_exposed_s=0.0, runs_ahead=False)

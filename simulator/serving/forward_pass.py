@@ -160,13 +160,14 @@ class ForwardPass:
         sequences: int,
         keys: float,
         readers: int = 1,
+        resumes: bool = False,
         rested_s: float = 0.0,
     ) -> float:
         """Return the seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences`
         answers by a token.
 
-        `pairs` counts the prompts' (query, key) pairs, `keys` the cached keys of all answers; `rested_s` are the
-        seconds since a step last read.
+        `pairs` counts the prompts' (query, key) pairs, `keys` the cached keys of all answers; one that `resumes` reads
+        a prompt of which some is cached; `rested_s` are the seconds since a step last read.
         """
         if self._checked > 1 and sequences:
             found = self._speculative(prompt_tokens, pairs, sequences, keys, readers)
@@ -174,8 +175,9 @@ class ForwardPass:
             if not prompt_tokens:
                 return self.engine.step_s(sum(found.values()), here) / self._gained
             return self.engine.step_s(max(sum(found.values()), self._issued_s(prompt_tokens, sequences, 0)), here)
-        ranks = self.pool.dp_attention
-        captured = self.engine.captured_tokens(prompt_tokens + sequences, readers) if prompt_tokens else 0
+        ranks, captured = self.pool.dp_attention, 0
+        if prompt_tokens:
+            captured = self.engine.captured_tokens(prompt_tokens + sequences, readers, resumes=resumes)
         prompt_tokens = max(prompt_tokens, captured - sequences)
         if prompt_tokens and ranks > 1:
             time = sum(self._of_tokens(prompt_tokens, sequences, readers).values())

@@ -93,6 +93,7 @@ class Scheduler:
             sequences=step.sequences,
             keys=step.keys,
             readers=len(step.readers),
+            resumes=step.resumes,
             rested_s=self.env.now - self.read_s,
         )
 

@@ -17,7 +17,8 @@ from simulator.serving.kernel_tables import reduce_kernels
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
-WITH_NORM = "flashinfer"  # a sum over ranks with the residual and the norm after it, taken wherever its time is known
+# FlashInfer's sums over ranks with the residual and the norm after them, taken wherever their time is known.
+WITH_NORM = ("flashinfer", "mnnvl")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,10 +35,11 @@ class StepCollectives:
 
     def __post_init__(self) -> None:
         self._model = CollectiveModel(self.cluster, self.timed)
-        if WITH_NORM in self.kernels:  # its time includes the norm, which the others' do not
-            known = (WITH_NORM, self.generation) in reduce_kernels()
-            others = tuple(kernel for kernel in self.kernels if kernel != WITH_NORM)
-            self.kernels = (WITH_NORM, "nccl") if known else others
+        with_norm = next((kernel for kernel in self.kernels if kernel in WITH_NORM), "")
+        if with_norm:  # its time includes the norm, which the others' do not
+            known = (with_norm, self.generation) in reduce_kernels()
+            others = tuple(kernel for kernel in self.kernels if kernel != with_norm)
+            self.kernels = (with_norm, "nccl") if known else others
 
     def run(self, op: str, nbytes: Floats, ranks: int) -> Floats:
         """Return the seconds of a collective as NCCL chooses to run it."""

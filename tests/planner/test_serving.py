@@ -105,6 +105,8 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
         (("--framework", "torchtitan"), "--framework: an option of training"),
         (("--objective", "time"), "latency, throughput, cost"),
         (("--runtime", "mine.toml"), "--runtime: an option of training"),
+        (("--lora", "16"), "--lora: an option of training"),
+        (("--spares", "2"), "--spares: an option of training"),
         (("--arrivals", "constant"), "needs a rate"),
         (("--request-rate", "2", "--arrivals", "gamma:-1"), "not a way of arriving"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from planner.serving.question.from_flags import ServingFlags, machine_of, servin
 from planner.serving.search import search_serving
 from planner.serving.stated import problems_of
 from planner.serving.targets.most_load import at_load, most_load, on_fewest_gpus
-from planner.serving.targets.ways import _other_engines, way_out
+from planner.serving.targets.ways import _narrower, _other_engines, _searched, way_out
 from simulator.serving.deployment import Pool
 from simulator.serving.traffic import with_clients
 from topology.errors import Infeasible, UserError
@@ -109,6 +110,13 @@ def test_formats_are_offered_that_leave_room() -> None:
 
     assert raised.value.remedy.endswith("--weights int4")
     assert search_serving(serving_question(ServingFlags(model="llama3-70b", cluster="2xRTX4090", weights="int4"))).plans
+
+
+def test_a_change_that_does_not_fit_is_no_way_out() -> None:
+    """gpt-oss-120b has its experts in 4 bits: in 8 it needs 109 GiB, more than one H100 has."""
+    question = serving_question(ServingFlags(model="gpt-oss-120b", cluster="1xH100", isl=64, osl=8, concurrency=1))
+    assert not list(_narrower(question))
+    assert _searched(replace(question, weights="float8"), math.inf) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from simulator.serving.deployment import Deployment, Pool
 from topology.errors import Infeasible, UserError
 
 LACKS = "a100-pcie-x4"  # TensorRT-LLM has no 8-bit formats on its GPUs
+OLD = "8xV100"  # no bfloat16
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,10 @@ LACKS = "a100-pcie-x4"  # TensorRT-LLM has no 8-bit formats on its GPUs
             {"model": "llama3-8b", "cluster": LACKS, "engine": "trtllm", "kv_cache": "float8"},
             {"--kv-cache bfloat16", "--engine vllm", "--engine sglang"},
         ),
+        (
+            {"model": "llama3-8b", "cluster": OLD, "gpus": 1, "weights": "bfloat16"},
+            {"--weights float16", "--weights float8", "--weights int4"},
+        ),
     ],
 )
 def test_each_way_out_of_what_does_not_fit_fits(asked: dict[str, object], ways: set[str]) -> None:
@@ -40,7 +45,7 @@ def test_each_way_out_of_what_does_not_fit_fits(asked: dict[str, object], ways: 
         search_serving(serving_question(ServingFlags(**asked)))
     machine, *given = refused.value.remedy.split(", or ")
 
-    assert machine == f"a --cluster with {'newer' if asked['cluster'] == LACKS else 'more or larger'} GPUs"
+    assert machine == f"a --cluster with {'newer' if asked['cluster'] in (LACKS, OLD) else 'more or larger'} GPUs"
     assert set(given) == ways
     for way in given:
         flag, word = way.removeprefix("--").split()
@@ -118,6 +123,15 @@ def test_gpus_that_an_engine_has_no_use_for_stay_idle(capsys: pytest.CaptureFixt
     assert result.plans[0].deployment.pool == Pool(tp=4)
     print_serving(result, (), top=1, start="")
     assert "3 of 7 GPUs are idle" in capsys.readouterr().out
+
+
+def test_a_gpu_without_bfloat16_is_asked_for_float16() -> None:
+    """VLLM and SGLang refuse to start a checkpoint in bfloat16 there without `--dtype` (vllm/platforms/cuda.py)."""
+    question = serving_question(ServingFlags(model="llama3-8b", cluster=OLD, gpus=1))
+    for engine in ("vllm", "sglang"):
+        deployment = question.of_engine(engine).deployment(Pool())
+        words = command(deployment, deployment.pool, "m", longest=100)
+        assert words[words.index("--dtype") + 1] == "float16"
 
 
 def test_a_command_serves_the_formats_that_were_asked_for() -> None:

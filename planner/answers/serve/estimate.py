@@ -24,7 +24,15 @@ from topology.codec import JsonObject
 from topology.errors import Infeasible
 
 DEGREES = frozenset({"tp", "pp", "ep"})  # fields that a deployment shares with a training plan
-SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
+SPELLED = {
+    "zero_stage": "--zero",
+    "micro_batch_size": "--micro-batch",
+    "name": "--runtime",
+    "version": "--runtime",
+    "adapter": "--lora, --qlora or --freeze",
+    "savers": "--saver",
+    "graph_scopes": "--cuda-graph",
+}
 
 
 def serving_flags(

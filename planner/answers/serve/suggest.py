@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from topology.errors import UserError
 ONLY_TRAINING = (
     *("global_batch", "all_variants", "compile_model", "param_dtype", "compute_dtype", "max_tp"),
     *("tokens", "deadline", "budget", "runtime", "pick"),
+    *("mtbf", "checkpoint_bandwidth", "restart", "async_checkpoint", "spot", "repair", "spares"),
 )
 SPELLED = {"all_variants": "--all", "compile_model": "--compile"}
 DEFAULTED = ("seq_len", "framework", "simulate")
@@ -162,5 +163,5 @@ def _refuse_parts(asked: Suggest) -> None:
 def _of_training(asked: Suggest) -> list[str]:
     """Return the stated options that only training has."""
     parts = [PLAN_FIELDS[name].parameter for name, text in asked.fixed.items() if text is not None]
-    others = stated({name: getattr(asked, name) for name in ONLY_TRAINING})
+    others = stated({name: getattr(asked, name) for name in ONLY_TRAINING} | asdict(asked.trained))
     return [*others, *parts, *(name for name in DEFAULTED if name in asked.said)]

@@ -58,6 +58,7 @@ def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: in
         words += ["--speculative-config", json.dumps(said)]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
+    words += ["--dtype", "float16"] if deployment.weights == "float16" else []
     return words + (["--kv-cache-dtype", "fp8"] if deployment.kv_cache == "float8" else [])
 
 
@@ -97,6 +98,7 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
         words += ["--speculative-num-steps", str(drafted), "--speculative-num-draft-tokens", str(drafted + 1)]
     if deployment.weights == "float8":
         words += ["--quantization", "fp8"]
+    words += ["--dtype", "float16"] if deployment.weights == "float16" else []
     return words + (["--kv-cache-dtype", "fp8_e4m3"] if deployment.kv_cache == "float8" else [])
 
 

@@ -20,6 +20,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibrations import same_gpu
+from simulator.kernels.low_precision import has_no_bfloat16
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Speculation
 from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from simulator.serving.fit_steps import fit_serving
@@ -107,7 +108,8 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
     engine, release = split_engine(flags.engine or "vllm")
     measured = measured_serving(flags, machine, engine, assumed)
     stored = stored_weights(flags.model or MODEL)
-    assumed += _formats_unsaid(flags, engine_of(engine).program, stored)
+    wide = "float16" if has_no_bfloat16(machine.slowest_kind) else "bfloat16"
+    assumed += _formats_unsaid(flags, engine_of(engine).program, stored, wide)
     question = ServingQuestion(
         model=model,
         cluster=machine,
@@ -120,7 +122,7 @@ def serving_question(flags: ServingFlags) -> ServingQuestion:
         separate=flags.separate,
         measured=measured,
         assumed=tuple(assumed),
-        **{"weights": stored or "bfloat16", **settings_of(flags, model)},
+        **{"weights": stored or wide, "kv_cache": wide, **settings_of(flags, model)},
     )
     refuse_unknown_to(question)
     return question
@@ -198,17 +200,17 @@ def _speculation(draft: int | None, accepted: float | None, model: Model) -> Spe
     return Speculation(draft=draft, accepted=accepted)
 
 
-def _formats_unsaid(flags: ServingFlags, program: str, stored: str) -> list[str]:
-    """Return the assumptions about formats, and the checkpoint that a format needs if the engine of a program does not
-    convert to it.
+def _formats_unsaid(flags: ServingFlags, program: str, stored: str, wide: str) -> list[str]:
+    """Return the assumptions about formats, of 16 bits as the GPUs have them (`wide`), and the checkpoint that a format
+    needs if the engine of a program does not convert to it.
     """
     from_checkpoint = FROM_CHECKPOINT if program in CONVERTS else WEIGHT_BYTES.keys() - {"bfloat16", "float16"}
     said = []
     if flags.weights is None:
-        said.append(f"weights in {stored}, as the checkpoint has them" if stored else "weights in bfloat16")
+        said.append(f"weights in {stored}, as the checkpoint has them" if stored else f"weights in {wide}")
     elif flags.weights in from_checkpoint and flags.weights != stored:
         said.append(f"a checkpoint with weights in {flags.weights}, whose name takes the place of the command's")
-    return said + (["KV cache in bfloat16"] if flags.kv_cache is None else [])
+    return said + ([f"KV cache in {wide}"] if flags.kv_cache is None else [])
 
 
 def measured_serving(flags: ServingFlags, cluster: Cluster, engine: str, notes: list[str]) -> MeasuredServing | None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from planner.serving.question.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult, search_serving
 from planner.serving.targets.most_load import MostLoad, load_flag, most_load
-from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, dense_format
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import COMPARED, engine_of
-from simulator.serving.server import OutOfTime
 from topology.cluster import Cluster
-from topology.errors import UserError
+from topology.errors import Infeasible, UserError
 
 HALVINGS = 6  # how often the lengths of prompts and answers are halved at most
 GROWTHS = (2, 4, 8)  # factors of the number of GPUs
@@ -84,7 +83,7 @@ def _searched(question: ServingQuestion, until_s: float) -> ServingResult | None
     limit = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
     try:
         return None if limit == 0.0 else search_serving(question, judged=True, time_limit_s=limit)
-    except (UserError, OutOfTime):
+    except (UserError, Infeasible):
         return None
 
 
@@ -105,7 +104,7 @@ def _changes(question: ServingQuestion, machine: Machine) -> Iterator[Iterator[C
 
 def _narrower(question: ServingQuestion) -> Iterator[Change]:
     for weights in NARROWER:
-        if WEIGHT_BYTES[weights] < WEIGHT_BYTES[dense_format(question.weights)]:
+        if WEIGHT_BYTES[weights] < WEIGHT_BYTES[question.weights]:
             yield f"--weights {weights}", replace(question, weights=weights)
 
 

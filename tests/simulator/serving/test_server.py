@@ -56,6 +56,7 @@ def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tup
             sequences=step.sequences,
             keys=step.keys,
             readers=len(step.readers),
+            resumes=step.resumes,
             rested_s=now - read_s,
         )
         read_s = now if step.prompt_tokens else read_s
