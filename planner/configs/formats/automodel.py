@@ -65,10 +65,11 @@ def _read_recompute(settings: Settings, _: Facts) -> Facts:
     return {"recompute": "full" if any(truth(settings, key) for key in _RECOMPUTE) else "none"}
 
 
-def _read_types(settings: Settings, _: Facts) -> Facts:
+def _read_types(settings: Settings, facts: Facts) -> Facts:
     word = str(settings.get(_TYPE) or "bfloat16").rpartition(".")[2]
     stored = {"bf16": "bfloat16", "fp32": "float32"}.get(word, word)
-    return types(stored, "bfloat16", "float32")
+    # FSDP2 has a policy of its own; DDP reduces gradients as they are stored.
+    return types(stored, "bfloat16", "float32" if facts["dp_shard"] > 1 else stored)
 
 
 def _read_reshard(settings: Settings, facts: Facts) -> Facts:
