@@ -83,9 +83,6 @@ navigation = st.sidebar.container(gap="xxsmall")
 at_home = page.url_path == pages[HOME].url_path
 if at_home:
     panels.purpose()
-question = state.ask(row=at_home, training=page.url_path != SERVING)
-if at_home:
-    panels.bring_files()
 
 
 @panels.part(panels.PAGES)
@@ -95,8 +92,17 @@ def links() -> None:
         st.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
 
 
+try:
+    question = state.ask(row=at_home, training=page.url_path != SERVING)
+except PlannerError as error:  # a cluster or a model that is not known
+    panels.failure(error)
+    question = None
+if at_home:
+    panels.bring_files()
 with navigation:
     links()
+if question is None:
+    st.stop()
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
 try:
     answered = page.url_path not in searched or data.frame(question, choose=not at_home)

@@ -37,6 +37,9 @@ OURS = frozenset({"ep-overlap-sharding", "ep-overlap-reshard"})
 LAUNCHERS = frozenset({"accelerate", "transformers", "megatron-bridge"})
 
 
+OPEN_LENGTH = "sequence length "  # begins what is assumed of sequences whose length a file leaves open
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Something that a configuration leaves open and that an answer needs; `remedy` says how to state it."""
@@ -283,7 +286,7 @@ def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
     """Fill in the sequence length and the batch where a configuration leaves them open."""
     if facts.get("seq_len") is None:
         facts["seq_len"] = default_length(model) if model else SEQ_LEN
-        assumed.append(f"sequence length {facts['seq_len']:,} tokens (the file does not say it)")
+        assumed.append(f"{OPEN_LENGTH}{facts['seq_len']:,} tokens (the file does not say it)")
     if facts.get("global_batch_size") is None:
         facts |= _open_batch(facts, assumed)
 

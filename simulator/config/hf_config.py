@@ -70,7 +70,7 @@ def load_model(name_or_path: str) -> Model:
         return model_from_config(config, name=name_of_file(path, config))
     if (found := named_model(name_or_path)) is not None:
         return found
-    raise _unknown(name_or_path, is_path=name_or_path.endswith(".json") or path.name == "config.json")
+    raise unknown_model(name_or_path)
 
 
 def named_model(name: str) -> Model | None:
@@ -100,8 +100,9 @@ def is_known(name: str) -> bool:
         return True
 
 
-def _unknown(name: str, *, is_path: bool) -> BadModel:
-    if is_path:
+def unknown_model(name: str) -> BadModel:
+    """Return the error for a name that is not known, with near names."""
+    if name.endswith(".json") or Path(name).name == "config.json":
         return BadModel(f"there is no file {show(name)}", remedy="check the path of the config.json")
     known, key = shipped_models(), name.strip().casefold()
     near = difflib.get_close_matches(key[:80].rsplit("/", 1)[-1], known, n=3, cutoff=0.5) + hub_names_near(name)

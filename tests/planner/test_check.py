@@ -145,6 +145,12 @@ def test_python_asks_the_same() -> None:
         ("deepspeed_zero2_autotp.json", {"gpus": 4, "launch": LAUNCH}, "--gpus 4, but the launch line starts 8"),
         ("torchtitan_llama3_8b.toml", {"launch": "torchrun t.py --training.seq_len 1"}, "sets --training.seq_len"),
         ("arguments_zephyr_7b.yaml", {"launch": LAUNCH}, "says 1 for per_device_train_batch_size, and the file 16"),
+        (
+            "arguments_zephyr_7b.yaml",
+            {"launch": "accelerate launch --config_file zero3.yaml sft.py"},
+            "planner check zero3.yaml --launch 'accelerate launch --config_file zero3.yaml sft.py --config "
+            "arguments_zephyr_7b.yaml'",
+        ),
     ],
 )
 def test_what_contradicts_the_file_is_refused(name: str, flags: dict[str, object], said: str) -> None:
@@ -152,8 +158,8 @@ def test_what_contradicts_the_file_is_refused(name: str, flags: dict[str, object
         check_text((KEPT / name).read_text(), name, CheckFlags(**flags), changes=False)
 
 
-def test_what_a_file_leaves_open_is_said_beside_it() -> None:
-    """By flags and by the launch line, whose options that nothing reads are listed."""
+def test_what_a_file_leaves_open_is_said_beside_it(tmp_path: Path) -> None:
+    """By flags, by the launch line, whose options that nothing reads are listed, and by its file of arguments."""
 
     def plan_of(name: str, text: str = "", **flags: object) -> tuple[int, int, int, tuple[str, ...]]:
         known = CheckFlags(model="llama3-8b", **flags)
@@ -166,6 +172,14 @@ def test_what_a_file_leaves_open_is_said_beside_it() -> None:
     file = "accelerate_fsdp1.yaml"
     assert plan_of(file, micro_batch=2, global_batch=32, seq_len=512) == (2, 32, 512, ())
     assert plan_of(file, launch=line) == (1, 64, 1024, ("--optim",))
+    arguments = tmp_path / "sft.yaml"
+    arguments.write_text(
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nmax_length: 1024\noptim: adamw_torch\n"
+        "use_liger_kernel: true\npacking: false\ngradient_checkpointing: true\n"
+    )
+    line = "accelerate launch --config_file zero3.yaml sft.py --config"
+    assert plan_of("accelerate_zero3.yaml", launch=f"{line} {arguments}") == (2, 128, 1024, ())
+    assert plan_of(file, launch=f"{line} none.yaml") == (1, 8, 8192, ("--config",))
     assert plan_of("accelerate_zero3.yaml", micro_batch=2)[:2] == (2, 16)  # one micro batch a step, as the file says
     open_batch = (
         '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}'

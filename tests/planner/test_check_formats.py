@@ -106,6 +106,7 @@ parallelizer:
 model:
   config:
     pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B
+  backend: {attn: te, dispatcher: hybridep, fake_balanced_gate: true, compile_attn: false}
 dataset:
   seq_len: 4096
 """
@@ -217,6 +218,16 @@ def test_a_file_is_read_as_its_tool_reads_it(framework, parameters, axes, batch)
     assert {axis: getattr(plan, axis) for axis in axes} == axes
     assert (plan.micro_batch_size, question.workload.global_batch_size, question.workload.seq_len) == batch
     assert question.problems(plan) == () or all(one.grade != "illegal" for one in question.problems(plan))
+
+
+def test_automodels_backend_is_read_or_named() -> None:
+    """components/models/common/utils.py: BackendConfig."""
+    text = AUTOMODEL.replace("compile_attn: false", "te_fp8: {recipe: mxfp8}")
+    found = ask(text, "a.yaml", CheckFlags())
+
+    assert found.configuration.unknown == ("model.backend.te_fp8.recipe",)
+    assert found.case.question.runtime.moe_dispatcher == "hybridep"
+    assert found.case.question.workload.routing == "balanced"
 
 
 def test_a_tool_with_a_description_is_predicted_by_it() -> None:

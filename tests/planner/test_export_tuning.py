@@ -19,6 +19,7 @@ from topology.catalog.clusters import cluster
 from topology.errors import Infeasible
 
 PLAN = Plan(dp_shard=8, recompute="full", micro_batch_size=4, reshard_after_forward=True)
+REPLICAS = Plan(dp_replicate=8, recompute="full", micro_batch_size=4)
 LORA = Adapter(kind="lora", rank=16, target_modules=("q_proj", "v_proj"), dropout=0.05)
 EVERY = Adapter(kind="dora", rank=8, target_modules=("all-linear",), base_weights="nf4")
 SAME = ("tp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "recompute", "seq_len", "global_batch_size")
@@ -29,9 +30,9 @@ def asked(plan: Plan = PLAN, **runtime):
     return job(plan, framework="pytorch", **{**TYPES, **runtime})
 
 
-def read_back(done, gpus: int = 8):
+def read_back(done, gpus: int = 8, given=TYPES):
     found = read_configuration(done.text, done.file_name, CheckFlags())
-    facts = {"gpus": gpus, "gpus_per_node": 8, "layers": 32, "moe": False, "max_positions": 0, **TYPES}
+    facts = {"gpus": gpus, "gpus_per_node": 8, "layers": 32, "moe": False, "max_positions": 0, **given}
 
     assert not found.unknown, done.target
     assert found.model is not None
@@ -58,10 +59,21 @@ def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None
     assert len(said["target_modules"]) == (7 if adapter is EVERY else 2)
 
 
-def test_replicas_alone_are_read_back_from_automodels_file() -> None:
-    back = read_back(export(asked(REPLICAS), find_target("automodel")))
+NAMED = {"param_dtype": "parameters in", "reduce_dtype": "gradients reduced in", "tp_overlap": "overlap async"}
 
-    assert (back["dp_replicate"], back["dp_shard"]) == (8, 1)
+
+@pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
+@pytest.mark.parametrize("plan", [PLAN.with_(tp_overlap="async"), REPLICAS], ids=["shards", "replicas"])
+@pytest.mark.parametrize("param", ["bfloat16", "float32"])
+@pytest.mark.parametrize("reduced", ["bfloat16", "float32"])
+def test_types_and_overlaps_that_a_file_does_not_say_are_named(target, plan, param, reduced) -> None:
+    done = export(asked(plan, param_dtype=param, reduce_dtype=reduced), target)
+    back = read_back(done, given={})
+
+    assert (back.get("dp_replicate", 1), back["dp_shard"]) == (plan.dp_replicate, plan.dp_shard)
+    told = {"param_dtype": param, "reduce_dtype": reduced, "tp_overlap": plan.tp_overlap}
+    differ = {fact for fact, value in told.items() if back.get(fact, "none") != value}
+    assert differ == {fact for fact in NAMED if any(line.startswith(NAMED[fact]) for line in done.not_expressed)}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +97,6 @@ PLANS = (
     Plan(dp_shard=4, cp=2, recompute="full", micro_batch_size=2),
     Plan(micro_batch_size=2),
 )
-REPLICAS = Plan(dp_replicate=8, recompute="full", micro_batch_size=4)
 SAVERS = ((), ("activation_offload",), ("fused_linear_loss",), ("chunked_loss",), ("optimizer_in_backward",))
 
 

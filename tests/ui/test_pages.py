@@ -84,6 +84,26 @@ def test_a_link_that_names_what_is_not_here_says_so_and_stays_as_it_is(explorer,
     assert "GPUs" in metrics(test)
 
 
+@pytest.mark.parametrize(
+    ("key", "word", "known"), [("cluster", "/etc/passwd", "2x8xH100"), ("model", "Qwen/none-such", "Qwen/Qwen3-0.6B")]
+)
+def test_typed_words_are_those_of_the_command_line_and_never_a_path(explorer, key, word, known):
+    test = explorer(key)
+
+    def typed(what):
+        box = test.sidebar.selectbox(key=key)
+        box.options.append(what)  # as the browser does
+        box.set_value(what).run()
+
+    typed(word)
+    assert word in said(test)
+    assert not test.metric
+    assert key not in test.query_params or linked(test, key) != word
+    typed(known)
+    assert test.metric
+    assert linked(test, key) == known
+
+
 def test_a_link_to_a_file_of_another_computer_works_once_the_file_is_here(explorer):
     from ui.question import uploads
 

@@ -31,9 +31,11 @@ def answer(capsys, *arguments):
 
 
 def test_plans_are_those_of_suggest(explorer, capsys):
-    """Their numbers, and which of them the model cannot tell apart."""
-    document = answer(capsys, "suggest", *FLAGS, "--top", str(LISTED))
-    shown = table(explorer("plans", **QUESTION), "plan")
+    """Their numbers, and which of them the model cannot tell apart; of names that are typed, as on the command line."""
+    asked = {"model": "Qwen/Qwen2.5-0.5B", "cluster": "2xH100"}
+    flags = ["--model", asked["model"], "--cluster", asked["cluster"], "--seq-len", "4096", "--global-batch", "8"]
+    document = answer(capsys, "suggest", *flags, "--top", str(LISTED))
+    shown = table(explorer("plans", **{**QUESTION, "gpus": "2", **asked}), "plan")
 
     assert len(shown) == len(document["plans"])
     # A column has one last digit: that of the step that is known best.

@@ -85,13 +85,6 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         raise BadCluster("the name of the cluster is empty", remedy=f"give {FORMS}")
     if isinstance(name_or_path, str) and is_catalog_name(text):
         return cluster(text, gpus)
-    if (
-        len(parts := [part.strip() for part in _JOINED.split(text)]) > 1
-        and not _looks_like_path(text)
-        and all(map(is_spoken, parts))
-    ):
-        both = joined([_said(part) or cluster(part) for part in parts], where=f"{text[:60]!r}")
-        return both if gpus is None else take_gpus(both, gpus)
     if isinstance(name_or_path, str) and (said := _said(text)):
         return said if gpus is None else take_gpus(said, gpus)
     if isinstance(name_or_path, str) and not _looks_like_path(text):
@@ -99,6 +92,21 @@ def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
         return cluster(text, gpus)  # raises, with near names
     loaded = parse_cluster(read_json(name_or_path), where=text)
     return loaded if gpus is None else take_gpus(loaded, gpus)
+
+
+def is_said(text: str) -> bool:
+    """Return whether `text` itself says a cluster, or tries to: no file is read for it."""
+    if is_catalog_name(text) or _is_json(text):
+        return True
+    return not _looks_like_path(text) and all(map(is_spoken, _parts(text)))
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith(("{", "["))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in _JOINED.split(text)]
 
 
 def _refuse_bare_gpu(text: str) -> None:
@@ -115,10 +123,15 @@ def _refuse_bare_gpu(text: str) -> None:
 
 def _said(text: str) -> Cluster | None:
     """Return the cluster that is written out in `text`; None where `text` is a name or a path."""
-    if text.lstrip().startswith(("{", "[")):
+    if _is_json(text):
         return parse_cluster(parse_json(text, where="the cluster"), where="the cluster")
-    if _looks_like_path(text) or not is_spoken(text):
+    if is_catalog_name(text) or not is_said(text):
         return None
+    nodes = [_spoken(part) for part in _parts(text)]
+    return nodes[0] if len(nodes) == 1 else joined(nodes, where=f"{text[:60]!r}")
+
+
+def _spoken(text: str) -> Cluster:
     built, assumed = spoken_cluster(text)
     return replace(built, findings=(*built.findings, *_findings(assumed, f"{text[:60]!r}", "state it")))
 

@@ -1,7 +1,8 @@
 """The question, as set on the first page or in the sidebar, and stored in the URL.
 
 Every widget of the question is bound to a query parameter, so that a link reproduces the page. Default values do not
-appear in the URL, and values that are not among the choices are ignored. Uploaded files are named by their content
+appear in the URL, and values that are not among the choices are ignored. Clusters and models may also be typed, as the
+command line takes them, but only what it reads without a file: uploaded files are named by their content
 (`ui.question.uploads`) and plans by their degrees, so that no path is ever taken from a URL.
 """
 
@@ -19,14 +20,16 @@ from planner.question.flags import Flags, flags_of_search
 from planner.question.recipes import SEQ_LEN, default_length
 from planner.requests.flag import shell_line
 from planner.requests.training import Objective, Suggest
-from simulator.config.hf_config import load_model, shipped_models
+from simulator.config.hf_config import is_known, load_model, shipped_models, unknown_model
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
+from topology.catalog.cluster_file import is_said
 from topology.catalog.clusters import catalog_names
+from topology.catalog.clusters import cluster as catalogued
 from topology.catalog.gpus import gpu_kinds
-from topology.errors import PlannerError
+from topology.errors import BadCluster, BadModel, PlannerError
 from ui.question import uploads
 
 OBJECTIVES = ("time", "memory", "pareto")
@@ -143,8 +146,8 @@ def _gpu_models() -> list[str]:
 class Field:
     """A part of the question. `read` returns its value for a word of a link, None where there is none.
 
-    Its widget has a `title` and `text` that explains it: a choice has `options`, and a number ends at `most` and shows
-    `empty` where it is left open.
+    Its widget has a `title` and `text` that explains it: a choice has `options`, and may be `typed` where other words
+    are known, too; a number ends at `most` and shows `empty` where it is left open.
     """
 
     label: str
@@ -153,15 +156,24 @@ class Field:
     text: str = ""
     default: Any = None
     options: Callable[[], list[str]] = list
+    typed: bool = False
     most: int = 0
     empty: str = ""
 
 
-def _chosen(label: str, title: str, options: Callable[[], list[str]], default: str, text: str) -> Field:
+def _chosen(
+    label: str,
+    title: str,
+    options: Callable[[], list[str]],
+    default: str,
+    text: str,
+    known: Callable[[str], bool] | None = None,
+) -> Field:
     def read(word: str) -> str | None:
-        return word if word in options() else None
+        return word if word in options() or (known is not None and known(word)) else None
 
-    return Field(label=label, read=read, title=title, text=text, default=default, options=options)
+    typed = known is not None
+    return Field(label=label, read=read, title=title, text=text, default=default, options=options, typed=typed)
 
 
 def _counted(label: str, title: str, most: int, empty: str, text: str, *, default: int | None = None) -> Field:
@@ -171,7 +183,8 @@ def _counted(label: str, title: str, most: int, empty: str, text: str, *, defaul
 _DEFAULT = Inputs()
 _ALL = "Left open: all of the cluster. A cluster of the catalogue gets as many nodes as needed."
 _LENGTH = f"Tokens in a sequence; left open: {SEQ_LEN:,}, or the model's own limit if that is less."
-_MODEL = "A built-in model, or a config.json you upload."
+_CLUSTER = "A cluster of the catalogue, one you type (4x8xH100, p5.48xlarge), or a file you upload."
+_MODEL = "A built-in model, one you type by its name on the Hub, or a config.json you upload."
 _GPU = "A topology matrix does not always name its GPUs, and predictions need their rates."
 _BATCH = "Sequences in an optimizer step; left open: a published recipe's."
 _AIMS = "Least step time, least memory, or the Pareto front of both."
@@ -182,12 +195,10 @@ _LOOP = "A closed loop: each asks again when answered."
 _RATE = "Poisson arrivals, instead of clients."
 _MEAN = "On average."
 FIELDS = {
-    "cluster": _chosen(
-        "cluster", "Cluster", clusters, _DEFAULT.cluster, "A cluster of the catalogue, or a file you upload."
-    ),
+    "cluster": _chosen("cluster", "Cluster", clusters, _DEFAULT.cluster, _CLUSTER, is_said),
     "gpu": _chosen("GPU model", "GPU model", _gpu_models, FROM_FILE, _GPU),
     "gpus": _counted("number of GPUs", "GPUs", MAX_GPUS, "all", _ALL),
-    "model": _chosen("model", "Model", models, _DEFAULT.model, _MODEL),
+    "model": _chosen("model", "Model", models, _DEFAULT.model, _MODEL, is_known),
     "seq": _counted("sequence length", "Sequence", MAX_SEQ, "", _LENGTH),
     "batch": _counted("global batch", "Global batch", MAX_BATCH, "a recipe's", _BATCH),
     "framework": _chosen("framework", "Framework", lambda: list(FRAMEWORKS), _DEFAULT.framework, _RULES),
@@ -302,7 +313,7 @@ def choose_best() -> None:
 
 def ask(*, row: bool, training: bool) -> Inputs:
     """Draw the question and return it: with `row` the most important fields in a row on the page, the rest in the
-    sidebar.
+    sidebar. Raises PlannerError if a typed cluster or model is not known.
 
     Without `training`, fields for training only are not drawn and keep their values.
     """
@@ -327,6 +338,8 @@ def ask(*, row: bool, training: bool) -> Inputs:
             compiles = _compiles(asked["framework"])
             ticked = st.toggle("torch.compile", key="compile", disabled=not compiles, persist_state="session")
             asked["compile"] = ticked and compiles
+    for key in ("model", "cluster"):
+        require_known(key, asked[key])
     write_link(**asked)
     return of_link({key: word for key, word in link().items() if FIELDS[key].read(word) is not None}) or Inputs()
 
@@ -348,6 +361,8 @@ def _compiles(framework: str) -> bool:
 
 def _length_of(choice: str) -> int:
     """Return the length of sequences that the command line takes for a model where none is stated."""
+    if FIELDS["model"].read(choice) is None:
+        return SEQ_LEN
     try:
         return default_length(load_model(source_of(choice)))
     except PlannerError:  # an upload that cannot be read, which its page says
@@ -357,11 +372,35 @@ def _length_of(choice: str) -> int:
 def choice(key: str) -> str:
     """Draw a choice that the link holds, and return it."""
     field = FIELDS[key]
-    options = field.options()
-    if st.session_state.get(key, field.default) not in options:  # an upload that was deleted
+    if not field.typed and st.session_state.get(key, field.default) not in field.options():
         st.session_state.pop(key)
-    position = options.index(field.default)
-    return str(st.selectbox(field.title, options, index=position, key=key, help=field.text, persist_state="session"))
+    return chosen(key, field.default, title=field.title, key=key, persist_state="session")
+
+
+def chosen(field: str, default: str, *, title: str, key: str, **kept: Any) -> str:
+    """Draw a choice among those of a field, under a title and a key of its own, and return it."""
+    about = FIELDS[field]
+    others = (default, st.session_state.get(key))  # what was typed before stays among the choices
+    options = list(dict.fromkeys([*about.options(), *(word for word in others if word)]))
+    position, open_ended = options.index(default), about.typed
+    shown = st.selectbox(
+        title, options, index=position, key=key, help=about.text, accept_new_options=open_ended, **kept
+    )
+    return str(shown)
+
+
+def require_known(key: str, word: str) -> None:
+    """Raise PlannerError if a typed cluster or model is not known, and read no file for it."""
+    if FIELDS[key].read(word) is not None:
+        return
+    if key == "model":
+        unknown = unknown_model(word)
+        raise BadModel(unknown.what, why=unknown.why, remedy="a name of the list or on the Hub, or upload a config.json")
+    try:
+        catalogued(word)
+    except BadCluster as error:
+        remedy = "GPUs such as 4x8xH100, a machine type, a name of the list, or upload its file"
+        raise BadCluster(error.what, why=error.why, remedy=remedy) from None
 
 
 def number(key: str, *, empty: str = "") -> int | None:

@@ -106,10 +106,10 @@ def _other_question(question: state.Inputs, result: SearchResult) -> state.Input
     """Draw the second question and return it; it starts as the first."""
     first, second, third = st.columns([3, 2, 3], vertical_alignment="bottom")
     fourth, fifth = st.columns([3, 5], vertical_alignment="bottom")
-    clusters, frameworks, precisions = state.clusters(), list(FRAMEWORKS), list(PRECISIONS)
-    cluster = first.selectbox(
-        "Machine", clusters, index=clusters.index(question.cluster), key="b_cluster", bind="query-params"
-    )
+    frameworks, precisions = list(FRAMEWORKS), list(PRECISIONS)
+    with first:
+        cluster = state.chosen("cluster", question.cluster, title="Machine", key="b_cluster", bind="query-params")
+        state.require_known("cluster", cluster)
     gpus = second.number_input(
         "GPUs there",
         1,
@@ -126,7 +126,7 @@ def _other_question(question: state.Inputs, result: SearchResult) -> state.Input
     compiled = fifth.toggle("Compiled", value=question.compile, key="b_compile", bind="query-params")
     return replace(
         question,
-        cluster=str(cluster),
+        cluster=cluster,
         gpu=question.gpu if cluster == question.cluster else None,
         gpus=None if gpus is None else int(gpus),
         framework=str(framework),

@@ -6,6 +6,8 @@ leave.
 
 from __future__ import annotations
 
+import re
+
 from planner.configs.formats.adapters import AUTOMODEL
 from planner.configs.formats.yaml_format import Described, YamlFormat, compiled, degree, in_all, length, named, types
 from planner.export.mapping import Entry, Facts, NotModelled, Settings, Table, truth, whole
@@ -21,6 +23,8 @@ _MICRO, _EACH = (
     for name in ("pp_microbatch_size", "layers_per_stage")
 )
 _TYPE = "model.torch_dtype"
+_BACKEND = "model.backend."  # components/models/common/utils.py: BackendConfig
+_DISPATCHER, _BALANCED = f"{_BACKEND}dispatcher", f"{_BACKEND}fake_balanced_gate"
 _RESHARD, _OFFLOAD = f"{_D}reshard_after_forward", f"{_D}offload_policy._target_"
 
 
@@ -65,10 +69,11 @@ def _read_recompute(settings: Settings, _: Facts) -> Facts:
     return {"recompute": "full" if any(truth(settings, key) for key in _RECOMPUTE) else "none"}
 
 
-def _read_types(settings: Settings, _: Facts) -> Facts:
+def _read_types(settings: Settings, facts: Facts) -> Facts:
     word = str(settings.get(_TYPE) or "bfloat16").rpartition(".")[2]
     stored = {"bf16": "bfloat16", "fp32": "float32"}.get(word, word)
-    return types(stored, "bfloat16", "float32")
+    # FSDP2 has a policy of its own; DDP reduces gradients as they are stored.
+    return types(stored, "bfloat16", "float32" if facts["dp_shard"] > 1 else stored)
 
 
 def _read_reshard(settings: Settings, facts: Facts) -> Facts:
@@ -80,6 +85,18 @@ def _read_reshard(settings: Settings, facts: Facts) -> Facts:
 def _read_offload(settings: Settings, _: Facts) -> Facts:
     away = str(settings.get(_OFFLOAD) or "").endswith("CPUOffloadPolicy")
     return {"offload": "parameters" if away else "none"}
+
+
+def _read_backend(settings: Settings, facts: Facts) -> Facts:
+    """Return how tokens reach experts, and that these have equal loads where the file replaces the router."""
+    word = settings.get(_DISPATCHER)
+    found: Facts = {"moe_dispatcher": word} if facts.get("moe") and word in {"deepep", "hybridep"} else {}
+    return found | ({"routing": "balanced"} if facts.get("moe") and truth(settings, _BALANCED) else {})
+
+
+def _without_unused(settings: Settings) -> Settings:
+    """Return the settings without parts of the backend that are off."""
+    return {key: value for key, value in settings.items() if value not in (None, False) or not _NOT_READ.fullmatch(key)}
 
 
 def _read_optimizer(settings: Settings, _: Facts) -> Facts:
@@ -105,9 +122,12 @@ TABLE: Table = (
     Entry(keys=(_RESHARD,), read=_read_reshard),
     Entry(keys=(_OFFLOAD,), read=_read_offload),
     Entry(keys=("optimizer._target_",), read=_read_optimizer),
+    Entry(keys=(_DISPATCHER, _BALANCED), read=_read_backend),
     compiled("compile.enabled"),
     AUTOMODEL,
 )
+# Parts of the backend that change a step and are not read.
+_NOT_READ = re.compile(r"model\.backend\.(te_fp8|compile_attn|cuda_graph|mok)(\..*)?")
 
 
 def _describe(settings: Settings) -> Described:
@@ -125,9 +145,10 @@ FORMAT = YamlFormat(
     describe=_describe,
     limits={"pp": None, "recompute": None},
     nodes="benchmark.num_nodes",
+    ready=_without_unused,
     harmless=(
-        r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb|model"
+        r"(recipe|seed|benchmark|dist_env|checkpoint|loss_fn|dataset|dataloader|validation_\w+|optimizer|lr_scheduler|wandb"
         r"|rng|packed_sequence|autopipeline|parallelizer|step_scheduler|slurm|clip_grad_norm|tokenizer|mlflow|ci|peft|compile)(\..*)?"
-        r"|distributed\.pipeline\..*|distributed\.(_target_|use_hf_tp_plan|defer_\w+)"
+        rf"|(?!{_NOT_READ.pattern}$)model(\..*)?|distributed\.pipeline\..*|distributed\.(_target_|use_hf_tp_plan|defer_\w+)"
     ),
 )

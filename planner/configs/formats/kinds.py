@@ -74,7 +74,7 @@ def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuratio
     else:
         found = _script(text, where, flags)
     found = _as_planned(found, text)
-    return started_by(found, flags) if flags.launch else found
+    return started_by(found, flags, where) if flags.launch else found
 
 
 def _as_planned(found: Configuration, text: str) -> Configuration:
@@ -137,7 +137,7 @@ def _accelerate(document: YamlDocument, flags: CheckFlags) -> Configuration:
     steps = settings.get("deepspeed_config.gradient_accumulation_steps")
     said = {"steps": launch.get("steps", steps if isinstance(steps, int) else None)}
     said |= {"micro_beside": launch.get("micro_batch"), "seq_len": launch.get("seq_len")}
-    said |= {name: launch.get(name) for name in ("recompute", "adapter")}
+    said |= {name: launch.get(name) for name in ("recompute", "adapter", "savers")}
     machines = settings.get("num_machines")
     zero = str(settings.get("distributed_type", "")).upper() == "DEEPSPEED"
     harmless = (
@@ -230,7 +230,7 @@ def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) ->
         table=deepspeed_fields.TABLE,
         edit=document.edited,
         gpus=launch.get("gpus"),
-        given={name: launch[name] for name in ("seq_len", "recompute", "adapter") if name in launch},
+        given={name: launch[name] for name in ("seq_len", "recompute", "adapter", "savers") if name in launch},
         leaves_open=frozenset({"seq_len"} - launch.keys())
         | frozenset(
             {"global_batch"} if "micro_batch" not in launch and all(_open(settings, key) for key in SIZES) else ()
@@ -334,6 +334,8 @@ def _script(text: str, where: str, flags: CheckFlags) -> Configuration:
     if any(program in text for program in maxtext.PROGRAMS):
         return maxtext.read_command(text, where, flags)
     document = megatron.command_line(text, where, dict(flags.variables))
+    if "openrlhf." in text or re.search(r"\b(swift|megatron) (sft|pt)\b|swift/cli/", text):
+        raise unknown_kind(where, "OpenRLHF and ms-swift have options and defaults of their own, which are not read")
     if "--module" in document.settings or "torchtitan.train" in text:
         return torchtitan.read_command(text, where, flags)
     if document.settings.keys() & {"--tensor-model-parallel-size", "--num-layers"}:

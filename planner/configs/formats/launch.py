@@ -13,8 +13,9 @@ from typing import Any
 from planner.configs.formats.adapters import TRAINER
 from planner.configs.formats.command_line import CommandLine, typed
 from planner.configs.formats.configuration import CheckFlags, Configuration
-from planner.configs.formats.documents import Settings
-from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS
+from planner.configs.formats.documents import Settings, YamlDocument
+from planner.configs.formats.savers import TRAINER as SAVERS
+from planner.configs.formats.transformers_fields import LENGTHS, MICRO, MODEL_NAMES, PROGRAM, STEPS, named_optimizer
 from planner.export.named_models import model_said
 from topology import codec
 from topology.codec import JsonObject
@@ -29,30 +30,45 @@ COSTLY = re.compile(
 TWICE = {"micro_batch": ("train_micro_batch_size_per_gpu", MICRO), "steps": ("gradient_accumulation_steps", STEPS)}
 # Options that name the file in which the sharding and the types are.
 SWITCHES = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
+ARGUMENTS = "--config"  # the file from which TRL's scripts read their arguments
+PARTS = {"adapter": TRAINER, "savers": SAVERS}  # of the program, read from its line for files of a launcher
 FILES = {"config_file": "accelerate", "deepspeed": "DeepSpeed", "deepspeed_config": "DeepSpeed"}
 
 
 def launch_facts(line: str) -> JsonObject:
     """Return what a launch line states: GPUs, and the program's arguments by Transformers' names."""
-    if not line:
-        return {}
+    return launch_of(_launched(line)) if line else {}
+
+
+def _launched(line: str) -> CommandLine:
+    """Return a launch line, completed from the file of arguments that TRL's scripts read (`--config`)."""
     said = CommandLine(line, "--launch", lambda _: None)
-    return launch_of(said)
+    name = said.settings.get(ARGUMENTS)
+    if isinstance(name, str) and name.endswith((".yaml", ".yml")) and codec.is_file(name):
+        stated = YamlDocument(codec.read_text(name), name).settings
+        said.settings = {f"--{key}": value for key, value in stated.items()} | said.settings
+    return said
 
 
-def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
+def started_by(found: Configuration, flags: CheckFlags, where: str) -> Configuration:
     """Return a configuration completed from the line that starts it: its GPUs, and its unknown options.
 
-    Raises UserError where the line and a flag differ, BadInput where the line and the file do.
+    Raises UserError where the line and a flag differ, BadInput where the line and the file do, or where the line names
+    another file that decides on the sharding.
     """
     if codec.is_file(flags.launch):
         raise UserError(
             f"--launch {flags.launch[:80]} names a file, and takes the line itself",
             remedy=f'--launch "$(cat {flags.launch[:80]})"',
         )
-    said = CommandLine(flags.launch, "--launch", lambda _: None)
+    said = _launched(flags.launch)
     launch = launch_of(said)
     gpus = launch.get("gpus")
+    if found.framework == "transformers":
+        line = flags.launch if ARGUMENTS in said.settings else f"{flags.launch} {ARGUMENTS} {where}"
+        stated = {name.removeprefix("--"): value for name, value in said.settings.items()}
+        if error := named_file(stated, ".", shlex.quote(line)):
+            raise error
     if flags.gpus and gpus and flags.gpus != gpus:
         raise UserError(f"--gpus {flags.gpus}, but the launch line starts {gpus}", remedy="leave --gpus out")
     inner = [name for name in said.settings if "." in name and found.framework == "torchtitan"]
@@ -70,14 +86,25 @@ def started_by(found: Configuration, flags: CheckFlags) -> Configuration:
                     f"the launch line says {launch[fact]} for {key}, and the file {value}",
                     remedy="write the same into both, or auto into the file",
                 )
-    read = {f"--{key}" for key in TRAINER.keys} if launch.get("adapter") else set()
-    unknown = tuple(name for name in said.settings if COSTLY.fullmatch(name) and name not in read)
+    unknown = _not_read(said.settings, found)
     known: JsonObject = {"gpus": gpus, "in_a_comment": False} if gpus else {}
     if gpus and "nodes" in launch:
         known["machines"] = launch["nodes"]
     if found.model is None and "model" in launch:
         known["model"], known["unknown_model"] = model_said(launch["model"])
     return replace(found, unknown=(*found.unknown, *unknown), **known)
+
+
+def _not_read(said: Settings, found: Configuration) -> tuple[str, ...]:
+    """Return the options of a launch line that change a step and are not read, and a file of arguments that is not
+    here.
+    """
+    read = {f"--{key}" for part, entry in PARTS.items() if part in found.given for key in entry.keys}
+    if named_optimizer(str(said.get("--optim"))) == "adamw":  # the default of these tools, too
+        read.add("--optim")
+    costly = [name for name, on in said.items() if COSTLY.fullmatch(name) and name not in read and on is not False]
+    program = found.framework in {"accelerate", "deepspeed"} and ARGUMENTS in said
+    return (*costly, *([ARGUMENTS] if program and f"--{MICRO}" not in said else []))
 
 
 def launch_of(said: CommandLine) -> JsonObject:
@@ -114,9 +141,8 @@ def launch_of(said: CommandLine) -> JsonObject:
         if values.get(f"--{name}") is True or values.get("--mixed_precision") == name:
             found[name] = True
     program = {name.removeprefix("--"): value for name, value in values.items() if name.startswith("--")}
-    if (trained := TRAINER.read(program, {})["adapter"]) is not None:
-        found["adapter"] = trained
-    return found
+    parts = {part: entry.read(program, {}).get(part) for part, entry in PARTS.items()}
+    return found | {part: stated for part, stated in parts.items() if stated}
 
 
 def _directive(said: CommandLine, *names: str) -> int | None:

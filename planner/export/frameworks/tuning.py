@@ -111,6 +111,9 @@ def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[st
         left_out.append(f"recompute {plan.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
     if plan.offload == "optimizer" or (plan.offload != "none" and plan.dp_shard == 1):
         raise Infeasible(f"{title} moves sharded parameters to host memory with the optimizer, or nothing")
+    for what, word in (("tensor-parallel products", plan.tp_overlap), ("experts' all-to-all", plan.ep_overlap)):
+        if word != "none":
+            left_out.append(f"overlap {word} of {what}: {title} has no key for it")
     job = job.with_plan(plan.with_(recompute=recompute, tp_overlap="none", ep_overlap="none"))
     return job, [*left_out, *require_legal(job, "pytorch", title)]
 
@@ -127,6 +130,12 @@ def _torch_words(plan: Plan) -> dict[str, str]:
         return TORCH
     kept = {name: word for name, word in TORCH.items() if not word.startswith("bitsandbytes.")}
     return {**kept, "adamw8bit": "torchao.optim.AdamW8bit"}
+
+
+def _reduction(plan: Plan, runtime: Runtime, title: str, word: str) -> list[str]:
+    """Return what is left out of a plan whose gradients are reduced in another type than the tool's."""
+    differs = plan.data_parallel > 1 and runtime.reduce_dtype != word
+    return [f"gradients reduced in {runtime.reduce_dtype}: {title} reduces them in {word} then"] if differs else []
 
 
 def _replicas_alone(plan: Plan, title: str) -> bool:
@@ -170,6 +179,7 @@ def write_torchtune(job: ExportJob) -> Draft:
     plan, runtime = job.plan, job.question.runtime
     if runtime.param_dtype != runtime.compute_dtype:
         left_out.append(f"parameters in {runtime.param_dtype}: dtype names one type for parameters and products")
+    left_out += _reduction(plan, runtime, title, runtime.compute_dtype)
     component = torchtune_model(job.question.model.name)
     settings: Settings = {"model._component_": component}
     if adapter:
@@ -228,6 +238,7 @@ def write_axolotl(job: ExportJob) -> Draft:
     held = "float32" if plan.dp_shard > 1 else runtime.compute_dtype
     if runtime.param_dtype != held and adapter is None:
         left_out.append(f"parameters in {runtime.param_dtype}: {title} holds them in {held} then")
+    left_out += _reduction(plan, runtime, title, runtime.compute_dtype)
     words = {**HUGGING_FACE}
     if plan.tp > 1:
         words = {name: word for name, word in words.items() if not word.endswith("8bit")}
@@ -283,6 +294,13 @@ def write_factory(job: ExportJob) -> Draft:
     plan, runtime = job.plan, job.question.runtime
     if plan.dp_shard > 1 and plan.dp_replicate > 1:
         raise Infeasible(f"{title} has no key for replicas of FSDP", remedy="plan with dp_replicate 1")
+    # Without mixed precision, which the tool refuses beside it; a model is loaded in bfloat16 with mixed precision, too,
+    # but FSDP then makes its parameters float32.
+    pure = adapter is None and runtime.param_dtype == runtime.compute_dtype == "bfloat16"
+    left_out += _reduction(plan, runtime, title, runtime.compute_dtype if plan.dp_shard > 1 else runtime.param_dtype)
+    frozen = "" if adapter is None else adapter.base_weights or runtime.param_dtype
+    if frozen not in {"", "nf4", runtime.compute_dtype}:
+        left_out.append(f"frozen weights in {frozen}: {title} loads them in {runtime.compute_dtype}")
     settings: Settings = {
         "model_name_or_path": hub_name(job.question.model.name),
         "stage": "sft",
@@ -292,13 +310,14 @@ def write_factory(job: ExportJob) -> Draft:
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": job.micro_batches,
         "gradient_checkpointing": plan.recompute == "full",
-        "bf16": runtime.compute_dtype == "bfloat16",
+        "bf16": runtime.compute_dtype == "bfloat16" and not pure,
         "optim": _optimizer(job, title, HUGGING_FACE),
         "torch_compile": bool(runtime.compile),
         "enable_liger_kernel": LINEAR_LOSS in _savers_of(runtime),
         "disable_gradient_checkpointing": plan.recompute == "none",
         "use_reentrant_gc": False,
     }
+    settings |= {"pure_bf16": True} if pure else {}
     if plan.dp_shard > 1:
         settings |= {
             "fsdp": "full_shard auto_wrap" + (" offload" if plan.offload == "parameters" else ""),
@@ -324,8 +343,7 @@ def write_automodel(job: ExportJob) -> Draft:
     title, adapter = "NeMo AutoModel", job.question.runtime.adapter
     job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
     plan, runtime = job.plan, job.question.runtime
-    if plan.dp_shard > 1 and runtime.reduce_dtype != "float32":
-        left_out.append(f"gradients reduced in {runtime.reduce_dtype}: its FSDP2 reduces them in float32")
+    left_out += _reduction(plan, runtime, title, "float32" if plan.dp_shard > 1 else runtime.param_dtype)
     replicas = _replicas_alone(plan, title)
     settings: Settings = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
