@@ -92,11 +92,11 @@ def links() -> None:
         st.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
 
 
+question: state.Inputs | None = None
 try:
     question = state.ask(row=at_home, training=page.url_path != SERVING)
 except PlannerError as error:  # a cluster or a model that is not known
     panels.failure(error)
-    question = None
 if at_home:
     panels.bring_files()
 with navigation:

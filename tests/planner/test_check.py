@@ -148,8 +148,7 @@ def test_python_asks_the_same() -> None:
         (
             "arguments_zephyr_7b.yaml",
             {"launch": "accelerate launch --config_file zero3.yaml sft.py"},
-            "planner check zero3.yaml --launch 'accelerate launch --config_file zero3.yaml sft.py --config "
-            "arguments_zephyr_7b.yaml'",
+            "zero3.yaml --launch 'accelerate launch --config_file zero3.yaml sft.py --config arguments_zephyr_7b.yaml'",
         ),
     ],
 )

@@ -71,8 +71,8 @@ def test_types_and_overlaps_that_a_file_does_not_say_are_named(target, plan, par
     back = read_back(done, given={})
 
     assert (back.get("dp_replicate", 1), back["dp_shard"]) == (plan.dp_replicate, plan.dp_shard)
-    told = {"param_dtype": param, "reduce_dtype": reduced, "tp_overlap": plan.tp_overlap}
-    differ = {fact for fact, value in told.items() if back.get(fact, "none") != value}
+    asked_for = {"param_dtype": param, "reduce_dtype": reduced, "tp_overlap": plan.tp_overlap}
+    differ = {fact for fact, value in asked_for.items() if back.get(fact, "none") != value}
     assert differ == {fact for fact in NAMED if any(line.startswith(NAMED[fact]) for line in done.not_expressed)}
 
 

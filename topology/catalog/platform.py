@@ -335,8 +335,8 @@ def take_gpus(cluster: Cluster, gpus: int) -> Cluster:
         raise BadCluster(f"{gpus} GPUs asked of {cluster.name}", remedy="ask for at least one")
     if gpus > cluster.gpu_count:
         raise BadCluster(
-            f"{cluster.name} has {cluster.gpu_count} GPUs, {gpus} were asked for",
-            remedy=f"at most {cluster.gpu_count} GPUs; or a larger --cluster, such as --cluster "
+            f"{cluster.name} has {cluster.gpu_count} GPU{'s' * (cluster.gpu_count > 1)}, {gpus} were asked for",
+            remedy=f"--gpus {cluster.gpu_count} at most; or a larger --cluster, such as --cluster "
             f"{-(-gpus // cluster.gpus_per_node)}x{cluster.gpus_per_node}x{cluster.slowest_kind.name}",
         )
     first = cluster.groups[0].node

@@ -20,17 +20,16 @@ from planner.question.flags import Flags, flags_of_search
 from planner.question.recipes import SEQ_LEN, default_length
 from planner.requests.flag import shell_line
 from planner.requests.training import Objective, Suggest
-from simulator.config.hf_config import is_known, load_model, shipped_models, unknown_model
+from simulator.config.hf_config import is_known, load_model, shipped_models
 from simulator.legality.frameworks import FRAMEWORKS, framework_named
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engines
 from topology import codec
 from topology.catalog.cluster_file import is_said
 from topology.catalog.clusters import catalog_names
-from topology.catalog.clusters import cluster as catalogued
 from topology.catalog.gpus import gpu_kinds
-from topology.errors import BadCluster, BadModel, PlannerError
-from ui.question import uploads
+from topology.errors import PlannerError
+from ui.question import typed, uploads
 
 OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
@@ -172,8 +171,8 @@ def _chosen(
     def read(word: str) -> str | None:
         return word if word in options() or (known is not None and known(word)) else None
 
-    typed = known is not None
-    return Field(label=label, read=read, title=title, text=text, default=default, options=options, typed=typed)
+    also = known is not None
+    return Field(label=label, read=read, title=title, text=text, default=default, options=options, typed=also)
 
 
 def _counted(label: str, title: str, most: int, empty: str, text: str, *, default: int | None = None) -> Field:
@@ -390,17 +389,9 @@ def chosen(field: str, default: str, *, title: str, key: str, **kept: Any) -> st
 
 
 def require_known(key: str, word: str) -> None:
-    """Raise PlannerError if a typed cluster or model is not known, and read no file for it."""
-    if FIELDS[key].read(word) is not None:
-        return
-    if key == "model":
-        unknown = unknown_model(word)
-        raise BadModel(unknown.what, why=unknown.why, remedy="a name of the list or on the Hub, or upload a config.json")
-    try:
-        catalogued(word)
-    except BadCluster as error:
-        remedy = "GPUs such as 4x8xH100, a machine type, a name of the list, or upload its file"
-        raise BadCluster(error.what, why=error.why, remedy=remedy) from None
+    """Raise PlannerError if a typed cluster or model is not known; no file is read for it."""
+    if FIELDS[key].read(word) is None:
+        raise typed.not_known(key, word)
 
 
 def number(key: str, *, empty: str = "") -> int | None:

@@ -294,8 +294,7 @@ def write_factory(job: ExportJob) -> Draft:
     plan, runtime = job.plan, job.question.runtime
     if plan.dp_shard > 1 and plan.dp_replicate > 1:
         raise Infeasible(f"{title} has no key for replicas of FSDP", remedy="plan with dp_replicate 1")
-    # Without mixed precision, which the tool refuses beside it; a model is loaded in bfloat16 with mixed precision, too,
-    # but FSDP then makes its parameters float32.
+    # The tool refuses it together with mixed precision, under which FSDP would make the parameters float32.
     pure = adapter is None and runtime.param_dtype == runtime.compute_dtype == "bfloat16"
     left_out += _reduction(plan, runtime, title, runtime.compute_dtype if plan.dp_shard > 1 else runtime.param_dtype)
     frozen = "" if adapter is None else adapter.base_weights or runtime.param_dtype
