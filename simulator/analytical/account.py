@@ -39,6 +39,9 @@ from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
 
 BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
+# Axes along which communication can be exposed.
+AXES = ("tp", "cp", "ep", "pp", "dp")
+BREAKDOWN = ("compute", "recompute", "copies", "contention", "exposed_communication", "bubble", "host", "optimizer")
 # Micro batches of a step that are walked; further ones repeat the second.
 WALKED = 3
 
@@ -54,6 +57,15 @@ class Account:
     @property
     def total_s(self) -> Floats:
         return sum(self.parts_s.values(), np.zeros(len(self.clocks)))
+
+    @property
+    def breakdown_s(self) -> dict[str, Floats]:
+        """The seconds of each part of every step, with exposed communication summed over axes."""
+        exposed_s = sum((self.parts_s[axis] for axis in AXES), np.zeros(len(self.clocks)))
+        parts = {**self.parts_s, "exposed_communication": exposed_s}
+        parts["optimizer"] = parts["optimizer"] + parts["orthogonal"]
+        parts["copies"] = parts["copies"] + parts["packing"]
+        return {name: parts[name] for name in BREAKDOWN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +164,6 @@ def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: Kno
     """
     rows = np.zeros(len(plans), dtype=np.intp)
     return account_pipelines([PipelinePlans(inputs.take(rows, inputs.context.take(rows)), plans, known)])[0]
-
-
-# Axes along which communication can be exposed.
-AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
 def plan_of(table: PlanTable, row: int = 0) -> Plan:

@@ -18,7 +18,7 @@ from simulator.analytical.account import AXES, Account, AccountInputs, account_i
 from simulator.analytical.known_shares import known_shares
 from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
-from simulator.analytical.scenario import Scenario
+from simulator.analytical.scenario import Scenario, require_gpus
 from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
 from simulator.calibration.calibration import (
     Calibration,
@@ -155,7 +155,7 @@ def estimate_plans(
     layout = stage_layout(model, context.table, operators.spec.pipeline)
     memory = memory_columns(model, operators, context, layout, blocks, inputs.parameters).scaled(known_costs(scenario))
     account = account_plans(inputs)
-    breakdown_s = _breakdown(account)
+    breakdown_s = account.breakdown_s
     measured, fitted = known_shares(layout, blocks)
     resting = shares(
         breakdown_s,
@@ -224,8 +224,8 @@ def _account_with_hosts(
     plans with the second, and so on.
     """
     some = list(rows) * len(factors)
-    chosen = [[each[row] for row in some] if each else () for each in (plans, each_on, each_with)]
-    return account_plans(_inputs(scenario, *chosen, np.repeat(factors, len(rows))))
+    on, with_ = [each_on[row] for row in some if each_on], [each_with[row] for row in some if each_with]
+    return account_plans(_inputs(scenario, [plans[row] for row in some], on, with_, np.repeat(factors, len(rows))))
 
 
 def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
@@ -253,34 +253,11 @@ def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperato
     )
 
 
-def _breakdown(account: Account) -> dict[str, Floats]:
-    """Return the seconds of each part of every step, with exposed communication summed over axes."""
-    exposed_s = sum((account.parts_s[axis] for axis in AXES), np.zeros(len(account.clocks)))
-    parts = {**account.parts_s, "exposed_communication": exposed_s}
-    parts["optimizer"] = parts["optimizer"] + parts["orthogonal"]
-    parts["copies"] = parts["copies"] + parts["packing"]
-    return {name: parts[name] for name in BREAKDOWN}
-
-
 def _within_measured(context: CostContext) -> NDArray[np.bool_]:
     """Return for each plan whether its groups are at most as large as those whose collectives were measured."""
     measured = context.groups.collectives.measured
     most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
     return np.asarray(context.table["gpus"] <= most)
-
-
-BREAKDOWN = ("compute", "recompute", "copies", "contention", "exposed_communication", "bubble", "host", "optimizer")
-
-
-def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
-    """Raise BadPlan where a plan needs more GPUs than `cluster` has."""
-    most = max(plans, key=lambda plan: plan.gpus, default=None)
-    if most is not None and most.gpus > cluster.gpu_count:
-        raise BadPlan(
-            f"a plan needs {most.gpus} GPUs and {cluster.name} has {cluster.gpu_count}",
-            why="its groups would span GPUs that are not there, so their communication has no time",
-            remedy="lower its degrees, or predict it on a cluster of that size (--nodes, --gpus)",
-        )
 
 
 def calibrated_operators(scenario: Scenario) -> ModelOperators:

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from simulator.columns.plan_table import Floats
 from topology.cluster import Source
 from topology.codec import convert
 
@@ -84,7 +85,7 @@ def step_factors(
     shares: dict[str, float],
     *,
     host: float,
-    by_host: Callable[[tuple[float, float]], Sequence[float]],
+    by_host: Callable[[tuple[float, float]], Floats],
     calibrated: bool,
     factors: dict[str, Factors],
     width: float = 1.0,

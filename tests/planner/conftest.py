@@ -166,9 +166,7 @@ class Finished:
 
 
 def kept(ask: Callable[..., Any], answers: dict[bytes, Any]) -> Callable[..., Any]:
-    """Return `ask`, which gives what it was asked before without working it out again. Who wants to be told of its
-    progress has it work.
-    """
+    """Return `ask`, which gives what it was asked before without working it out again, unless early answers count."""
 
     def asked(*what: Any, early: Any = None, **more: Any) -> Any:
         if early is not None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from planner.question.cases import load_case
@@ -16,6 +16,7 @@ from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
 from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.calibration.intervals import Factors, interval_table, step_factors
+from simulator.columns.plan_table import Floats
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -70,11 +71,11 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
     known["measured host"] = factors(0.8, 1.5)
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
-    def busy(factors: Sequence[float]) -> list[float]:
-        return [1.0 for _ in factors]
+    def busy(factors: tuple[float, float]) -> Floats:
+        return np.ones_like(factors)
 
-    def waits_half_the_step(factors: Sequence[float]) -> list[float]:
-        return [1.0 + max(factor - 1.0, -0.5) for factor in factors]
+    def waits_half_the_step(factors: tuple[float, float]) -> Floats:
+        return 1.0 + np.maximum(np.array(factors) - 1.0, -0.5)
 
     assert step_factors("node", shares, host=0.0, by_host=busy, calibrated=True, factors=known) == pytest.approx(
         (1 - math.hypot(0.05, 0.15), 1 + math.hypot(0.05, 0.25))
@@ -85,9 +86,7 @@ def test_a_step_is_as_sure_as_its_parts() -> None:
     assert step_factors(
         "node", shares, host=0.5, by_host=waits_half_the_step, calibrated=False, factors=known
     ) == pytest.approx((1 - math.hypot(0.15, 0.5), 1 + math.hypot(0.25, 1.0)))
-    alone = step_factors(
-        "node", {}, host=1.0, by_host=lambda factors: factors, calibrated=True, factors=known, host_measured=True
-    )
+    alone = step_factors("node", {}, host=1.0, by_host=np.array, calibrated=True, factors=known, host_measured=True)
     assert alone == pytest.approx((0.8, 1.5))
 
 
