@@ -350,7 +350,7 @@ class TrafficTimes:
             self._copied[key] = Copied(rate, np.asarray(moved_bytes / rate)), moved_bytes, packing
         return self._copied[key][0]
 
-    def beside(self, copied: Copied) -> Background:
+    def next_to(self, copied: Copied) -> Background:
         """Return what a copy on another stream costs compute."""
         if copied.cost is None:
             copied.cost = self._copying(copied.seconds)

@@ -242,7 +242,7 @@ class RankTimeline:
     ) -> None:
         copied = self.traffic.copied(moved_bytes, packing)
         if stream != COMPUTE:
-            self._send(self.traffic.beside(copied), stream, part="packing")
+            self._send(self.traffic.next_to(copied), stream, part="packing")
             return
         self._wait(COMPUTE, self.host, "host")
         seconds = copied.seconds

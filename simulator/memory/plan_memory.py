@@ -336,12 +336,13 @@ class Replays:
         """Replay the first rank of several plans that will be asked whether they fit with probability `sure`, on
         several cores if there are any.
         """
-        replays = [*dict.fromkeys(replay for plan in plans if (replay := self[plan].first_ahead(sure)))]
-        seconds = sum(replay.seconds for replay, _, _ in replays)
-        if forks(len(replays), seconds):
-            found = on_cores([partial(replay.rank_within, *key) for replay, *key in replays], seconds=seconds)
-            for (replay, *key), held in zip(replays, found, strict=True):
-                replay.note(*key, held)
+        asked = dict.fromkeys(ahead for plan in plans if (ahead := self[plan].first_ahead(sure)) is not None)
+        seconds = sum(replay.seconds for replay, _, _ in asked)
+        if forks(len(asked), seconds):
+            tasks = [partial(replay.rank_within, rank, limit) for replay, rank, limit in asked]
+            found = on_cores(tasks, seconds=seconds)
+            for (replay, rank, limit), held in zip(asked, found, strict=True):
+                replay.note(rank, limit, held)
 
 
 Replayed = tuple[MemoryReplay, int, float]  # with rank and limit
