@@ -129,7 +129,7 @@ def test_compiled_layers_are_not_wrapped_to_recompute_them() -> None:
 
 
 def test_experts_are_part_of_a_compiled_layers_graph() -> None:
-    """Dynamo makes one graph of the executor's layer with experts (hosts.md); torchtitan compiles around its experts."""
+    """Dynamo makes one graph of our layer with experts (hosts.md); torchtitan compiles around its experts."""
     own, titan = runtime_spec("meshwright").host, runtime_spec("torchtitan").host
 
     assert own.moe_layer_s > compiled(own).moe_layer_s == 0.0
