@@ -109,10 +109,19 @@ def graphed(host: HostSpec) -> HostSpec:
 
 def compiled(host: HostSpec) -> HostSpec:
     """Return host costs for compiled layers: recomputation is part of their graphs, so nothing is wrapped and no
-    operator goes through Python.
+    operator goes through Python; neither do experts where the layer is one graph, as it is of plain tensors.
     """
     around_s = (1.0 if host.plain_tensors else COMPILED_DISPATCH) * host.tp_layer_s
-    return replace(host, checkpoint_s=0.0, fsdp_again_s=0.0, selective_s=None, plain_tensors=True, tp_layer_s=around_s)
+    experts_s = 0.0 if host.plain_tensors else host.moe_layer_s
+    return replace(
+        host,
+        checkpoint_s=0.0,
+        fsdp_again_s=0.0,
+        selective_s=None,
+        plain_tensors=True,
+        tp_layer_s=around_s,
+        moe_layer_s=experts_s,
+    )
 
 
 def _dispatch_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -> Floats:

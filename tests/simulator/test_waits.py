@@ -128,6 +128,14 @@ def test_compiled_layers_are_not_wrapped_to_recompute_them() -> None:
     assert compiled(host).fsdp_layer_s == host.fsdp_layer_s  # its hooks stay around the compiled block
 
 
+def test_experts_are_part_of_a_compiled_layers_graph() -> None:
+    """Dynamo makes one graph of our layer with experts (hosts.md); torchtitan compiles around its experts."""
+    own, titan = runtime_spec("meshwright").host, runtime_spec("torchtitan").host
+
+    assert own.moe_layer_s > compiled(own).moe_layer_s == 0.0
+    assert compiled(titan).moe_layer_s == titan.moe_layer_s > 0
+
+
 def test_layers_that_keep_queries_as_dtensors_take_the_host_longer() -> None:
     """Torchtitan's Qwen3 has two more norms, views and rotary positions on DTensors than its Llama; the executor has
     none on DTensors. Dispatch is part of a compiled layer's graph.
