@@ -78,15 +78,16 @@ def program_length(
 
 def ring_hops(scenario: Scenario, plan: Plan) -> int:
     """Return the hops in which keys and values go round a ring in a layer, for all ranks that behave differently: 0
-    without a ring or on one node, where ranks behave alike; across nodes those of each place in a node.
+    without a ring, on one node, or with one rank on each, where ranks behave alike; else those of each place in a
+    node.
     """
-    per_node = scenario.cluster.gpus_per_node
-    if plan.cp * plan.tp <= per_node:
+    places = scenario.cluster.gpus_per_node // plan.tp
+    if plan.cp <= places or places <= 1:
         return 0
     operators, table = operators_for(scenario.model, scenario.runtime), plan_context(scenario, plan).table
     layer = operators.moe_layer if scenario.model.moe else operators.dense_layer
     rings = any(one.collective == "ring" and (active_rows(one, table) > 0).any() for one in layer)
-    return (plan.cp - 1) * min(plan.cp, per_node) if rings else 0
+    return (plan.cp - 1) * places if rings else 0
 
 
 def simulate_plan(
