@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -175,8 +176,8 @@ def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[Flip
 
 
 RateChange = tuple[Knob, int]  # (property, -1 for smaller or 1 for larger)
-# Yields exponents of two at which to compare the plans, receives the gap there, and returns the flip point's exponent.
-Search = Generator[float, float, float | None]
+# Yields exponents of two at which to compare the plans, receives the gaps there, and returns the flip point's exponent.
+Search = Generator[Sequence[float], Sequence[float], float | None]
 
 
 class _Rows:
@@ -242,21 +243,24 @@ class _Rows:
         """Run all searches together and return their results; all plans of one round are costed at once."""
         cluster = self.question.cluster
         found: dict[tuple[RateChange, int], float | None] = {}
-        answers: dict[tuple[RateChange, int], float | None] = dict.fromkeys(searches)
+        answers: dict[tuple[RateChange, int], list[float] | None] = dict.fromkeys(searches)
         while answers:
-            requests: list[tuple[tuple[RateChange, int], float]] = []
+            requests: list[tuple[tuple[RateChange, int], Sequence[float]]] = []
             for key, answer in answers.items():
                 try:
                     requests.append((key, next(searches[key]) if answer is None else searches[key].send(answer)))
                 except StopIteration as end:
                     found[key] = end.value
             pairs = []
-            for ((knob, sign), index), exponent in requests:
-                machine = knob.scale(cluster, 2.0 ** (sign * exponent))
-                pairs += [(machine, self.plans[0]), (machine, self.plans[index + 1])]
-            costs = self._costs(pairs) if pairs else []
+            for ((knob, sign), index), exponents in requests:
+                for exponent in exponents:
+                    machine = knob.scale(cluster, 2.0 ** (sign * exponent))
+                    pairs += [(machine, self.plans[0]), (machine, self.plans[index + 1])]
+            costs = iter(self._costs(pairs) if pairs else [])
+            ratios = iter([other / best for best, other in zip(costs, costs, strict=True)])
             answers = {
-                key: costs[2 * i + 1] / costs[2 * i] * self.scale[key[1]] - 1 for i, (key, _) in enumerate(requests)
+                key: [ratio * self.scale[key[1]] - 1 for ratio in islice(ratios, len(exponents))]
+                for key, exponents in requests
             }
         return {key: found[key] for key in searches}
 
@@ -277,34 +281,34 @@ def _find_crossing(gaps: Sequence[float], curve: RateCurve) -> Search:
     if not high or gaps[0] < 0:
         return None
     low = max(known, (high - 1) / STEPS)
-    before = gaps[high - 1] if low > known or not known else (yield low)
+    before = gaps[high - 1] if low > known or not known else (yield [low])[0]
     search = _find_root(low, high / STEPS, on_curve(before, low), on_curve(gaps[high], high / STEPS))
-    shift = next(search)
+    shifts = next(search)
     while True:
-        gap = yield shift
+        found = yield shifts
         try:
-            shift = search.send(on_curve(gap, shift))
+            shifts = search.send([on_curve(gap, shift) for gap, shift in zip(found, shifts, strict=True)])
         except StopIteration as end:
             return float(end.value)
 
 
-def _find_root(low: float, high: float, before: float, after: float) -> Generator[float, float, float]:
+def _find_root(
+    low: float, high: float, before: float, after: float
+) -> Generator[Sequence[float], Sequence[float], float]:
     """Return an exponent at which the plan wins, within PRECISION of the first one.
 
-    Regula falsi with Illinois weights, since costs are smooth in a rate; it keeps a bracket, as bisection does.
+    Each round asks close to where a straight line between the ends crosses, further from it on both sides, and in the
+    middle, which halves the bracket at least.
     """
-    side = 0
     while high - low > PRECISION:
-        middle = low + (high - low) * before / (before - after) if before > 0 else low + PRECISION
+        line = low + (high - low) * before / (before - after) if before > 0 else low
+        wide, near = (high - low) / 8, PRECISION * 0.45
+        asked = (line - wide, line - near, line + near, line + wide, (low + high) / 2)
         # Stay away from the ends, so that the bracket closes from both sides.
-        middle = min(max(middle, low + PRECISION * 0.9), high - PRECISION * 0.9)
-        value = yield middle
-        if value < 0:
-            high, after = middle, value
-            before = before / 2 if side == 1 else before
-            side = 1
-        else:
-            low, before = middle, value
-            after = after / 2 if side == -1 else after
-            side = -1
+        inside = sorted({min(max(one, low + PRECISION * 0.9), high - PRECISION * 0.9) for one in asked})
+        for shift, value in zip(inside, (yield inside), strict=True):
+            if value < 0:
+                high, after = shift, value
+                break
+            low, before = shift, value
     return high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from simulator.config.optimizers import OPTIMIZERS
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import is_catalog_name
 from topology.cluster import Cluster
-from topology.errors import UserError
+from topology.errors import BadCluster, UserError
 
 MAX_GPUS = 1 << 16
 # Node counts tried one by one, for `--gpus min` and for advice; larger counts are tried by doubling.
@@ -60,9 +61,10 @@ def said_with_nodes(cluster: Cluster, nodes: int) -> str:
     machine = cluster.name.removeprefix(f"{now} x ")
     words += [machine] if is_catalog_name(machine) else []
     for said in words:
-        same = load_cluster(f"{now}x{said}")
-        if (same.groups, same.fabric) == (cluster.groups, cluster.fabric):
-            return f"{nodes}x{said}"
+        with suppress(BadCluster):  # a machine that was probed is not said in numbers
+            same = load_cluster(f"{now}x{said}")
+            if (same.groups, same.fabric) == (cluster.groups, cluster.fabric):
+                return f"{nodes}x{said}"
     return ""
 
 

@@ -278,3 +278,7 @@ def test_a_larger_cluster_is_said_in_the_same_words(said):
     assert grown.startswith("3x")
     assert (then.node_count, then.fabric) == (3, now.fabric)
     assert replace(then.groups[0].node, name="") == replace(now.groups[0].node, name="")
+
+
+def test_no_words_say_more_of_a_machine_that_was_probed():
+    assert said_with_nodes(load_cluster("h200x4"), 2) == ""
