@@ -77,7 +77,7 @@ def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch
     runs = [run_of(tmp_path, name, plan) for name, plan in plans.items()]
     reported = []
 
-    documents = run_many(runs, 160, lambda run, document: reported.append((run.out.name, document["status"])))
+    documents = run_many(runs, 480, lambda run, document: reported.append((run.out.name, document["status"])))
 
     ends = ("finished", "wrong_numbers", "finished", "failed", "finished")
     assert reported == list(zip(plans, ends, strict=True))
