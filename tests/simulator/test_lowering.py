@@ -19,7 +19,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail, block_code
-from simulator.lowering.simulation import drawn_micro_batches, simulate_plan
+from simulator.lowering.simulation import drawn_micro_batches, program_length, ring_hops, simulate_plan
 from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep
 from simulator.lowering.training import lower_training, plan_context, strided_groups
 from simulator.overlap.modes import FURTHER_CALLS, HOST_CALLS, IN_LAYERS, OPERATIONS, OverlapRates
@@ -208,6 +208,19 @@ def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
     assert sum(isinstance(i, Send) for i in code) == 2 * 3 * model.layers
     keys_values = 2 * 8192 / 4 * model.kv_heads * model.head_dim * 2
     assert {i.nbytes for i in code if isinstance(i, Send)} == {round(keys_values), round(2 * keys_values)}
+
+
+@pytest.mark.parametrize("runtime", ["torchtitan", "megatron-lm"])
+def test_a_ring_is_as_long_as_its_program(runtime: str) -> None:
+    """The length that decides whether a step is simulated: of one code on a node; across nodes, of each place's."""
+    model, workload, ring = shortened("llama3-8b", 4), Workload(seq_len=32768, global_batch_size=16), Plan(cp=8)
+    asked = Scenario(model=model, workload=workload, cluster=cluster("dgx-h100", 16), runtime=Runtime(name=runtime))
+    written_down = lower_training(asked, replace(ring, dp_shard=2)).program.instructions
+    counted = program_length(model, replace(workload, global_batch_size=8), ring, hops=7)
+
+    assert counted == pytest.approx(written_down, rel=0.1)
+    assert ring_hops(asked, replace(ring, dp_shard=2)) == 0, "on one node ranks behave alike"
+    assert ring_hops(asked, Plan(cp=8, tp=2)) == 7 * 4
 
 
 def test_async_takes_what_its_formula_says() -> None:
