@@ -236,7 +236,7 @@ def _reduce_pack(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]
 
 
 def _adamw(make: _TensorFactory, shape: Shape) -> tuple[Call, list[Tensor]]:
-    # Random numbers: on zeros the kernel takes 9.7 to 10.8 ps a parameter instead of 8.1 to 8.5 (examples/profiles, H200).
+    # Random numbers: on zeros the kernel takes 9.7 to 10.8 ps a parameter, not 8.1 to 8.5 (examples/profiles, H200).
     parameters = [torch.randn_like(p).requires_grad_() for p in _layer_shards(make, shape, make.dtype)]
     for p in parameters:
         p.grad = torch.randn_like(p)
