@@ -289,20 +289,18 @@ class Background:
         stretched = slow_kernels + exposed_s
         progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
         times = np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0)
-        keeps = np.maximum(progress, 0.05)
-        return Stretch(times, 1.0 - 1.0 / times, 1.0 - keeps, keeps)
+        return Stretch(times, 1.0 - 1.0 / times, 1.0 - np.maximum(progress, 0.05))
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """What compute and a concurrent collective do to each other: compute takes `times` as long, of which the share
-    `lost` is due to the collective, and the collective loses the share `behind` of its speed and `keeps` the rest.
+    `lost` is due to the collective, and the collective loses the share `behind` of its speed.
     """
 
     times: Floats
     lost: Floats
     behind: Floats
-    keeps: Floats
 
 
 @dataclass(slots=True)

@@ -404,7 +404,7 @@ class RankTimeline:
                 left, rest = left - alone, np.maximum(rest - alone, 0.0)
             left, busy = np.maximum(left, 0.0), stretch.times * rest
             if idle_s is None:
-                together = np.minimum(busy, left / stretch.keeps)
+                together = np.minimum(busy, left / (1.0 - stretch.behind))
             else:
                 working = busy + idle_s
                 share = busy / np.maximum(working, TINY)

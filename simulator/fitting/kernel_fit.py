@@ -23,9 +23,10 @@ from topology.cluster import GpuKind
 from topology.profile.samples import OperatorSample
 
 SHAPES_DIFFER = 0.02  # relative, by which an update's time of one parameter differs between shapes of large layers
-# Small kernels next to those that move a layer's parameters: counting steps; the norm of norms and what to scale by
-# (torch/optim/adam.py, torch/nn/utils/clip_grad.py of torch 2.11).
-SMALL_KERNELS = {"adamw": 2, "clip": 8}
+# Small kernels next to those that move a layer's parameters: one counts steps; seven end the norms of tensors, stack and
+# sum them, and make the factor to scale by (torch/optim/adam.py, torch/nn/utils/clip_grad.py of torch 2.11).
+SMALL_KERNELS = {"adamw": 1, "clip": 7}
+MOVING = 0.5  # share of an update's time that is surely not small kernels, whatever a profile says
 
 
 def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> MeasuredOperators:
@@ -220,6 +221,6 @@ def _update_rates(samples: list[OperatorSample], kernel_s: float) -> dict[str, f
 
 def _parameter_s(samples: list[OperatorSample], kernel_s: float) -> float:
     """Return the time of one parameter, from samples that count by how steady their calls were."""
-    moving = [max(s.seconds - SMALL_KERNELS[s.name] * kernel_s, 0.5 * s.seconds) for s in samples]
+    moving = [max(s.seconds - SMALL_KERNELS[s.name] * kernel_s, MOVING * s.seconds) for s in samples]
     each = [seconds * s.shape["ranks"] / layer_elements(s.shape) for seconds, s in zip(moving, samples, strict=True)]
     return float(np.average(each, weights=[1.0 / (SHAPES_DIFFER**2 + s.spread**2) for s in samples]))
