@@ -23,8 +23,8 @@ from topology.cluster import GpuKind
 from topology.profile.samples import OperatorSample
 
 SHAPES_DIFFER = 0.02  # relative, by which an update's time of one parameter differs between shapes of large layers
-# Small kernels next to those that move a layer's parameters: one counts steps; seven end the norms of tensors, stack and
-# sum them, and make the factor to scale by (torch/optim/adam.py, torch/nn/utils/clip_grad.py of torch 2.11).
+# Small kernels next to those that move a layer's parameters: one counts steps; seven end the norms of tensors, stack
+# and sum them, and make the factor to scale by (torch/optim/adam.py, torch/nn/utils/clip_grad.py of torch 2.11).
 SMALL_KERNELS = {"adamw": 1, "clip": 7}
 MOVING = 0.5  # share of an update's time that is surely not small kernels, whatever a profile says
 
