@@ -485,6 +485,19 @@ def test_a_trainer_over_megatron_is_not_taken_for_another() -> None:
         ask(f"{text}mixed_precision: bf16_mixed\n", "a.yaml", CheckFlags())
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "deepspeed --module openrlhf.cli.train_sft --zero_stage 2 --pretrain meta-llama/Meta-Llama-3-8B",
+        "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2.5-7B-Instruct --deepspeed zero2",
+        "megatron sft --load Qwen2.5-7B-mcore --tensor_model_parallel_size 2",
+    ],
+)
+def test_commands_of_tools_with_defaults_of_their_own_are_not_taken_for_others(line: str) -> None:
+    with pytest.raises(NotAConfiguration, match="OpenRLHF and ms-swift"):
+        ask(f"{line}\n", "train.sh", CheckFlags(gpus=8))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("key", "what", "least"), [("offload_optimizer", "optimizer", 1), ("offload_param", "parameters", 3)]
