@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +49,9 @@ class Experts(nn.Module):
         """Take tokens (T k, h) sorted by expert and the number of tokens of each local expert; return (T k, h)."""
         # Autocast does not cover grouped matmuls.
         tokens, w1, w2, w3 = (as_autocast(x) for x in (tokens, self.w1, self.w2, self.w3))
-        multiply = grouped if can_group(tokens, w1) else looped
-        ends = counts.cumsum(0, dtype=torch.int32)
+        multiply, ends = grouped, counts.cumsum(0, dtype=torch.int32)
+        if not can_group(tokens, w1):
+            multiply, ends = looped, ends.cpu()  # the host waits once for all three products
         inner = functional.silu(multiply(tokens, w1, ends)) * multiply(tokens, w3, ends)
         return multiply(inner, w2, ends)
 
@@ -69,10 +72,39 @@ def grouped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return functional.grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)
 
 
+@torch.compiler.disable  # the numbers of rows change with every step
 def looped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return the same, one expert after the other. An expert without tokens is included, with a gradient of zero."""
-    bounds = [0, *ends.tolist()]
-    return torch.cat([tokens[bounds[e] : bounds[e + 1]] @ weights[e].T for e in range(len(weights))])
+    """Return the same, one expert after the other; `ends` is on the CPU. Weights of an expert without tokens have a
+    gradient of zero.
+    """
+    results: Tensor = _Looped.apply(tokens, weights, ends)
+    return results
+
+
+class _Looped(torch.autograd.Function):
+    """Products write to their rows of one tensor: autograd of slices would make a whole tensor of zeros for each."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weights)
+        ctx.bounds = [0, *ends.tolist()]
+        results = tokens.new_empty(len(tokens), weights.shape[1])
+        for weight, (start, end) in zip(weights, pairwise(ctx.bounds), strict=True):
+            torch.mm(tokens[start:end], weight.T, out=results[start:end])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weights = ctx.saved_tensors
+        needs_tokens, needs_weights, _ = ctx.needs_input_grad
+        of_tokens = torch.empty_like(tokens) if needs_tokens else None
+        of_weights = torch.empty_like(weights) if needs_weights else None
+        for expert, (start, end) in enumerate(pairwise(ctx.bounds)):
+            if of_tokens is not None:
+                torch.mm(grad[start:end], weights[expert], out=of_tokens[start:end])
+            if of_weights is not None:
+                torch.mm(grad[start:end].T, tokens[start:end], out=of_weights[expert])
+        return of_tokens, of_weights, None
 
 
 class MixtureOfExperts(nn.Module):

@@ -106,12 +106,12 @@ GROUPED_TILE = 256.0
 # alike.
 ALIGNED = 8.0
 UNALIGNED = 0.045
-# Clipping and updating one parameter: the bytes counted for it in float32, and the number of float32 operations that
-# take as long as its arithmetic. Source: both for 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an
-# element on H200 and 0.0089 to 0.0091 on H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of
-# examples/validation/fresh.jsonl: `multi_tensor_apply`).
+# Clipping and updating one parameter: the bytes counted for it in float32, which move at the memory's listed rate, and
+# the seconds of one SM for its arithmetic, which add to them. Source: `multi_tensor_apply` in steps, the middle of 136
+# runs on H200 in float32 and of 69 in 16 bits, 11.4 and 7.3 ps, and of some on H100, 15.0 and 9.0 ps; this gives 11.4,
+# 7.3, 15.0 and 9.1 (examples/validation/fresh.jsonl, draws 1 to 33). Other GPUs assumed alike.
 UPDATE_BYTES = 40.0
-UPDATE_FLOPS = 560.0
+UPDATE_SM_S = 4.1e-10
 # Kernels of FSDP's copies, as they are measured: shards cast and packed for a gather, parameters unpacked from it,
 # gradients packed for a reduction.
 PACKING = GATHER_PACK, GATHER_UNPACK, REDUCE_PACK = "gather_pack", "gather_unpack", "reduce_pack"
@@ -375,11 +375,8 @@ class Roofline:
         rate = self.measured.update_bytes_per_s(param_dtype) if self.measured is not None else None
         if rate is not None:
             return rate
-        if DTYPE_BYTES[param_dtype] == 2 and "float32" in self.gpu.peak_flops:
-            # Half the bytes, but the same float32 arithmetic.
-            arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
-            return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
-        return self.listed_bytes_per_s
+        moved = UPDATE_BYTES * DTYPE_BYTES[param_dtype] / DTYPE_BYTES["float32"]
+        return UPDATE_BYTES / (moved / self.gpu.memory_bytes_per_s + UPDATE_SM_S / self.gpu.sm_count)
 
     def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:
