@@ -21,7 +21,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
-# Share of the time of grouped products (those of experts in one kernel) that scales with clocks as other products do:
+# Share of the time of grouped products whose kernel is not described that scales with clocks as other products do:
 # on a rested GPU grouped products take 0.86 of their sustained time (0.73 to 0.97, five networks on one H100, least
 # where experts have few rows; examples/validation/experts.md), other products 0.69 (`rested` in efficiency.toml).
 GROUPED_PRODUCTS = 0.45
