@@ -52,7 +52,7 @@ def working_clocks(
     if rested == 1.0:
         return np.ones(len(context.table))
     table, exponent = context.table, efficiency(context.roofline.gpu.architecture).power_exponent
-    kernels, products, attention, sent = (
+    kernels, products, clocked, attention, sent = (
         table.micro_batches * seconds for seconds in _of_last_rank(model, blocks, context)
     )
     paused = np.minimum(step_host_s(context.spec.host, context), POWER_WINDOW_S)
@@ -68,26 +68,27 @@ def working_clocks(
             duty = taken * products / np.maximum(taken * products + spare, TINY)
             taken = np.maximum(duty**exponent, rested)
         taken = np.maximum(np.nan_to_num(taken, nan=rested) * slower, rested)
-    return np.asarray(1.0 - products / np.maximum(kernels, TINY) * (1.0 - taken))
+    return np.asarray(1.0 - clocked / np.maximum(kernels, TINY) * (1.0 - taken))
 
 
 def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostContext) -> Floats:
-    """Return the seconds of all kernels, of products and attention among them, and of the collectives between them, of
-    one micro batch forward and backward without recomputation, shape (4, plans); on the last rank of a pipeline, which
+    """Return the seconds of all kernels, of products, of what goes with the clocks and of attention among them, and of
+    the collectives between them, of one micro batch forward and backward without recomputation, shape (5, plans); on the last rank of a pipeline, which
     has the head and so waits least.
 
     Collectives count as far as the device, not the host, decides how long a pass takes.
     """
     pp, layers = context.table["pp"], Counter(layer_code(model, context.runtime, n) for n in range(model.layers))
     held = {code: count / pp for code, count in layers.items()} | {"embedding": 1.0 * (pp == 1), "head": 1.0}
-    total, nothing = np.zeros((4, len(pp))), np.zeros(len(pp))
+    total, nothing = np.zeros((5, len(pp))), np.zeros(len(pp))
     for name, number in held.items():
         python_s, block = (nothing, nothing), blocks[name]
         if name in layers:
             python_s = layer_host_s(context.spec, context.table, sparse=name in SPARSE)
         for cost, more_s in zip((block.forward, block.backward), python_s, strict=True):
             sent = np.clip(cost.device_s - cost.host_s - more_s, 0.0, cost.exposed_s)
-            total += number * np.stack(np.broadcast_arrays(cost.compute_s, cost.products_s, cost.attention_s, sent))
+            parts = cost.compute_s, cost.products_s, cost.clocked_s, cost.attention_s, sent
+            total += number * np.stack(np.broadcast_arrays(*parts))
     return total
 
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from simulator.analytical.clock_advance import NEVER, ClockAdvance, Waits, launching
 from simulator.columns.plan_table import Floats
-from simulator.kernels.operators import OperatorSpec, WorkKind
+from simulator.kernels.operators import OperatorSpec, Work, WorkKind
+from simulator.kernels.roofline import efficiency
 from simulator.kernels.roofline import FITTED, MEASURED
 from simulator.passes.block import block_passes
 from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Step, Transfer, Wait
@@ -20,7 +21,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
 
-# Share of the time of grouped products (those of experts in one kernel) that scales with clocks as other products do:
+# Share of the time of grouped products whose kernel is not described that scales with clocks as other products do:
 # on a rested GPU grouped products take 0.86 of their sustained time (0.73 to 0.97, five networks on one H100, least
 # where experts have few rows; examples/validation/experts.md), other products 0.69 (`rested` in efficiency.toml).
 GROUPED_PRODUCTS = 0.45
@@ -54,7 +55,8 @@ class PassCost:
     launches: Floats
     measured_s: Floats | float = 0.0  # part of compute_s whose very operator was measured
     fitted_s: Floats | float = 0.0  # part of compute_s from a curve through measurements of other shapes
-    products_s: Floats | float = 0.0  # part of compute_s: matrix products whose time goes with the clocks
+    products_s: Floats | float = 0.0  # part of compute_s that draws the power of matrix products
+    clocked_s: Floats | float = 0.0  # part of compute_s whose time goes with the clocks as that of matrix products
     attention_s: Floats | float = 0.0  # and attention
     communication_s: dict[str, Floats] = field(default_factory=dict)
     waits: Waits | None = None
@@ -314,6 +316,16 @@ class _Fold:
         self._waited = np.where(runs, np.stack([cost.device_s, cost.host_s]), self._waited)
         cost.behind_s = np.where(runs, NEVER, cost.behind_s)
 
+    def _as_products(self, work: Work) -> tuple[Floats | float, Floats | float]:
+        """Return the power that a product draws and how far its time goes with the clocks, over those of others."""
+        if not np.any(work.grouped_rows):
+            return 1.0, 1.0
+        roofline = self.context.roofline
+        one = efficiency(roofline.gpu.architecture).grouped
+        if one is None or not roofline.in_one_kernel(work):
+            return GROUPED_PRODUCTS, GROUPED_PRODUCTS
+        return one.power, one.clocks
+
     def kernel(self, step: Kernel, *, issued: bool = True) -> None:
         """Add a kernel; if it is `issued` by itself, also the host's time to launch it."""
         cost, work, seconds = self.cost, step.work, step.seconds
@@ -321,7 +333,9 @@ class _Fold:
         cost.measured_s = cost.measured_s + np.where(step.source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(step.source == FITTED, seconds, 0.0)
         if work.kind is WorkKind.MATMUL:
-            cost.products_s = cost.products_s + seconds * np.where(work.grouped_rows, GROUPED_PRODUCTS, 1.0)
+            power, clocks = self._as_products(work)
+            cost.products_s = cost.products_s + seconds * power
+            cost.clocked_s = cost.clocked_s + seconds * clocks
         elif work.kind is WorkKind.ATTENTION:
             cost.attention_s = cost.attention_s + seconds
         cost.moved_bytes = cost.moved_bytes + np.where(step.rows, work.bytes, 0.0)

@@ -131,6 +131,7 @@ class Work:
     low: bool = False  # operands have a low type, the result has 16 bits
     parts: Floats | float = 1.0  # attention goes through the keys of so many ranks one after another
     grouped_rows: Floats | float = 0.0  # in grouped products of experts, the rows of each expert; 0 for all others
+    one_kernel: bool = False  # one kernel multiplies all experts
 
 
 DtypeBytes = Callable[[str], float]
@@ -178,7 +179,19 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     """Return the kernels of one operator's forward pass."""
     if spec.matmul:
         left, right, out = parse_matmul(spec.matmul)
-        return [_matmul(spec.name, left, right, out, sizes, dtype_bytes, launches=spec.launches, low=spec.low)]
+        return [
+            _matmul(
+                spec.name,
+                left,
+                right,
+                out,
+                sizes,
+                dtype_bytes,
+                launches=spec.launches,
+                low=spec.low,
+                one_kernel=not spec.by_expert,
+            )
+        ]
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
@@ -206,7 +219,19 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
         left, right, out = parse_matmul(spec.matmul)
         low = spec.low
         work = [replace(one, backward=True) for one in forward_work(spec, sizes, dtype_bytes) if spec.again]
-        work.append(_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True, low=low))
+        work.append(
+            _matmul(
+                f"{spec.name}.dgrad",
+                out,
+                right,
+                left,
+                sizes,
+                dtype_bytes,
+                backward=True,
+                low=low,
+                one_kernel=not spec.by_expert,
+            )
+        )
         if spec.weight_gradient:
             stored = product(right, sizes) * dtype_bytes(spec.weight_gradient_dtype)
             wgrad = _matmul(
@@ -219,6 +244,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
                 backward=True,
                 extra=stored - product(right, sizes) * dtype_bytes("compute"),
                 low=low and not spec.wide_weight_gradient,
+                one_kernel=not spec.by_expert,
             )
             work.append(wgrad if spec.weight_gradient_dtype == "compute" else replace(wgrad, added_bytes=stored))
         return work
@@ -270,6 +296,7 @@ def _matmul(
     launches: float = 1.0,
     extra: Floats | float = 0.0,
     low: bool = False,
+    one_kernel: bool = True,
 ) -> Work:
     """Sort the axes into batch, m, n and k by the operands that have them, and count FLOPs and bytes."""
     batch = [x for x in left if x in right and x in out]
@@ -292,6 +319,7 @@ def _matmul(
         backward=backward,
         low=low,
         grouped_rows=sizes["x"] if batch == ["e"] else 0.0,
+        one_kernel=one_kernel,
     )
 
 

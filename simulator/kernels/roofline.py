@@ -41,6 +41,30 @@ class AttentionEfficiency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedEfficiency:
+    """The kernel that multiplies all experts, in a step: `rows` and `columns` of its one tile, elements along k that
+    its pipeline takes to fill beyond those of other products (`ramp_k`), and over other products its `time` but for
+    these, what `clocks` change of it, and the `power` it draws.
+    """
+
+    rows: float
+    columns: float
+    ramp_k: float
+    time: float
+    clocks: float
+    power: float
+
+    def factor(self, work: Work) -> Floats:
+        """Return the time of its arithmetic over that of as many products of one size."""
+        rows, columns, k = np.asarray(work.grouped_rows), np.asarray(work.n), np.asarray(work.k)
+        # A router's rows end anywhere within a tile, so half a tile is wasted for each expert. Weight gradients add up
+        # over rows.
+        wasted = np.where(rows == k, 1.0, 1.0 + self.rows / 2.0 / np.maximum(rows, self.rows))
+        wasted = wasted * np.ceil(columns / self.columns) * self.columns / columns
+        return np.asarray(self.time * wasted * (1.0 + self.ramp_k / np.maximum(k, self.rows)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Fractions of the datasheet's rates that kernels reach on an architecture; see efficiency.toml for meaning and
     source.
@@ -64,6 +88,7 @@ class Efficiency:
     tiles: tuple[tuple[float, float, float], ...] = ()
     scattered: float = 1.0
     accumulated: float = 0.0
+    grouped: GroupedEfficiency | None = None
     attention: dict[str, AttentionEfficiency]
 
 
@@ -340,19 +365,24 @@ class Roofline:
 
     def seconds_and_source(self, work: Work) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
-        if self.measured is None or work.low:
-            factor = self.kernel_factor if self.measured is None else 1.0
+        # Only products of equal size are measured and fitted, so grouped products have the source datasheet.
+        own = self.in_one_kernel(work)
+        if self.measured is None or work.low or own:
+            factor = self.kernel_factor if self.measured is None or own else 1.0
             datasheet = np.atleast_1d(self._datasheet(work)) * factor
-            return datasheet * self._window_factor(work) * grouped_tile_factor(work), np.full(
-                datasheet.shape, DATASHEET
-            )
+            waste = 1.0 if own else grouped_tile_factor(work)
+            return datasheet * self._window_factor(work) * waste, np.full(datasheet.shape, DATASHEET)
         seconds, source = self.measured.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self._dtype_of(work), runtime=self.runtime
         )
         if np.any(work.grouped_rows):
-            # Only products of equal size are measured and fitted, so grouped products have the source datasheet.
             return seconds * self.kernel_factor * grouped_tile_factor(work), np.full(seconds.shape, DATASHEET)
         return seconds * self.kernel_factor * self._window_factor(work), source
+
+    def in_one_kernel(self, work: Work) -> bool:
+        """Return whether a kernel that is described multiplies all experts, with 16-bit operands."""
+        described = efficiency(self.gpu.architecture).grouped is not None
+        return bool(described and work.one_kernel and not work.low and np.any(work.grouped_rows))
 
     def _dtype_of(self, work: Work) -> str:
         """Return the type in which a kernel was measured."""
@@ -398,6 +428,8 @@ class Roofline:
         if not self.simt:
             best = np.where(unaligned(work), np.minimum(best, UNALIGNED), best)
         arithmetic = work.flops / (self.sustained_flops * faster * best)
+        if known.grouped is not None and self.in_one_kernel(work):
+            arithmetic = arithmetic * known.grouped.factor(work)
         rate = self.memory_bytes_per_s
         # What is stored is read when the sums of a tile are complete, and written alongside the next tile.
         added = np.asarray(work.added_bytes) / rate
