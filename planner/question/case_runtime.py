@@ -103,7 +103,8 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
         assumed.append(f"runtime {DEFAULT_RUNTIME} (not stated)")
     else:
         stated |= described_runtime(stated, section_of(data, "plan", name), assumed)
-    return _as_of(str(data.get("source") or ""), _of_release(stated, assumed), assumed)
+    source = str(data.get("source") or "")
+    return _as_of(source, _of_release(source, stated, assumed), assumed)
 
 
 def _as_of(source: str, stated: JsonObject, assumed: list[str]) -> JsonObject:
@@ -118,17 +119,19 @@ def _as_of(source: str, stated: JsonObject, assumed: list[str]) -> JsonObject:
     return {**stated, "version": month}
 
 
-def _of_release(stated: JsonObject, assumed: list[str]) -> JsonObject:
-    """Return the runtime for the software that its release names, if that has a description of its own: a PyTorch loop
-    may run its own layers or those of transformers, and other tools have recipes with Megatron-Core's layers.
+def _of_release(source: str, stated: JsonObject, assumed: list[str]) -> JsonObject:
+    """Return the runtime for the software that its release names, or the row's source where that is a name and nothing
+    else, if that has a description of its own: a PyTorch loop may run its own layers or those of transformers, and
+    other tools have recipes with Megatron-Core's layers.
     """
     words = re.split(r"[^a-z0-9]+", str(stated.get("release") or "").lower())
     pairs = [f"{first}-{second}" for first, second in pairwise(words)]
-    kinds = [word for word in (*pairs, *words) if is_described(word) and stated["name"] in lineage(word)]
-    if not kinds:
-        return stated
-    assumed.append(f"{kinds[0]} (release {stated['release']!r})")
-    return {**stated, "name": kinds[0]}
+    said = [(word, f"release {stated.get('release')!r}") for word in (*pairs, *words)]
+    for word, where in (*said, (source.lower(), f"source {source!r}")):
+        if is_described(word) and stated["name"] in lineage(word):
+            assumed.append(f"{word} ({where})")
+            return {**stated, "name": word}
+    return stated
 
 
 # Tools that train with the loop, or a fork, of a described runtime.

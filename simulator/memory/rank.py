@@ -76,7 +76,7 @@ class RankReplay(RankUnits):
                 self._taken(shard * self.plan.state["gradients"])
         if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
             bucket = self.spec.ddp.bucket_bytes or whole
-            left = whole * state_bytes(self.context)["gradients"]
+            left = whole * self.context.dtype_bytes("trained")
             while left > 0:
                 self._taken(min(left, bucket))
                 left -= bucket
