@@ -17,7 +17,7 @@ from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank_units import COMPUTE, REDUCE, Instance, RankUnits
 from simulator.pipeline.schedules.table import Action, Kind
-from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes, workspace_bytes
+from simulator.step.held import autocast_remembers, placeholder_bytes, workspace_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
 from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit, held_kinds
