@@ -111,9 +111,9 @@ class RankMemory:
     @cached_property
     def buffers(self) -> Floats:
         """Buffers that reducing gradients holds throughout the step, besides the gradients themselves."""
-        # Where data-parallel buckets are copies, they add the size of all gradients.
+        # Where data-parallel buckets are copies, they add the size of all gradients as autograd makes them.
         copied = self.spec.ddp.bucket_copy & (self.table["dp_replicate"] > 1)
-        buckets = np.where(copied[:, None], self.trained * state_bytes(self.context)["gradients"], 0.0)
+        buckets = np.where(copied[:, None], self.trained * self.context.dtype_bytes("trained"), 0.0)
         buckets = buckets + _placeholders(self.operators, self.context, *self.layout.layers)
         return np.where(self.full, 0.0, buckets) + self.zero.standing
 

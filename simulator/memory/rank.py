@@ -17,7 +17,7 @@ from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Piece, PlanTensors
 from simulator.memory.rank_units import COMPUTE, REDUCE, Instance, RankUnits
 from simulator.pipeline.schedules.table import Action, Kind
-from simulator.step.held import autocast_remembers, placeholder_bytes, state_bytes, workspace_bytes
+from simulator.step.held import autocast_remembers, placeholder_bytes, workspace_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
 from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit, held_kinds
@@ -76,7 +76,7 @@ class RankReplay(RankUnits):
                 self._taken(shard * self.plan.state["gradients"])
         if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
             bucket = self.spec.ddp.bucket_bytes or whole
-            left = whole * state_bytes(self.context)["gradients"]
+            left = whole * self.context.dtype_bytes("trained")
             while left > 0:
                 self._taken(min(left, bucket))
                 left -= bucket

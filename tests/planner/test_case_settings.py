@@ -507,6 +507,24 @@ def test_pai_megatron_patch_keeps_experts_whole():
     assert held / 2**30 == pytest.approx(6.6, rel=0.1)
 
 
+@pytest.mark.parametrize(("stage", "published"), [(0, 36.7), (1, 23.8)])
+def test_nanotron_holds_what_its_own_grid_found(stage, published):
+    """A 1B on 32 H100, one sequence a micro batch: GiB that nanotron's own grid found (bench2 of 2024-12)."""
+    model = {
+        "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 131072, "tie_word_embeddings": True,
+    }  # fmt: skip
+    stated = changed(
+        model=model,
+        cluster={"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 4, "interconnect": "nvswitch"},
+        workload={"seq_len": 4096, "global_batch_size": 256},
+        plan={"dp_replicate": 32, "dp_shard": 1, "zero_stage": stage, "micro_batch_size": 1, "recompute": "none"},
+        runtime={"name": "nanotron", "param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    )
+
+    assert answer_plan(load_case(stated)).estimate.memory.reserved_bytes / 2**30 == pytest.approx(published, rel=0.06)
+
+
 def test_userbuffers_are_not_for_rocm(planner):
     """ROCm's TransformerEngine builds without them (build_tools/pytorch.py: sources are for `not rocm_build()`)."""
     plan = ("--tp", "8", "--sequence-parallel", "--tp-overlap", "userbuffers")
