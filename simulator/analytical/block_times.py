@@ -17,7 +17,7 @@ from simulator.kernels.roofline import Packing, efficiency
 from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_lost_and_stalled_s
 from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import TAKEN
-from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s, update_host_s
+from simulator.step.host import QUEUED_LAUNCHES, again_host_s, unit_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
@@ -82,7 +82,7 @@ class BlockTimes:
         """Return the times of a pass of a unit; `paired`: while a layer of the same kind runs for another micro
         batch.
         """
-        paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
+        paired = paired and unit.sparse and which in {Pass.FORWARD, Pass.BACKWARD}
         key = (unit.code, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
             self._known[key] = self._paired(unit, which) if paired else self._times(unit, which)
@@ -130,15 +130,9 @@ class BlockTimes:
         )
 
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
-        block = self.blocks[unit.code]
-        forward_s, backward_s = (
-            layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
-            if unit.block in {"dense", "moe"}
-            else (np.zeros(self.rows), np.zeros(self.rows))
-        )
+        block, (forward_s, backward_s) = self.blocks[unit.code], unit_host_s(self.context, unit)
         if which is Pass.FORWARD:
             return self._timed(block.forward, forward_s)
-        backward_s = backward_s + update_host_s(self.context, unit.tensors)
         if which is Pass.WEIGHT:
             weight = self.clocks * block.backward.weight_s
             behind = block.backward.weight_behind_s + np.minimum(weight - block.backward.weight_s, 0.0)
@@ -157,10 +151,7 @@ class BlockTimes:
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
-        spec, again_s = (
-            self.context.spec,
-            again_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe"),
-        )
+        spec, again_s = self.context.spec, again_host_s(self.context.spec, self.context.table, sparse=unit.sparse)
         backward = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):

@@ -33,6 +33,7 @@ from simulator.calibration.intervals import basis_of, interval_table, memory_fac
 from simulator.calibration.provenance import Shares, main_source, shares
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import PlanColumns, words
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
@@ -201,14 +202,15 @@ def _inputs(
     host_factor: Floats | None = None,
 ) -> AccountInputs:
     operators = calibrated_operators(scenario)
-    table = _table_of(scenario, plans, operators)
+    require_gpus(plans, scenario.cluster)
+    table = table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators, each_on)
     if each_with:
         context = _with_own_costs(context, scenario, each_with)
     if host_factor is not None:
         spec = replace(context.spec, host=slowed(context.spec.host, host_factor))
         context = replace(context, spec=spec, own_costs=True)
-    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
+    blocks = network_blocks(operators, context, table.recompute_modes)
     return account_inputs(scenario, context, operators, blocks, local_parameters(scenario.model, context))
 
 
@@ -233,19 +235,26 @@ def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
     times.
     """
     operators = calibrated_operators(scenario)
-    table = _table_of(scenario, plans, operators)
+    require_gpus(plans, scenario.cluster)
+    table = table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators)
-    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
+    blocks = network_blocks(operators, context, table.recompute_modes)
     layout = stage_layout(scenario.model, table, operators.spec.pipeline)
     parameters = local_parameters(scenario.model, context)
     memory = memory_columns(scenario.model, operators, context, layout, blocks, parameters)
     return memory.scaled(known_costs(scenario))
 
 
-def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperators) -> PlanTable:
-    require_gpus(plans, scenario.cluster)
+def table_of(scenario: Scenario, plans: Sequence[Plan] | PlanColumns, operators: ModelOperators) -> PlanTable:
+    """Return plans as the analytical model reads them. Raises BadPlan for words that the runtime does not know."""
+    if isinstance(plans, PlanColumns):
+        for word in words(plans.recompute):
+            if (name := canonical_recompute(word, scenario.runtime)) != word:
+                plans = replace(plans, recompute=np.where(plans.recompute == word, name, plans.recompute))
+    else:
+        plans = [with_canonical_recompute(plan, scenario.runtime) for plan in plans]
     return plan_table(
-        [with_canonical_recompute(plan, scenario.runtime) for plan in plans],
+        plans,
         scenario.workload,
         cp_method=operators.spec.context_parallel,
         splits_experts=operators.spec.splits_experts,

@@ -9,6 +9,7 @@ import numpy as np
 from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.stages import StageLayout
+from simulator.step.units import LAYERS
 
 
 def known_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
@@ -39,7 +40,7 @@ def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: st
         np.zeros(layout.exists.shape),
     )
     for mode, layers in layout.by_mode.items():
-        for name, count in zip(("dense", "moe"), layers, strict=True):
+        for name, count in zip(LAYERS, layers, strict=True):
             if name in blocks and mode in blocks[name].recompute:
                 total = total + count * of(blocks[name].recompute[mode])
     return np.asarray(total)

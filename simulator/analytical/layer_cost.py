@@ -19,6 +19,7 @@ from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
+from simulator.step.units import ENDS
 
 # Share of the time of grouped products (those of experts in one kernel) that scales with clocks as other products do:
 # on a rested GPU grouped products take 0.86 of their sustained time (0.73 to 0.97, five networks on one H100, least
@@ -201,20 +202,18 @@ def network_blocks(
     operators: ModelOperators,
     context: CostContext,
     recompute: Sequence[str],
-    *,
-    moe: bool,
     only: Collection[str] | None = None,
 ) -> dict[str, BlockCost]:
     """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), or `only` of
     some of them, with every recompute mode given for layers.
     """
-    layers = {
-        code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
-        for code, of_layer in operators.layers(moe=moe).items()
+    return {
+        code: block_cost(some, context)
+        if code in ENDS
+        else block_cost(some, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
+        for code, some in operators.blocks.items()
         if only is None or code in only
     }
-    ends = {"embedding": operators.embedding, "head": operators.head}
-    return layers | {code: block_cost(of, context) for code, of in ends.items() if only is None or code in only}
 
 
 def block_cost(

@@ -35,6 +35,7 @@ from simulator.step.held import (
 )
 from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
+from simulator.step.units import LAYERS
 from simulator.step.zero import zero_buffers
 
 # Cached properties of `RankMemory` that depend on the recompute modes of layers.
@@ -307,7 +308,7 @@ class RankMemory:
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         most = np.zeros_like(saved)
         for mode, counts in layout.by_mode.items():
-            for name, layers in zip(("dense", "moe"), counts, strict=True):
+            for name, layers in zip(LAYERS, counts, strict=True):
                 if name in blocks:
                     of_layer = blocks[name].saved_bytes[mode][:, None]
                     # More passes may be in flight on one stage of a rank than on another: all stages count as the
@@ -325,7 +326,7 @@ class RankMemory:
         ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         saved, most = ends, np.zeros_like(ends)
         for mode, counts in layout.by_mode.items():
-            for name, layers in zip(("dense", "moe"), counts, strict=True):
+            for name, layers in zip(LAYERS, counts, strict=True):
                 if name in blocks:
                     of_layer, everything = (
                         blocks[name].saved_bytes[mode][:, None],

@@ -14,10 +14,11 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout
 from simulator.step.context import CostContext
-from simulator.step.fsdp_copies import fsdp_copies
+from simulator.step.fsdp_copies import FsdpCopies
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
-from simulator.step.traffic import BLOCKS, has_replicas
+from simulator.step.traffic import has_replicas
+from simulator.step.units import LAYERS
 from simulator.step.update import host_update_bytes, update_bytes, update_rate, updates_units
 from simulator.step.zero import adding_bytes
 
@@ -36,7 +37,7 @@ class LeastTraffic:
         self.parameters = parameters
         trained, rows = parameters.of("gradients"), np.zeros(len(self.table))
         self.shared, self.experts = trained.of_stage(layout)
-        self.copies = fsdp_copies(context)
+        self.copies = FsdpCopies(context)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         dense, moe = layout.layers
         used, self._blocks = (
@@ -329,7 +330,7 @@ class _Sharded:
             move.nbytes / context.roofline.packing_bytes_per_s(move.packing)
             for move in (copies.after_gather(*used), copies.before_reduction(*trained, further=False))
         )
-        pushed = table.pushed & (block in BLOCKS)
+        pushed = table.pushed & (block in LAYERS)
 
         def exchange_s(op: str, elements: tuple[Floats, Floats], width: float) -> Floats:
             seconds = traffic.send_s(op, "fsdp", *elements, width)

@@ -27,9 +27,9 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
 from simulator.step.traffic import has_replicas
+from simulator.step.units import ENDS, LAYERS
 from simulator.step.update import NORM_AXES, NORM_BYTES
 
-LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
 # (`simulator.pipeline.schedule_walk.walked`).

@@ -32,7 +32,6 @@ from simulator.passes.steps import Step as PassStep
 from simulator.program.cost_model import Cost
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.host import again_host_s
 
 # A run of kernels becomes one launch if waiting for the host makes it at most this many times as long as its kernels.
 WAITS = 1.01
@@ -58,23 +57,21 @@ def block_code(
     context: CostContext,
     mode: RecomputeSpec,
     *,
-    sparse: bool = False,
-    host_forward_s: float = 0.0,
-    host_backward_s: float = 0.0,
+    host_s: tuple[float, float] = (0.0, 0.0),
+    again_s: float = 0.0,
 ) -> BlockCode:
-    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states; `sparse`: a
-    layer with experts.
+    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states; `host_s`
+    are the host's seconds besides launches in the forward and the backward pass, `again_s` more where it recomputes.
     """
     passes = block_passes(operators, context, {"": mode})
     again = _written(passes.again.get("", ()), context)
-    extra_s = float(again_host_s(context.spec, context.table, sparse=sparse)[0]) if again else 0.0
     return BlockCode(
         name=name,
-        forward=(*_host(f"{name} forward", host_forward_s), *_written(passes.forward, context)),
+        forward=(*_host(f"{name} forward", host_s[0]), *_written(passes.forward, context)),
         # The pass's own Python runs after recomputation.
         backward=(
             *again,
-            *_host(f"{name} backward", host_backward_s + extra_s),
+            *_host(f"{name} backward", host_s[1] + (again_s if again else 0.0)),
             *_written(passes.backward, context),
         ),
     )

@@ -27,7 +27,7 @@ from simulator.step.held import State, casts_experts, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
-from simulator.step.traffic import DataTraffic, data_traffic
+from simulator.step.traffic import DataTraffic
 from simulator.step.units import Unit, held_kinds
 from simulator.step.zero import sums_wide, zero_buffers
 
@@ -61,7 +61,7 @@ class PlanTensors:
     ) -> None:
         self.tied = tied  # embedding and head are one matrix
         self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
-        self.traffic: DataTraffic = data_traffic(context)
+        self.traffic = DataTraffic(context)
         self.last_turned = last_backwards(schedule)
         self.paired = bool(context.table.paired[0])  # passes of two micro batches run at the same time
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
@@ -80,10 +80,7 @@ class PlanTensors:
         self.returns_ahead = max(self.on_gpu - 1, 0) if plan.offload_layers else min(self.on_gpu, 1)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
-        self._of_block = {
-            "embedding": operators.embedding,
-            "head": operators.head,
-        } | operators.layers(moe=True)
+        self._of_block = operators.blocks
 
     @property
     def repeats(self) -> bool:
@@ -119,7 +116,7 @@ class PlanTensors:
                 )
             else:
                 mode = self.operators.modes(unit.code)[word] if word else RecomputeSpec()
-                tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
+                tensors = self._inside if unit.is_layer else self._tensors
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
 

@@ -25,7 +25,6 @@ from functools import lru_cache
 from simulator.memory.allocator import Block, CachingAllocator, TensorEvent, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Held, Piece, PlanTensors
-from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit
 
 
@@ -114,7 +113,7 @@ class RankUnits:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, stream=GATHER) if self.param_bytes != t.compute_bytes else []
             # Blocks that copy engines exchange arrive in symmetric memory, which is there throughout.
-            buffer = [] if t.pushed and unit.block in BLOCKS else self._taken(whole, stream=GATHER)
+            buffer = [] if t.pushed and unit.is_layer else self._taken(whole, stream=GATHER)
             self._give(cast)
             if self.flat_units:
                 wrapped.gathered += buffer

@@ -40,8 +40,8 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
     nothing = _Matrices(adapters=none, frozen=none, packed=none)
     of = {
         "dense_layer": _matrices(operators.dense_layer, context, routed=False),
-        "moe_layer": _matrices(operators.moe_layer, context, routed=False) if model.moe else nothing,
-        "experts": _matrices(operators.moe_layer, context, routed=True) if model.moe else nothing,
+        "moe_layer": _matrices(operators.moe_layer, context, routed=False),
+        "experts": _matrices(operators.moe_layer, context, routed=True),
         "embedding": nothing,
         "head": nothing,
     }

@@ -15,6 +15,7 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
+from simulator.step.units import Unit
 
 # The share of the forward pass in the host time that parallelism adds to a layer: of FSDP and tensor parallelism 41 to
 # 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py, titan_host_cost.py;
@@ -185,10 +186,16 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
     return forward, backward
 
 
-def update_host_s(context: CostContext, tensors: int) -> Floats:
-    """Return the host seconds of updating `tensors` parameters in a backward pass, shape (plans,)."""
-    updates = tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
-    return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
+def unit_host_s(context: CostContext, unit: Unit) -> tuple[Floats, Floats]:
+    """Return the host seconds of a unit's forward and backward pass besides its launches and recomputation, each of
+    shape (plans,), with those of updating its parameters where that is part of the backward pass.
+    """
+    updates = unit.tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
+    nothing = np.zeros(len(context.table))
+    forward_s, backward_s = nothing, nothing
+    if unit.is_layer:
+        forward_s, backward_s = layer_host_s(context.spec, context.table, sparse=unit.sparse)
+    return forward_s, backward_s + (nothing + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s)
 
 
 def end_host_s(context: CostContext, tensors: int) -> Floats:

@@ -31,7 +31,7 @@ from simulator.step.host import (
     step_host_s,
 )
 from simulator.step.rank import Pass, Rank, Value
-from simulator.step.traffic import BLOCKS, DataTraffic, data_traffic
+from simulator.step.traffic import DataTraffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes, updates_units
 
@@ -53,7 +53,7 @@ class StepWalk:
 
     def __init__(self, context: CostContext, stages: Sequence[Sequence[Unit]], model: Model) -> None:
         self.context, self.stages, self.spec = context, stages, context.spec
-        self.traffic: DataTraffic = data_traffic(context)
+        self.traffic = DataTraffic(context)
         # A pipeline loads all tokens at once.
         self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
@@ -173,7 +173,7 @@ class StepWalk:
         """
         runtime, owned = self.context.runtime, self._owned(units)
         whole = sum(u.repeats * u.trained.all for u in units)
-        quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
+        quantised = sum(u.repeats * u.trained.all for u in units if u.is_layer and not u.wide)
         here = 0.0 if self.traffic.updates_on_host else owned
         rank.update(update_bytes(runtime, here, whole, matrices, self.context.table.micro_batches, quantised), owned)
         return owned
