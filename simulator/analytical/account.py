@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,10 @@ class Account:
         return {name: parts[name] for name in BREAKDOWN}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, for a cached property
 class AccountInputs:
     """What an account is computed from: the plans of `context`, the costs of their blocks, and the clocks of their
-    kernels.
+    kernels, by default those that the power limit allows.
     """
 
     scenario: Scenario
@@ -78,36 +79,20 @@ class AccountInputs:
     operators: ModelOperators
     blocks: Mapping[str, BlockCost]
     parameters: Parameters
-    clocks: Floats
+    at: Floats | None = None
+
+    @cached_property
+    def clocks(self) -> Floats:
+        if self.at is not None:
+            return self.at
+        return working_clocks(self.scenario.model, self.blocks, self.parameters, self.context)
 
     def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
         """Return the inputs of the plans `rows`, for which `context` was made."""
-        return AccountInputs(
-            scenario=self.scenario,
-            context=context,
-            operators=self.operators,
-            blocks={name: block.take(rows) for name, block in self.blocks.items()},
-            parameters=self.parameters.take(rows),
-            clocks=self.clocks[rows],
+        blocks = {name: block.take(rows) for name, block in self.blocks.items()}
+        return replace(
+            self, context=context, blocks=blocks, parameters=self.parameters.take(rows), at=self.clocks[rows]
         )
-
-
-def account_inputs(
-    scenario: Scenario,
-    context: CostContext,
-    operators: ModelOperators,
-    blocks: Mapping[str, BlockCost],
-    parameters: Parameters,
-) -> AccountInputs:
-    """Return the inputs for the plans of `context`, with kernels at the clocks that the power limit allows."""
-    return AccountInputs(
-        scenario=scenario,
-        context=context,
-        operators=operators,
-        blocks=blocks,
-        parameters=parameters,
-        clocks=working_clocks(scenario.model, blocks, parameters, context),
-    )
 
 
 def account_plans(inputs: AccountInputs) -> Account:
@@ -152,7 +137,7 @@ def at_clocks(inputs: AccountInputs) -> AccountInputs:
     hiding = [name for name, block in inputs.blocks.items() if block.hides]
     slowed = network_blocks(inputs.operators, slower, modes, only=hiding)
     changed = {name: inputs.blocks[name].with_transfers_of(slowed[name], rows, clocks[rows]) for name in hiding}
-    return replace(inputs, blocks={**inputs.blocks, **changed})
+    return replace(inputs, blocks={**inputs.blocks, **changed}, at=clocks)
 
 
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:

@@ -268,17 +268,14 @@ class Background:
         mine, theirs = np.minimum(mine, 1.0), np.minimum(theirs, 1.0)
         return np.where(crowded, mine, 1.0), np.where(crowded, theirs, 1.0)
 
-    def stretch(
-        self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
-    ) -> Stretch:
-        """Return how much compute and this collective slow each other down while both run."""
-        sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
-        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
+    def stretch(self, timed: PassTimes | Copied, traffic: TrafficTimes) -> Stretch:
+        """Return how much compute and this collective slow each other down while both run; copies use no SMs."""
+        sms = 1.0 if isinstance(timed, Copied) else 1.0 - self.sms / traffic.sms
+        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(timed.bytes_per_s, 1.0)
         speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
-        total = kernels_s + exposed_s
-        slow_kernels = kernels_s / speed
-        stretched = slow_kernels + exposed_s
-        progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
+        total, slow_kernels = timed.device_s, timed.kernels_s / speed
+        stretched = slow_kernels + timed.exposed_s
+        progress = (slow_kernels / self.slowed + timed.exposed_s) / np.maximum(stretched, TINY)
         times = np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0)
         return Stretch(times, 1.0 - 1.0 / times, 1.0 - np.maximum(progress, 0.05))
 
@@ -296,11 +293,16 @@ class Stretch:
 
 @dataclass(slots=True)
 class Copied:
-    """A copy within the GPU: its bytes/s and seconds, and what it costs compute that it runs next to, once asked."""
+    """A copy within the GPU: its seconds and bytes/s, and what it costs compute that it runs next to, once asked."""
 
-    rate: Floats
-    seconds: Floats
+    device_s: Floats
+    bytes_per_s: Floats
     cost: Background | None = None
+    exposed_s: float = 0.0
+
+    @property
+    def kernels_s(self) -> Floats:
+        return self.device_s
 
 
 @dataclass(slots=True)
@@ -336,13 +338,13 @@ class TrafficTimes:
         key = id(moved_bytes), id(packing)
         if key not in self._copied:  # keep both alive, so that their ids stay unique
             rate = self._hbm if packing is None else self._copy_bytes_per_s(packing)
-            self._copied[key] = Copied(rate, np.asarray(moved_bytes / rate)), moved_bytes, packing
+            self._copied[key] = Copied(np.asarray(moved_bytes / rate), rate), moved_bytes, packing
         return self._copied[key][0]
 
     def next_to(self, copied: Copied) -> Background:
         """Return what a copy on another stream costs compute."""
         if copied.cost is None:
-            copied.cost = self._copying(copied.seconds)
+            copied.cost = self._copying(copied.device_s)
         return copied.cost
 
     def _copy_bytes_per_s(self, packing: Packing) -> Floats:

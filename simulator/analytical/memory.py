@@ -13,25 +13,20 @@ where these do not coincide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.layer_cost import BlockMemory
 from simulator.analytical.rank_memory import RankMemory
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
-from simulator.config.model import Model
 from simulator.kernels.operators import tensor_bytes
 from simulator.pipeline.schedules.registry import where
-from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import turns_at_once
-from simulator.runtimes.model_operators import ModelOperators
-from simulator.step.context import CostContext
-from simulator.step.held import Parameters, State, autocast_remembers, state_bytes, workspace_bytes
+from simulator.step.held import State, autocast_remembers, state_bytes, workspace_bytes
 from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB
@@ -81,18 +76,6 @@ class MemoryColumns:
     def worst_rank(self) -> NDArray[np.int64]:
         worst: NDArray[np.int64] = np.argmax(self.reserved_bytes, axis=1)
         return worst
-
-
-def memory_columns(
-    model: Model,
-    operators: ModelOperators,
-    context: CostContext,
-    layout: StageLayout,
-    blocks: Mapping[str, BlockMemory],
-    parameters: Parameters,
-) -> MemoryColumns:
-    """Return the least peak memory of every pipeline rank under every plan."""
-    return memory_of_ranks(RankMemory(model, operators, context, layout, blocks, parameters))
 
 
 def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
@@ -160,7 +143,9 @@ class SharedParts:
         self.of_head, self.of_layer, self.of_first_layer = _windows(ranks)
         # The end of the step: in all, on the compute stream, and on the stream of reductions. Every unit has its
         # gradient; with full sharding, the last unit's is still unsharded.
-        together = full & ranks.piped & (not ranks.flat_units)  # in the order of the forward pass, resharded before
+        together = (
+            full & ranks.piped & (not ranks.spec.flat_units)
+        )  # in the order of the forward pass, resharded before
         last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
         last = np.where(together, np.where(ranks.layout.last, np.minimum(ranks.head, ranks.layer), ranks.layer), last)
         if ranks.parameters.trained is not None:  # perhaps nothing is being reduced then
@@ -168,7 +153,7 @@ class SharedParts:
         width = ranks.context.dtype_bytes("gathered")
         reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
         # With a split backward pass a unit's weights are freed before its weight gradients are computed.
-        kept = full & ~ranks.splits & ~together & (not ranks.flat_units)
+        kept = full & ~ranks.splits & ~together & (not ranks.spec.flat_units)
         passing = ranks.passing(last) + np.where(kept, last * width, 0.0)
         in_compute = np.where(full, 0.0, gradients)
         reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)

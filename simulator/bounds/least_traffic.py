@@ -4,7 +4,7 @@ the ends of passes that nothing overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from simulator.step.fsdp_copies import FsdpCopies
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
 from simulator.step.traffic import has_replicas
-from simulator.step.units import LAYERS
+from simulator.step.units import ENDS, LAYERS
 from simulator.step.update import host_update_bytes, update_bytes, update_rate, updates_units
 from simulator.step.zero import adding_bytes
 
@@ -40,16 +40,10 @@ class LeastTraffic:
         self.copies = FsdpCopies(context)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         dense, moe = layout.layers
-        used, self._blocks = (
-            {
-                "dense": (of.dense_layer + rows, rows),
-                "moe": (of.moe_layer + rows, of.experts + rows),
-                "embedding": (of.embedding + rows, rows),
-                "head": (of.head + rows, rows),
-            }
+        self._used, self._blocks = (
+            {block: (of.of_block(block)[0] + rows, of.of_block(block)[1] + rows) for block in (*LAYERS, *ENDS)}
             for of in (parameters, trained)
         )
-        self._used = used
         counts = {"dense": dense, "moe": moe}
         self._layers = {name: held for name, held in counts.items() if (held > 0).any()}
         self._m, self._piped = self.table.micro_batches, self.table["pp"] > 1
@@ -287,11 +281,6 @@ class UnitTraffic:
     reduce_s: Floats
     after_s: Floats
     replicate_s: Floats
-
-    def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
-        """Return the seconds of the plans `rows`."""
-        every = len(self.gather_s)
-        return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
 
 
 @dataclass(frozen=True, slots=True)

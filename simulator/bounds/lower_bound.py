@@ -28,7 +28,7 @@ from simulator.step.held import Parameters
 from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
 from simulator.step.traffic import has_replicas
 from simulator.step.units import ENDS, LAYERS
-from simulator.step.update import NORM_AXES, NORM_BYTES
+from simulator.step.update import norm_s
 
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
@@ -106,9 +106,7 @@ class LowerBound:
         """Return the seconds of a step that do not depend on the layers of any rank: the host's own work and the norm
         of gradients.
         """
-        groups = self.context.groups
-        norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(self.table)))
-        return np.asarray(step_host_s(self.spec.host, self.context) + norm)
+        return np.asarray(step_host_s(self.spec.host, self.context) + norm_s(self.context))
 
     def of_ranks(self, first_stage: Floats) -> RankBounds:
         """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` is the number of

@@ -32,9 +32,9 @@ from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.pipeline.waves import Ints
 from simulator.step.host import step_host_s
-from simulator.step.rank import Pass
+from simulator.step.rank import RUNS
 from simulator.step.units import Unit
-from simulator.step.update import NORM_AXES, NORM_BYTES
+from simulator.step.update import norm_s
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
 
@@ -43,13 +43,6 @@ from topology.time_limit import check_time
 TIMES = ("device_s", "lead_s", "drain_s", "sent_s", "summed_drain_s", "summed_s")
 # What is reached first, going back from the end: the end of a pass on the device, or the end of a stream's collectives.
 DEVICE, SHARDS, REPLICAS = range(3)
-RUNS = {
-    Kind.FORWARD: Pass.FORWARD,
-    Kind.BACKWARD: Pass.BACKWARD,
-    Kind.INPUT_GRAD: Pass.INPUT,
-    Kind.WEIGHT_GRAD: Pass.WEIGHT,
-}
-
 
 WALKED = 3  # plans of each table that are walked in turn; the critical path of each bounds all plans
 
@@ -193,8 +186,7 @@ class _LeastPasses:
         self.units_s, self.exposed_s, self.rank_count = traffic.units_s, traffic.backward.exposed_s, layout.rank_count
         self.blocks = BlockTimes(self.context, inputs.blocks, inputs.clocks)
         self.hops = HopTimes(self.context, message_bytes(self.context, inputs.scenario.model.hidden), 1.0)
-        norm = (self.context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES)
-        self.norm_s = sum(norm, np.zeros(len(layout.exists)))
+        self.norm_s = norm_s(self.context)
         self.host_s = step_host_s(spec.host, self.context)
         self.last_s = traffic.last_s.max(axis=1, where=layout.exists, initial=0.0)
         self._units: dict[object, list[tuple[object, list[Unit]]]] = {}

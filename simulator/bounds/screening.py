@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
+from simulator.analytical.account import Account, AccountInputs, account_plans
 from simulator.analytical.estimates import (
     calibrated_operators,
     collectives_of,
@@ -257,7 +257,13 @@ class ScreenedPlans:
     @cached_property
     def inputs(self) -> AccountInputs:
         """What an account of these plans is computed from."""
-        return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)
+        return AccountInputs(
+            scenario=self.screening.scenario,
+            context=self.context,
+            operators=self.operators,
+            blocks=self.blocks,
+            parameters=self.parameters,
+        )
 
     @cached_property
     def account(self) -> Account:

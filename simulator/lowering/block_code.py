@@ -16,13 +16,11 @@ import numpy as np
 from simulator.config.overlap_sites import ASYNC
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind
 from simulator.lowering.steps import (
-    AsyncStep,
     KernelStep,
-    RingStep,
+    PiecesStep,
     SiteStep,
     Step,
     TransferStep,
-    WaitStep,
     piece_of,
     summed,
 )
@@ -134,7 +132,7 @@ def _step(step: PassStep, context: CostContext) -> Step:
         case Ring():
             ranks = _whole(step.ranks)
             kernel = _beside_ring(step, context)
-            return RingStep(
+            return PiecesStep(
                 piece=piece_of(kernel, ranks, kernel.cost.seconds / ranks),
                 group=step.over,
                 nbytes=_whole(step.shard_bytes),
@@ -143,7 +141,7 @@ def _step(step: PassStep, context: CostContext) -> Step:
         case Pair():
             return _pair(step, context)
         case Wait():
-            return WaitStep(host_s=step.call_s)
+            return step
 
 
 def _beside_ring(ring: Ring, context: CostContext) -> KernelStep:
@@ -163,7 +161,7 @@ def _transfer(step: Transfer) -> TransferStep:
     )
 
 
-def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
+def _pair(step: Pair, context: CostContext) -> SiteStep | PiecesStep:
     assert step.transfer.modes is not None  # noqa: S101 - without a mode there is no pair
     mode, transfer = str(step.transfer.modes[0]), _transfer(step.transfer)
     kernels = [_kernel(kernel, context) for kernel in step.kernels if kernel.rows[0]]
@@ -174,8 +172,14 @@ def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
         key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
         whole = replace(alone, key=key, host_s=alone.host_s + alone.more_host_s, more_host_s=0.0)
         piece = piece_of(whole, transfer.ranks, float(step.piece_s[0]))
-        copies_s = issue_s / transfer.ranks - piece.host_s
-        return AsyncStep(piece=piece, transfer=transfer, hop_s=hop_s, copies_host_s=copies_s)
+        return PiecesStep(
+            piece=piece,
+            group=transfer.group,
+            nbytes=round(transfer.nbytes / transfer.ranks),
+            ranks=transfer.ranks,
+            hop_s=hop_s,
+            copies_host_s=issue_s / transfer.ranks - piece.host_s,
+        )
     name, shape, dtype = alone.key
     key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
     first_s = min(issue_s, context.spec.host.launch_s)

@@ -22,7 +22,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.host import again_host_s, unit_host_s
 from simulator.step.offload import update_bytes_per_s
-from simulator.step.rank import Pass, Value
+from simulator.step.rank import Pass, Rank, Value
 from simulator.step.units import Unit
 from simulator.step.update import update_rate
 
@@ -106,7 +106,7 @@ class IssuedPass:
 
 
 @dataclass(slots=True)
-class CodeRank:
+class CodeRank(Rank):
     """Writes the code of one rank."""
 
     code: CodeWriter
@@ -118,12 +118,6 @@ class CodeRank:
     _start: int = 0
     _runs: list[tuple[int, Unit, Pass]] = field(default_factory=list)  # of one pass of a pair, and where they belong
     _backward: IssuedPass | None = None
-
-    def begin(self, unit: Unit) -> None:
-        """Every unit is written down."""
-
-    def ended(self, unit: Unit) -> None:
-        """Every unit is written down."""
 
     def begin_pair(self) -> None:
         self._paired, self._start = True, self.code.length

@@ -11,7 +11,6 @@ import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
-from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tape import Act, Event
 from simulator.memory.tensors import BlockTensors, Passes, Weight
@@ -23,7 +22,7 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away, layers_on_gpu
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
-from simulator.step.held import State, casts_experts, state_bytes
+from simulator.step.held import State, between_stages_bytes, casts_experts, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
@@ -263,19 +262,13 @@ class PlanTensors:
         largest = max((float(unit.orthogonal.made_bytes[0]) for unit in units if unit.orthogonal), default=0.0)
         return rest if sum(rest) > largest else [largest]
 
-    def stage_buffers(self, rank: int, micro_batches: float) -> list[float]:
+    def stage_buffers(self, rank: int) -> list[float]:
         """Return the bytes of a pipeline rank's buffers of messages that exist throughout, and of outputs that this
         version keeps to the end of the step.
         """
-        if not self.context.table["pp"][0] > 1:
-            return []
-        sizes, pipeline = (self.context.sizes, self.context.dtype_bytes), self.context.spec.pipeline
-        message, logits = (float(tensor_bytes(tensor, *sizes)[0]) for tensor in ("u h", "t v"))
-        stages, count = self.schedule.stages_of(rank), round(micro_batches)
-        after = sum(stage > 0 for stage in stages)
-        before = sum(stage < self.schedule.stages - 1 for stage in stages)
-        received = [count * (after + before) * message] * pipeline.receive_buffers
-        return received + [count * (before * message + (len(stages) - before) * logits)] * pipeline.keeps_outputs
+        stages = self.schedule.stages_of(rank)
+        first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
+        return [float(one[0, 0]) for one in between_stages_bytes(self.context, first, last, np.zeros((1, 1)))]
 
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements for which a rank has a kind of state."""

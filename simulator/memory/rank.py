@@ -28,17 +28,9 @@ PEERS = "peers"
 class RankReplay(RankUnits):
     """One rank of a plan with an allocator: call `begin()` or `start()`, then `step()` repeatedly."""
 
-    def __init__(
-        self,
-        plan: PlanTensors,
-        rank: int,
-        allocator: CachingAllocator | GrowingAllocator,
-        *,
-        micro_batches: float,
-    ) -> None:
+    def __init__(self, plan: PlanTensors, rank: int, allocator: CachingAllocator | GrowingAllocator) -> None:
         super().__init__(plan, rank, allocator)
         self.rank = rank
-        self.micro_batches = micro_batches  # micro batches of the step itself; the replayed schedule may have fewer
         self.row = plan.schedule.table[rank]
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
@@ -87,7 +79,7 @@ class RankReplay(RankUnits):
         block = max((float(unit.elements[0]) for unit in self.units if unit.is_layer), default=0.0)
         shared = symmetric_bytes(self.context, dense, moe) + exchange_bytes(self.context, np.array([[block]]))
         self._taken(float(shared[0, 0]), stream=PEERS)
-        self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
+        self._taken(*self.plan.stage_buffers(self.rank))
         self._taken(self.zero["standing"])
         if self.spec.state.flattens_elements:  # stage_1_and_2.py: initialize_optimizer_states updates zeros at first
             self.make_optimizer()

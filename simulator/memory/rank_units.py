@@ -74,7 +74,7 @@ class RankUnits:
         self.passing: list[Block] = []  # freed by the host, but still to be used by the device
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
-        self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
+        self.flat_units = self.spec.flat_units
         # A stage's units are resharded and reduced after its last backward pass, in the order of its forward pass
         # (torch/distributed/pipelining/stage.py: perform_reduce_grad).
         self.reduces_together = self.traffic.fully_sharded and len(plan.stages) > 1 and not self.flat_units

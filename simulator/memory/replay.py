@@ -146,7 +146,7 @@ class MemoryReplay:
         return self._beginnings.first_alike(rank), None, False
 
     def _replayed(self, rank: int, memory: GrowingAllocator) -> ReservedMemory:
-        replay = ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        replay = ShortReplay(self.tensors, rank, memory)
         self._beginnings.run_first_step(replay)
         for _ in range(1, self._steps):
             replay.step()
@@ -158,7 +158,7 @@ class MemoryReplay:
         return 1 if self.tensors.repeats else STEPS
 
     def _by_rules(self, rank: int, memory: CachingAllocator) -> ReservedMemory:
-        replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        replay = RankReplay(self.tensors, rank, memory)
         before, full = 0, False
         try:
             replay.start()
@@ -179,16 +179,12 @@ class MemoryReplay:
         """Return the most bytes allocated on pipeline rank `rank` in each pass of a step, unit by unit, and the bytes
         at its end.
         """
-        replay = RankReplay(self.tensors, rank, GrowingAllocator(), micro_batches=self.micro_batches)
+        replay = RankReplay(self.tensors, rank, GrowingAllocator())
         replay.watches = True
         replay.begin()
         for _ in range(self._steps):
             replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
-
-    def ranks(self) -> tuple[ReservedMemory, ...]:
-        """Return the memory of every pipeline rank."""
-        return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
 
 def _held(memory: CachingAllocator | GrowingAllocator) -> ReservedMemory:

@@ -54,6 +54,13 @@ class Parameters:
             return self.kept
         return (self.stored if kind == "parameters" else self.trained) or self
 
+    def of_block(self, block: str) -> tuple[Floats, Floats]:
+        """Return (all but routed experts, routed experts) of a block."""
+        if block == "moe":
+            return self.moe_layer, self.experts
+        whole = {"dense": self.dense_layer, "embedding": self.embedding, "head": self.head}[block]
+        return whole, 0.0 * self.experts
+
     def take(self, rows: NDArray[np.intp]) -> Parameters:
         """Return the parameters of the plans `rows`."""
         parts = {name: getattr(self, name)[rows] for name in PARTS}
@@ -184,21 +191,23 @@ def _logits_bytes(context: CostContext) -> Floats:
 
 def between_stages_bytes(
     context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], in_flight: Floats
-) -> Floats:
-    """Return the bytes that pipeline stages exchange and keep, besides the inputs that their backward passes need.
+) -> tuple[Floats, Floats]:
+    """Return the bytes that a pipeline's ranks have in buffers of messages, besides the inputs that backward passes of
+    micro batches in flight need, and of outputs that they keep to the end of the step.
 
     `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all
-    are of shape (plans, ranks), as is the result.
+    are of shape (plans, ranks), as are the results.
     """
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros_like(in_flight)
+    received = kept = np.zeros_like(in_flight)
     if spec.receive_buffers:
-        total = total + message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
+        received = message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
     if spec.keeps_outputs:
-        total = total + m * ((v - 1.0 * last) * message + last * logits)
-    return np.where((table["pp"] > 1)[:, None], total, 0.0)
+        kept = m * ((v - 1.0 * last) * message + last * logits)
+    piped = (table["pp"] > 1)[:, None]
+    return np.where(piped, received, 0.0), np.where(piped, kept, 0.0)
 
 
 def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:

@@ -91,21 +91,11 @@ def slowed(host: HostSpec, factor: float | Floats) -> HostSpec:
 
 def graphed(host: HostSpec) -> HostSpec:
     """Return host costs for layers launched by replaying graphs: kernels, collectives and modules cost nothing."""
-    by_layer = (
-        "fsdp_layer_s",
-        "ddp_layer_s",
-        "tp_layer_s",
-        "cp_layer_s",
-        "ep_layer_s",
-        "moe_layer_s",
-        "fsdp_tp_layer_s",
-        "tp_rank_layer_s",
-        "checkpoint_s",
-        "fsdp_again_s",
-    )
+    by_layer = [one.name for one in fields(host) if one.name.endswith("_layer_s")]
     launches = ("launch_s", "backward_launch_s", "dtensor_launch_s", "collective_s")
-    silent = dict.fromkeys((*by_layer, *launches), 0.0)
-    return replace(host, forward_layer_s=REPLAY_S, backward_layer_s=REPLAY_S, selective_s=None, **silent)  # type: ignore[arg-type]  # floats
+    silent = dict.fromkeys((*by_layer, "checkpoint_s", "fsdp_again_s", *launches), 0.0)
+    replays = dict.fromkeys(("forward_layer_s", "backward_layer_s"), REPLAY_S)
+    return replace(host, selective_s=None, **silent | replays)  # type: ignore[arg-type]  # floats
 
 
 def compiled(host: HostSpec) -> HostSpec:

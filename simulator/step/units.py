@@ -13,9 +13,7 @@ from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.kernels.operators import parse_matmul
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.adapted import TOKENS
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.model_operators import WIDE, operators_for
 from simulator.step.context import CostContext
@@ -198,13 +196,8 @@ class UnitMaker:
         return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
 
     def _elements(self, block: str, parameters: Parameters) -> Elements:
-        shared, experts = {
-            "moe": (parameters.moe_layer, parameters.experts),
-            "dense": (parameters.dense_layer, 0.0),
-            "embedding": (parameters.embedding, 0.0),
-            "head": (parameters.head, 0.0),
-        }[block]
-        return Elements(*(np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts)))
+        both = (np.asarray(some, dtype=np.float64) for some in parameters.of_block(block))
+        return Elements(*(np.broadcast_to(some, (self._rows,)) for some in both))
 
     def _unit(self, block: str, of: NDArray[np.str_], again: NDArray[np.bool_]) -> Unit:
         whole = self._elements(block, self.parameters)
@@ -237,8 +230,7 @@ class UnitMaker:
             return 1
         if block == "head":
             return int(not self.model.tied_embeddings) + int(self.model.final_norm)
-        layer = operators.blocks[block]
-        weights = [one for one in layer if one.matmul and not TOKENS & set(parse_matmul(one.matmul)[1])]
+        weights = [one for one in operators.blocks[block] if one.weight]
         trained = sum(one.adapter if adapter and adapter.freezes_all else one.weight_gradient for one in weights)
         return trained + (0 if adapter and adapter.freezes_all else _vectors(self.model))
 
