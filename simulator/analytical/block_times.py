@@ -151,28 +151,25 @@ class BlockTimes:
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
-        spec, again_s = self.context.spec, again_host_s(self.context.spec, self.context.table, sparse=unit.sparse)
+        again_s = again_host_s(self.context.spec, self.context.table, sparse=unit.sparse)
         backward = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):
             if word in block.recompute:
-                again = self._timed(block.recompute[word], np.zeros(self.rows), share=spec.recompute[word].layers)
+                again = self._timed(block.recompute[word], np.zeros(self.rows))
                 result = _chosen(unit.words == word, _one_after_other(again, backward), result)
         return result
 
-    def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
-        """Return a pass with `host_s` of Python before it. `cost` is an average over all layers; a `share` of them runs
-        this pass, and the result is for one of those.
-        """
-        lost = self.clocks * cost.lost_s / share
-        kernels = self.clocks * cost.compute_s / share
-        exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
-        saved = kernels - cost.compute_s / share  # seconds added to the kernels by their clocks
-        advance = cost.advance(host_s=share * host_s).times(1.0 / share)
+    def _timed(self, cost: PassCost, host_s: Floats) -> PassTimes:
+        """Return a pass with `host_s` of Python before it."""
+        lost = self.clocks * cost.lost_s
+        kernels = self.clocks * cost.compute_s
+        saved = kernels - cost.compute_s  # seconds added to the kernels by their clocks
+        advance = cost.advance(host_s=host_s)
         device_s = advance.device_s + saved + lost
         return PassTimes(
             kernels_s=kernels + lost,
-            exposed_s=sum(exposed.values(), np.zeros(self.rows)),
+            exposed_s=cost.exposed_s,
             advance=ClockAdvance(
                 device_s=device_s,
                 late_s=np.maximum(advance.late_s + np.minimum(saved, 0.0), device_s),
@@ -180,8 +177,8 @@ class BlockTimes:
                 waits_s=advance.waits_s + saved + lost,
             ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
-            launches=cost.launches / share,
-            parts={"compute": kernels, "contention": lost, **exposed},
+            launches=cost.launches,
+            parts={"compute": kernels, "contention": lost, **cost.communication_s},
         )
 
 

@@ -155,7 +155,7 @@ def estimate_plans(
     inputs = _inputs(scenario, plans, each_on, each_with)
     context, (layout, memory), account = inputs.context, _memory(inputs), account_plans(inputs)
     breakdown_s = account.breakdown_s
-    measured, fitted = known_shares(layout, inputs.blocks)
+    measured, fitted = known_shares(layout, inputs.blocks, context.spec.recompute)
     resting = shares(
         breakdown_s,
         measured=measured,

@@ -88,17 +88,6 @@ class PassCost:
         hidden = {axis: np.where(rows & (axis == "ep"), 0.0, s) for axis, s in self.communication_s.items()}
         return replace(self, communication_s=hidden)
 
-    def of_share(self, layers: float) -> PassCost:
-        """Return the average over all layers when a share `layers` of them runs this pass."""
-        if layers == 1.0:
-            return self
-        values = {name: getattr(self, name) for name in AMOUNTS}
-        communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
-        waits = None if self.waits is None else self.waits.times(layers)
-        return PassCost(
-            **{name: layers * value for name, value in values.items()}, communication_s=communication_s, waits=waits
-        )
-
     def with_transfers_of(self, other: PassCost, rows: NDArray[np.intp], clocks: Floats) -> PassCost:
         """Return the pass with what `other`, the plans `rows` at their `clocks`, leaves exposed and loses to
         transfers.
@@ -157,9 +146,9 @@ class BlockMemory:
 
 @dataclass(slots=True, kw_only=True)
 class BlockCost(BlockMemory):
-    """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again,
-    and its memory. `inward` returns the backward pass without weight gradients, for schedules that split it. `hides`:
-    in some plan transfers run next to kernels of the block.
+    """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again
+    in a block that it wraps, and its memory. `inward` returns the backward pass without weight gradients, for schedules
+    that split it. `hides`: in some plan transfers run next to kernels of the block.
     """
 
     forward: PassCost
@@ -227,9 +216,7 @@ def block_cost(
         forward=pass_cost(passes.forward, context),
         backward=pass_cost(passes.backward, context),
         inward=cache(lambda: pass_cost([step for step in passes.backward if not of_weight(step)], context)),
-        recompute={
-            name: pass_cost(steps, context).of_share(modes[name].layers) for name, steps in passes.again.items()
-        },
+        recompute={name: pass_cost(steps, context) for name, steps in passes.again.items()},
         hides=any(isinstance(step, (Ring, Pair)) for step in (*passes.forward, *passes.backward)),
         saved_bytes={
             name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything

@@ -228,9 +228,8 @@ class LowerBound:
         for name, block in self._every.items():
             if name not in ENDS:
                 again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
-                share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
                 cost = getattr(block, which)
-                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))) / share)
+                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))))
         return most
 
     def _issuing_s(self) -> Floats:
@@ -296,9 +295,8 @@ class LowerBound:
             if mode in block.recompute
         }
         total = np.zeros(self.layout.exists.shape)
-        share = self.spec.recompute[mode].layers
-        if share < 1 and each:  # the least, since it may wrap any of the layers
-            return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]) / share)
+        if self.spec.recompute[mode].layers < 1 and each:  # the least, since it may wrap any of the layers
+            return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]))
         layers = dict(zip(LAYERS, self.layout.by_mode[mode], strict=True))
         for name, seconds in each.items():
             total = total + layers[name] * seconds

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
+from simulator.columns.experts import expert_sizes, expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns, rows_of, taken, words
 from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import NONE, mode_at, modes_in
@@ -254,21 +254,10 @@ def axis_sizes(
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
-        ranks = _expert_ranks(table, pads=pads, domain=domain)
-        sizes |= expert_sizes(workload, model.moe, ranks, tokens=u, gate=gate, spread=expert_spread)
+        sizes |= expert_sizes(
+            workload, model.moe, table, tokens=u, gate=gate, spread=expert_spread, pads=pads, domain=domain
+        )
     return {name: value * ones for name, value in sizes.items()}
-
-
-def _expert_ranks(table: PlanTable, *, pads: bool, domain: int) -> ExpertRanks:
-    return ExpertRanks(
-        tp=table["tp"],
-        ep=table["ep"],
-        etp=table["etp"],
-        apart=table.sequence_parallel,
-        capacity=table.capacity_factor,
-        pads=pads,
-        domain=domain,
-    )
 
 
 def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[str, Floats | float]:

@@ -138,8 +138,11 @@ class CodeRank(Rank):
         if self._paired:
             self._runs.append((self.code.length, unit, which))
         else:
-            self.units.steps.write(self.code, self.units.passed(unit, which))
-            self._mark()
+            self._write(unit, which)
+
+    def _write(self, unit: Unit, which: Pass) -> None:
+        self.units.steps.write(self.code, self.units.passed(unit, which))
+        self._mark()
 
     def _mark(self) -> None:
         if self.marks:
@@ -184,8 +187,7 @@ class CodeRank(Rank):
     def _alone(self, issued: IssuedPass) -> None:
         before, unit, which = issued.runs.pop(0)
         self.code.extend(before)
-        self.units.steps.write(self.code, self.units.passed(unit, which))
-        self._mark()
+        self._write(unit, which)
 
     def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
         moved, roofline = _number(moved_bytes), self.units.sustained.roofline

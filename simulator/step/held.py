@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
-from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
@@ -127,15 +127,23 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
 
 
 def state_bytes(context: CostContext) -> dict[State, float]:
-    """Return bytes per parameter of each kind of state, before sharding.
+    """Return bytes per parameter of each kind of state, before sharding."""
+    kind, trained = context.spec.state.gradient_dtype, context.dtype_bytes("trained")
+    return {
+        "parameters": context.dtype_bytes("param"),
+        "gradients": trained if kind == "param" else context.dtype_bytes(kind),
+        "optimizer": optimizer_bytes(context, OPTIMIZERS[context.runtime.optimizer]),
+    }
 
-    An optimizer keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
+
+def optimizer_bytes(context: CostContext, chosen: Optimizer) -> float:
+    """Return the bytes of state per parameter that an optimizer updates, before sharding.
+
+    It keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
     """
-    state, param, trained = context.spec.state, context.dtype_bytes("param"), context.dtype_bytes("trained")
-    master = 4.0 if state.master_weights and trained < 4 else 0.0
-    moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else trained)
-    gradients = trained if state.gradient_dtype == "param" else context.dtype_bytes(state.gradient_dtype)
-    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+    trained = context.dtype_bytes("trained")
+    master = 4.0 if context.spec.state.master_weights and trained < 4 else 0.0
+    return chosen.state_bytes(master or trained) + master
 
 
 def autocast_remembers(runtime: Runtime) -> bool:

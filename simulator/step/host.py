@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.columns.experts import largest_of
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
@@ -249,13 +249,12 @@ def loading_host_s(host: HostSpec, context: CostContext) -> Floats:
 def slowest(ranks: Floats, spread: float) -> Floats:
     """Return the time of the slowest of `ranks` processes that wait for each other, over their median.
 
-    `spread` is their standard deviation over the median; the expected largest of normal values is from Blom (1958).
+    `spread` is their standard deviation over the median.
     """
     if not spread:
         return np.ones(len(ranks))
     counts, back = np.unique(ranks, return_inverse=True)
-    normal = NormalDist()
-    largest = np.array([normal.inv_cdf((n - 0.375) / (n + 0.25)) for n in counts.tolist()])
+    largest = np.array([largest_of(n) for n in counts.tolist()])
     return np.minimum(1.0 + spread * largest, SLOWEST)[back]
 
 
