@@ -433,12 +433,9 @@ def _placeholders(
     at once.
     """
     total = np.zeros_like(dense, dtype=np.float64)
-    both = operators.dense_layer + operators.moe_layer
-    for held, kind in (
-        ((dense > 0) & (moe == 0), operators.dense_layer),
-        ((dense == 0) & (moe > 0), operators.moe_layer),
-        ((dense > 0) & (moe > 0), both),
-    ):
+    for has_dense, has_moe in ((True, False), (False, True), (True, True)):
+        held = ((dense > 0) == has_dense) & ((moe > 0) == has_moe)
         if held.any():
-            total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
+            layers = operators.dense_layer * has_dense + operators.moe_layer * has_moe
+            total = np.where(held, placeholder_bytes(layers, context)[:, None], total)
     return total

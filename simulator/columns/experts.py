@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.model import MixtureOfExperts
 from simulator.config.workload import Workload
-
-if TYPE_CHECKING:
-    from simulator.columns.plan_table import PlanTable
 
 Floats = NDArray[np.float64]
 # What the ranks of tensor parallelism do with experts where a plan does not state it: keep each expert whole, split
@@ -34,7 +31,8 @@ def expert_split(given: PlanColumns, default: str) -> NDArray[np.int64]:
 def expert_sizes(
     workload: Workload,
     moe: MixtureOfExperts,
-    table: PlanTable,
+    plans: PlanColumns,
+    degrees: Mapping[str, Floats],
     *,
     tokens: Floats,
     gate: float,
@@ -42,11 +40,13 @@ def expert_sizes(
     pads: bool,
     domain: int,
 ) -> dict[str, Floats | float]:
-    """Return the axes of experts for a rank that sends `tokens`; see `simulator.columns.plan_table.axis_sizes`."""
-    tp, ep, etp, capacity = table["tp"], table["ep"], table["etp"], table.capacity_factor
+    """Return the axes of experts for a rank that sends `tokens`, of `plans` with these `degrees`; see
+    `simulator.columns.plan_table.axis_sizes`.
+    """
+    tp, ep, etp, capacity = degrees["tp"], degrees["ep"], degrees["etp"], plans.capacity_factor
     # Ranks that split experts also compute each other's rows, unless they hold the same tokens anyway (tensor
     # parallelism without sequence parallelism).
-    others = np.where(table.sequence_parallel, etp, etp / np.minimum(tp, etp))
+    others = np.where(plans.sequence_parallel, etp, etp / np.minimum(tp, etp))
     # The busiest rank decides: its share of the rows, or what the capacity of its experts admits.
     sent = tokens * moe.experts_per_token
     uneven = _uneven(workload, ep, moe, spread)
@@ -66,7 +66,7 @@ def expert_sizes(
         "gfe": gate * moe.ffn / etp,
         "fs": moe.shared_ffn / tp,
         "gfs": gate * moe.shared_ffn / tp,
-        **_visits(moe, table, domain, tokens, uneven),
+        **_visits(moe, ep, etp, domain, tokens, uneven),
     }
 
 
@@ -95,10 +95,9 @@ FUSED_NETWORK = 0.6
 
 
 def _visits(
-    moe: MixtureOfExperts, table: PlanTable, domain: int, tokens: Floats, uneven: Floats
+    moe: MixtureOfExperts, ep: Floats, etp: Floats, domain: int, tokens: Floats, uneven: Floats
 ) -> dict[str, Floats | float]:
     """Return the axes of dispatches that send each token once to a rank, and over a network once to a node."""
-    ep, etp = table["ep"], table["etp"]
     nodes = np.ceil(ep * etp / domain)
     reach = etp * tokens * places_visited(moe, ep) * uneven
     limit = np.ceil(nodes * moe.groups_per_token / moe.groups)

@@ -255,7 +255,15 @@ def axis_sizes(
         sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
         sizes |= expert_sizes(
-            workload, model.moe, table, tokens=u, gate=gate, spread=expert_spread, pads=pads, domain=domain
+            workload,
+            model.moe,
+            table,
+            table.columns,
+            tokens=u,
+            gate=gate,
+            spread=expert_spread,
+            pads=pads,
+            domain=domain,
         )
     return {name: value * ones for name, value in sizes.items()}
 
