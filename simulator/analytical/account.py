@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,12 @@ from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.pipeline.schedule_walk import period_of, shown, table_of, walked
 from simulator.pipeline.schedules.table import Action, Kind
-from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.traffic import sharded_sends, traffic_kinds
-from simulator.step.units import Unit, UnitMaker, wrapping_period
+from simulator.step.units import UnitMaker, wrapping_period
 from simulator.step.walk import StepWalk, message_bytes
 from topology.time_limit import check_time
 
@@ -68,10 +68,10 @@ class Account:
         return {name: parts[name] for name in BREAKDOWN}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, for a cached property
 class AccountInputs:
     """What an account is computed from: the plans of `context`, the costs of their blocks, and the clocks of their
-    kernels.
+    kernels, by default those that the power limit allows.
     """
 
     scenario: Scenario
@@ -79,36 +79,20 @@ class AccountInputs:
     operators: ModelOperators
     blocks: Mapping[str, BlockCost]
     parameters: Parameters
-    clocks: Floats
+    at: Floats | None = None
+
+    @cached_property
+    def clocks(self) -> Floats:
+        if self.at is not None:
+            return self.at
+        return working_clocks(self.scenario.model, self.blocks, self.parameters, self.context)
 
     def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
         """Return the inputs of the plans `rows`, for which `context` was made."""
-        return AccountInputs(
-            scenario=self.scenario,
-            context=context,
-            operators=self.operators,
-            blocks={name: block.take(rows) for name, block in self.blocks.items()},
-            parameters=self.parameters.take(rows),
-            clocks=self.clocks[rows],
+        blocks = {name: block.take(rows) for name, block in self.blocks.items()}
+        return replace(
+            self, context=context, blocks=blocks, parameters=self.parameters.take(rows), at=self.clocks[rows]
         )
-
-
-def account_inputs(
-    scenario: Scenario,
-    context: CostContext,
-    operators: ModelOperators,
-    blocks: Mapping[str, BlockCost],
-    parameters: Parameters,
-) -> AccountInputs:
-    """Return the inputs for the plans of `context`, with kernels at the clocks that the power limit allows."""
-    return AccountInputs(
-        scenario=scenario,
-        context=context,
-        operators=operators,
-        blocks=blocks,
-        parameters=parameters,
-        clocks=working_clocks(scenario.model, blocks, parameters, context),
-    )
 
 
 def account_plans(inputs: AccountInputs) -> Account:
@@ -151,9 +135,9 @@ def at_clocks(inputs: AccountInputs) -> AccountInputs:
     modes = list(inputs.blocks["dense"].recompute)
     slower = replace(some, roofline=roofline, own_costs=True)
     hiding = [name for name, block in inputs.blocks.items() if block.hides]
-    slowed = network_blocks(inputs.operators, slower, modes, moe="moe" in inputs.blocks, only=hiding)
+    slowed = network_blocks(inputs.operators, slower, modes, only=hiding)
     changed = {name: inputs.blocks[name].with_transfers_of(slowed[name], rows, clocks[rows]) for name in hiding}
-    return replace(inputs, blocks={**inputs.blocks, **changed})
+    return replace(inputs, blocks={**inputs.blocks, **changed}, at=clocks)
 
 
 def account_assignments(inputs: AccountInputs, plans: Sequence[Plan], known: KnownPasses | None = None) -> Account:
@@ -234,7 +218,8 @@ def account_unpipelined(inputs: AccountInputs) -> Account:
     """Return the account of plans without a pipeline whose steps have the same operations."""
     context = inputs.context
     m = context.table.micro_batches
-    walk = StepWalk(context, stage_units(inputs), inputs.scenario.model)
+    stages = unit_maker(inputs).stages(plan_of(context.table), folded=True)
+    walk = StepWalk(context, stages, inputs.scenario.model)
     rank = RankTimeline(*_times(inputs))
     data = walk.begin(rank)
     rank.start()
@@ -279,7 +264,8 @@ class PipelinePlans:
         tables = [
             table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go, paired=paired) for count in counts
         ]
-        stages = _assigned_units(inputs, assigned) if assigned else [stage_units(inputs)]
+        maker = unit_maker(inputs)
+        stages = [maker.stages(one, mode=one.recompute if assigned else "", folded=True) for one in assigned or (plan,)]
         walk = StepWalk(inputs.context, stages[0], inputs.scenario.model)
         blocks, traffic = _times(inputs)
         counter = Counter(
@@ -338,30 +324,6 @@ def account_pipelines(several: Sequence[PipelinePlans]) -> list[Account]:
     """Return the accounts of groups of plans, all walked at once."""
     clocks = iter(walk_tables([course for plans in several for course in plans.courses]))
     return [plans.account([next(clocks) for _ in plans.courses]) for plans in several]
-
-
-def stage_units(inputs: AccountInputs) -> list[list[Unit]]:
-    """Return the units of every stage, with equal neighbours folded into one that repeats."""
-    return unit_maker(inputs).stages(plan_of(inputs.context.table), folded=True)
-
-
-def _assigned_units(inputs: AccountInputs, plans: Sequence[Plan]) -> list[list[list[Unit]]]:
-    """Return the units of every stage of each plan, shape [plan][stage]; stages with the same layers share one list."""
-    maker, model = unit_maker(inputs), inputs.scenario.model
-    known: dict[object, list[Unit]] = {}
-    found = []
-    for plan in plans:
-        counts, start, stages = stage_layers(model.layers, plan, inputs.context.spec.pipeline), 0, []
-        for number, count in enumerate(counts):
-            mode = plan.recompute_per_stage[number] if plan.recompute_per_stage else plan.recompute
-            first, last = number == 0, number == len(counts) - 1
-            key = start, count, mode, first, last
-            if key not in known:
-                known[key] = maker.stage(start, count, mode, first=first, last=last, folded=True)
-            stages.append(known[key])
-            start += count
-        found.append(stages)
-    return found
 
 
 def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:

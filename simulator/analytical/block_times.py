@@ -17,7 +17,7 @@ from simulator.kernels.roofline import Packing, efficiency
 from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_lost_and_stalled_s
 from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import TAKEN
-from simulator.step.host import QUEUED_LAUNCHES, again_host_s, layer_host_s, update_host_s
+from simulator.step.host import QUEUED_LAUNCHES, again_host_s, unit_host_s
 from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
@@ -82,7 +82,7 @@ class BlockTimes:
         """Return the times of a pass of a unit; `paired`: while a layer of the same kind runs for another micro
         batch.
         """
-        paired = paired and unit.block == "moe" and which in {Pass.FORWARD, Pass.BACKWARD}
+        paired = paired and unit.sparse and which in {Pass.FORWARD, Pass.BACKWARD}
         key = (unit.code, which, unit.wrapped, id(unit.words) if unit.wrapped else 0, paired)
         if key not in self._known:
             self._known[key] = self._paired(unit, which) if paired else self._times(unit, which)
@@ -130,15 +130,9 @@ class BlockTimes:
         )
 
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
-        block = self.blocks[unit.code]
-        forward_s, backward_s = (
-            layer_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe")
-            if unit.block in {"dense", "moe"}
-            else (np.zeros(self.rows), np.zeros(self.rows))
-        )
+        block, (forward_s, backward_s) = self.blocks[unit.code], unit_host_s(self.context, unit)
         if which is Pass.FORWARD:
             return self._timed(block.forward, forward_s)
-        backward_s = backward_s + update_host_s(self.context, unit.tensors)
         if which is Pass.WEIGHT:
             weight = self.clocks * block.backward.weight_s
             behind = block.backward.weight_behind_s + np.minimum(weight - block.backward.weight_s, 0.0)
@@ -157,31 +151,25 @@ class BlockTimes:
         plain = self._timed(cost, host_s)
         if not unit.wrapped:
             return plain
-        spec, again_s = (
-            self.context.spec,
-            again_host_s(self.context.spec, self.context.table, sparse=unit.block == "moe"),
-        )
+        again_s = again_host_s(self.context.spec, self.context.table, sparse=unit.sparse)
         backward = self._timed(cost, host_s + again_s)
         result = plain
         for word in words(unit.words):
             if word in block.recompute:
-                again = self._timed(block.recompute[word], np.zeros(self.rows), share=spec.recompute[word].layers)
+                again = self._timed(block.recompute[word], np.zeros(self.rows))
                 result = _chosen(unit.words == word, _one_after_other(again, backward), result)
         return result
 
-    def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
-        """Return a pass with `host_s` of Python before it. `cost` is an average over all layers; a `share` of them runs
-        this pass, and the result is for one of those.
-        """
-        lost = self.clocks * cost.lost_s / share
-        kernels = self.clocks * cost.compute_s / share
-        exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
-        saved = kernels - cost.compute_s / share  # seconds added to the kernels by their clocks
-        advance = cost.advance(host_s=share * host_s).times(1.0 / share)
+    def _timed(self, cost: PassCost, host_s: Floats) -> PassTimes:
+        """Return a pass with `host_s` of Python before it."""
+        lost = self.clocks * cost.lost_s
+        kernels = self.clocks * cost.compute_s
+        saved = kernels - cost.compute_s  # seconds added to the kernels by their clocks
+        advance = cost.advance(host_s=host_s)
         device_s = advance.device_s + saved + lost
         return PassTimes(
             kernels_s=kernels + lost,
-            exposed_s=sum(exposed.values(), np.zeros(self.rows)),
+            exposed_s=cost.exposed_s,
             advance=ClockAdvance(
                 device_s=device_s,
                 late_s=np.maximum(advance.late_s + np.minimum(saved, 0.0), device_s),
@@ -189,8 +177,8 @@ class BlockTimes:
                 waits_s=advance.waits_s + saved + lost,
             ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
-            launches=cost.launches / share,
-            parts={"compute": kernels, "contention": lost, **exposed},
+            launches=cost.launches,
+            parts={"compute": kernels, "contention": lost, **cost.communication_s},
         )
 
 
@@ -277,17 +265,14 @@ class Background:
         mine, theirs = np.minimum(mine, 1.0), np.minimum(theirs, 1.0)
         return np.where(crowded, mine, 1.0), np.where(crowded, theirs, 1.0)
 
-    def stretch(
-        self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
-    ) -> Stretch:
-        """Return how much compute and this collective slow each other down while both run."""
-        sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
-        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
+    def stretch(self, timed: PassTimes | Copied, traffic: TrafficTimes) -> Stretch:
+        """Return how much compute and this collective slow each other down while both run; copies use no SMs."""
+        sms = 1.0 if isinstance(timed, Copied) else 1.0 - self.sms / traffic.sms
+        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(timed.bytes_per_s, 1.0)
         speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
-        total = kernels_s + exposed_s
-        slow_kernels = kernels_s / speed
-        stretched = slow_kernels + exposed_s
-        progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
+        total, slow_kernels = timed.device_s, timed.kernels_s / speed
+        stretched = slow_kernels + timed.exposed_s
+        progress = (slow_kernels / self.slowed + timed.exposed_s) / np.maximum(stretched, TINY)
         times = np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0)
         return Stretch(times, 1.0 - 1.0 / times, 1.0 - np.maximum(progress, 0.05))
 
@@ -305,11 +290,16 @@ class Stretch:
 
 @dataclass(slots=True)
 class Copied:
-    """A copy within the GPU: its bytes/s and seconds, and what it costs compute that it runs next to, once asked."""
+    """A copy within the GPU: its seconds and bytes/s, and what it costs compute that it runs next to, once asked."""
 
-    rate: Floats
-    seconds: Floats
+    device_s: Floats
+    bytes_per_s: Floats
     cost: Background | None = None
+    exposed_s: float = 0.0
+
+    @property
+    def kernels_s(self) -> Floats:
+        return self.device_s
 
 
 @dataclass(slots=True)
@@ -345,13 +335,13 @@ class TrafficTimes:
         key = id(moved_bytes), id(packing)
         if key not in self._copied:  # keep both alive, so that their ids stay unique
             rate = self._hbm if packing is None else self._copy_bytes_per_s(packing)
-            self._copied[key] = Copied(rate, np.asarray(moved_bytes / rate)), moved_bytes, packing
+            self._copied[key] = Copied(np.asarray(moved_bytes / rate), rate), moved_bytes, packing
         return self._copied[key][0]
 
     def next_to(self, copied: Copied) -> Background:
         """Return what a copy on another stream costs compute."""
         if copied.cost is None:
-            copied.cost = self._copying(copied.seconds)
+            copied.cost = self._copying(copied.device_s)
         return copied.cost
 
     def _copy_bytes_per_s(self, packing: Packing) -> Floats:

@@ -51,10 +51,6 @@ class ClockAdvance:
         """Return the rows `which`."""
         return ClockAdvance(**{f.name: getattr(self, f.name)[which] for f in fields(ClockAdvance)})
 
-    def times(self, factor: float) -> ClockAdvance:
-        """Return the advance of a pass that takes `factor` times as long."""
-        return ClockAdvance(**{f.name: factor * getattr(self, f.name) for f in fields(ClockAdvance)})
-
 
 def launching(device_s: Floats, behind_s: Floats, host_s: Floats) -> ClockAdvance:
     """Return the advance of a pass whose host only launches; for `behind_s` see
@@ -80,11 +76,6 @@ class Waits:
         """Return the rows `which`."""
         device_s, behind_s, host_s = (seconds[which] for seconds in self.before_s)
         return Waits(rows=self.rows[which], before_s=(device_s, behind_s, host_s), after=self.after.take(which))
-
-    def times(self, factor: float) -> Waits:
-        """Return the pass with all its times multiplied by `factor`."""
-        device_s, behind_s, host_s = (factor * seconds for seconds in self.before_s)
-        return Waits(rows=self.rows, before_s=(device_s, behind_s, host_s), after=self.after.times(factor))
 
     def advance(self, plain: ClockAdvance, *, host_s: Floats | float = 0.0) -> ClockAdvance:
         """Return the advance of the pass after `host_s` of host work; `plain` is the advance in rows without a wait."""

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.account import AXES, Account, AccountInputs, account_inputs, account_plans
+from simulator.analytical.account import AXES, Account, AccountInputs, account_plans
 from simulator.analytical.known_shares import known_shares
 from simulator.analytical.layer_cost import network_blocks
-from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
+from simulator.analytical.memory import CONTEXT_BYTES, MemoryColumns, memory_of_ranks
+from simulator.analytical.rank_memory import RankMemory
 from simulator.analytical.scenario import Scenario, require_gpus
 from simulator.calibration.by_plan import host_by_plan, operators_by_plan, roofline_by_plan
 from simulator.calibration.calibration import (
@@ -33,12 +34,13 @@ from simulator.calibration.intervals import basis_of, interval_table, memory_fac
 from simulator.calibration.provenance import Shares, main_source, shares
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import PlanColumns, words
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
-from simulator.pipeline.stages import stage_layout
+from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import RuntimeSpec, canonical_recompute, wraps_one
 from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
@@ -151,12 +153,9 @@ def estimate_plans(
     """
     model, cluster, workload, runtime = scenario.model, scenario.cluster, scenario.workload, scenario.runtime
     inputs = _inputs(scenario, plans, each_on, each_with)
-    context, operators, blocks = inputs.context, inputs.operators, inputs.blocks
-    layout = stage_layout(model, context.table, operators.spec.pipeline)
-    memory = memory_columns(model, operators, context, layout, blocks, inputs.parameters).scaled(known_costs(scenario))
-    account = account_plans(inputs)
+    context, (layout, memory), account = inputs.context, _memory(inputs), account_plans(inputs)
     breakdown_s = account.breakdown_s
-    measured, fitted = known_shares(layout, blocks)
+    measured, fitted = known_shares(layout, inputs.blocks, context.spec.recompute)
     resting = shares(
         breakdown_s,
         measured=measured,
@@ -196,20 +195,30 @@ def estimate_plans(
 def _inputs(
     scenario: Scenario,
     plans: Sequence[Plan],
-    each_on: Sequence[Cluster],
-    each_with: Sequence[Calibration],
+    each_on: Sequence[Cluster] = (),
+    each_with: Sequence[Calibration] = (),
     host_factor: Floats | None = None,
 ) -> AccountInputs:
     operators = calibrated_operators(scenario)
-    table = _table_of(scenario, plans, operators)
+    require_gpus(plans, scenario.cluster)
+    table = table_of(scenario, plans, operators)
     context = cost_context(scenario, table, operators, each_on)
     if each_with:
         context = _with_own_costs(context, scenario, each_with)
     if host_factor is not None:
         spec = replace(context.spec, host=slowed(context.spec.host, host_factor))
         context = replace(context, spec=spec, own_costs=True)
-    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
-    return account_inputs(scenario, context, operators, blocks, local_parameters(scenario.model, context))
+    blocks = network_blocks(operators, context, table.recompute_modes)
+    parameters = local_parameters(scenario.model, context)
+    return AccountInputs(scenario=scenario, context=context, operators=operators, blocks=blocks, parameters=parameters)
+
+
+def _memory(inputs: AccountInputs) -> tuple[StageLayout, MemoryColumns]:
+    """Return the layers of every rank, and its least memory."""
+    model, operators = inputs.scenario.model, inputs.operators
+    layout = stage_layout(model, inputs.context.table, operators.spec.pipeline)
+    ranks = RankMemory(model, operators, inputs.context, layout, inputs.blocks, inputs.parameters)
+    return layout, memory_of_ranks(ranks).scaled(known_costs(inputs.scenario))
 
 
 def _account_with_hosts(
@@ -232,20 +241,19 @@ def memory_of_plans(scenario: Scenario, plans: Sequence[Plan]) -> MemoryColumns:
     """Return the least memory of every rank under every plan, the same as in `estimate_plans` but without step
     times.
     """
-    operators = calibrated_operators(scenario)
-    table = _table_of(scenario, plans, operators)
-    context = cost_context(scenario, table, operators)
-    blocks = network_blocks(operators, context, table.recompute_modes, moe=scenario.model.moe is not None)
-    layout = stage_layout(scenario.model, table, operators.spec.pipeline)
-    parameters = local_parameters(scenario.model, context)
-    memory = memory_columns(scenario.model, operators, context, layout, blocks, parameters)
-    return memory.scaled(known_costs(scenario))
+    return _memory(_inputs(scenario, plans))[1]
 
 
-def _table_of(scenario: Scenario, plans: Sequence[Plan], operators: ModelOperators) -> PlanTable:
-    require_gpus(plans, scenario.cluster)
+def table_of(scenario: Scenario, plans: Sequence[Plan] | PlanColumns, operators: ModelOperators) -> PlanTable:
+    """Return plans as the analytical model reads them. Raises BadPlan for words that the runtime does not know."""
+    if isinstance(plans, PlanColumns):
+        for word in words(plans.recompute):
+            if (name := canonical_recompute(word, scenario.runtime)) != word:
+                plans = replace(plans, recompute=np.where(plans.recompute == word, name, plans.recompute))
+    else:
+        plans = [with_canonical_recompute(plan, scenario.runtime) for plan in plans]
     return plan_table(
-        [with_canonical_recompute(plan, scenario.runtime) for plan in plans],
+        plans,
         scenario.workload,
         cp_method=operators.spec.context_parallel,
         splits_experts=operators.spec.splits_experts,
@@ -375,9 +383,7 @@ def _with_own_costs(context: CostContext, scenario: Scenario, each_with: Sequenc
         known = costs[id(one)]
         key = (id(one.collectives), known.crossing_s, known.network_factor)
         if key not in models:
-            models[key] = replace(
-                collectives_on(scenario.cluster, one), crossing_s=known.crossing_s, network_factor=known.network_factor
-            )
+            models[key] = collectives_of(scenarios[id(one)], scenario.cluster)
     measured = scenario.gpu_calibration
     if measured is not None:
         measured = replace(measured, operators=operators_by_plan(each_with))

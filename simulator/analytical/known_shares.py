@@ -9,20 +9,29 @@ import numpy as np
 from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.stages import StageLayout
+from simulator.runtimes.parts import RecomputeSpec
+from simulator.step.units import LAYERS
 
 
-def known_shares(layout: StageLayout, blocks: Mapping[str, BlockCost]) -> tuple[Floats, Floats]:
+def known_shares(
+    layout: StageLayout, blocks: Mapping[str, BlockCost], modes: Mapping[str, RecomputeSpec]
+) -> tuple[Floats, Floats]:
     """Return (measured, fitted) shares of kernel time on the pipeline rank that computes longest, each of shape
     (plans,).
     """
-    computing, measured, fitted = (_of_ranks(layout, blocks, name) for name in ("compute_s", "measured_s", "fitted_s"))
+    computing, measured, fitted = (
+        _of_ranks(layout, blocks, modes, name) for name in ("compute_s", "measured_s", "fitted_s")
+    )
+
     slowest = np.argmax(computing, axis=1)[:, None]
     total = np.maximum(np.take_along_axis(computing, slowest, axis=1), 1e-30)
     measured, fitted = ((np.take_along_axis(each, slowest, axis=1) / total)[:, 0] for each in (measured, fitted))
     return measured, fitted
 
 
-def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: str) -> Floats:
+def _of_ranks(
+    layout: StageLayout, blocks: Mapping[str, BlockCost], modes: Mapping[str, RecomputeSpec], quantity: str
+) -> Floats:
     """Return a quantity summed over all passes of one micro batch on each pipeline rank, shape (plans, ranks)."""
 
     def of(cost: PassCost) -> Floats:
@@ -39,7 +48,7 @@ def _of_ranks(layout: StageLayout, blocks: Mapping[str, BlockCost], quantity: st
         np.zeros(layout.exists.shape),
     )
     for mode, layers in layout.by_mode.items():
-        for name, count in zip(("dense", "moe"), layers, strict=True):
+        for name, count in zip(LAYERS, layers, strict=True):
             if name in blocks and mode in blocks[name].recompute:
-                total = total + count * of(blocks[name].recompute[mode])
+                total = total + count * modes[mode].layers * of(blocks[name].recompute[mode])
     return np.asarray(total)

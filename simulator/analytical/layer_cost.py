@@ -20,6 +20,7 @@ from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes, tensors_bytes
+from simulator.step.units import ENDS
 
 # Share of the time of grouped products whose kernel is not described that scales with clocks as other products do:
 # on a rested GPU grouped products take 0.86 of their sustained time (0.73 to 0.97, five networks on one H100, least
@@ -89,17 +90,6 @@ class PassCost:
         hidden = {axis: np.where(rows & (axis == "ep"), 0.0, s) for axis, s in self.communication_s.items()}
         return replace(self, communication_s=hidden)
 
-    def of_share(self, layers: float) -> PassCost:
-        """Return the average over all layers when a share `layers` of them runs this pass."""
-        if layers == 1.0:
-            return self
-        values = {name: getattr(self, name) for name in AMOUNTS}
-        communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
-        waits = None if self.waits is None else self.waits.times(layers)
-        return PassCost(
-            **{name: layers * value for name, value in values.items()}, communication_s=communication_s, waits=waits
-        )
-
     def with_transfers_of(self, other: PassCost, rows: NDArray[np.intp], clocks: Floats) -> PassCost:
         """Return the pass with what `other`, the plans `rows` at their `clocks`, leaves exposed and loses to
         transfers.
@@ -158,9 +148,9 @@ class BlockMemory:
 
 @dataclass(slots=True, kw_only=True)
 class BlockCost(BlockMemory):
-    """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again,
-    and its memory. `inward` returns the backward pass without weight gradients, for schedules that split it. `hides`:
-    in some plan transfers run next to kernels of the block.
+    """Costs of a block: its forward pass, its backward pass without recomputation, what each recompute mode runs again
+    in a block that it wraps, and its memory. `inward` returns the backward pass without weight gradients, for schedules
+    that split it. `hides`: in some plan transfers run next to kernels of the block.
     """
 
     forward: PassCost
@@ -203,20 +193,18 @@ def network_blocks(
     operators: ModelOperators,
     context: CostContext,
     recompute: Sequence[str],
-    *,
-    moe: bool,
     only: Collection[str] | None = None,
 ) -> dict[str, BlockCost]:
     """Return the costs of the model's blocks (`dense`, `moe`, layers in 16 bits, `embedding`, `head`), or `only` of
     some of them, with every recompute mode given for layers.
     """
-    layers = {
-        code: block_cost(of_layer, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
-        for code, of_layer in operators.layers(moe=moe).items()
+    return {
+        code: block_cost(some, context)
+        if code in ENDS
+        else block_cost(some, context.in_layers, {word: operators.modes(code)[word] for word in recompute})
+        for code, some in operators.blocks.items()
         if only is None or code in only
     }
-    ends = {"embedding": operators.embedding, "head": operators.head}
-    return layers | {code: block_cost(of, context) for code, of in ends.items() if only is None or code in only}
 
 
 def block_cost(
@@ -230,9 +218,7 @@ def block_cost(
         forward=pass_cost(passes.forward, context),
         backward=pass_cost(passes.backward, context),
         inward=cache(lambda: pass_cost([step for step in passes.backward if not of_weight(step)], context)),
-        recompute={
-            name: pass_cost(steps, context).of_share(modes[name].layers) for name, steps in passes.again.items()
-        },
+        recompute={name: pass_cost(steps, context) for name, steps in passes.again.items()},
         hides=any(isinstance(step, (Ring, Pair)) for step in (*passes.forward, *passes.backward)),
         saved_bytes={
             name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything

@@ -13,25 +13,20 @@ where these do not coincide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.layer_cost import BlockMemory
-from simulator.analytical.rank_memory import Flight, RankMemory
+from simulator.analytical.rank_memory import RankMemory
 from simulator.calibration.calibration import RuntimeCosts
 from simulator.columns.plan_table import Floats
-from simulator.config.model import Model
 from simulator.kernels.operators import tensor_bytes
 from simulator.pipeline.schedules.registry import where
-from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import turns_at_once
-from simulator.runtimes.model_operators import ModelOperators
-from simulator.step.context import CostContext
-from simulator.step.held import Parameters, State, autocast_remembers, state_bytes, workspace_bytes
+from simulator.step.held import State, autocast_remembers, state_bytes, workspace_bytes
 from simulator.step.offload import host_bytes, offloaded
 from simulator.step.traffic import has_replicas
 from topology.units import GIB
@@ -83,22 +78,10 @@ class MemoryColumns:
         return worst
 
 
-def memory_columns(
-    model: Model,
-    operators: ModelOperators,
-    context: CostContext,
-    layout: StageLayout,
-    blocks: Mapping[str, BlockMemory],
-    parameters: Parameters,
-) -> MemoryColumns:
-    """Return the least peak memory of every pipeline rank under every plan."""
-    return memory_of_ranks(RankMemory(model, operators, context, layout, blocks, parameters))
-
-
 def memory_of_ranks(ranks: RankMemory) -> MemoryColumns:
     """Return the least peak memory of the pipeline ranks that `ranks` describes."""
     context, layout = ranks.context, ranks.layout
-    shared = shared_parts(ranks)
+    shared = SharedParts(ranks)
     peak, reserved = least_bytes(ranks, shared)
     updating = peak <= (shared.standing + shared.end) * ROUNDED  # the fullest moment is an update
     away: list[State] = [kind for kind in state_bytes(context) if offloaded(context, kind).any()]
@@ -116,7 +99,7 @@ def least_bytes(ranks: RankMemory, shared: SharedParts | None = None) -> tuple[F
     """Return lower bounds of the allocated and of the reserved bytes of every rank, each of shape (plans, pipeline
     ranks). `shared` are the parts of the same ranks under another recompute mode.
     """
-    peaks = _peaks(ranks, shared or shared_parts(ranks))
+    peaks = _peaks(ranks, shared or SharedParts(ranks))
     peak, reserved = (np.where(ranks.layout.exists, nbytes * ROUNDED, 0.0) for nbytes in peaks)
     return peak, reserved
 
@@ -137,64 +120,46 @@ def _categories(ranks: RankMemory, updating: NDArray[np.bool_]) -> dict[str, Flo
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedParts:
     """What bounds of the same ranks under several recompute modes have in common: bytes, shape (plans, ranks)."""
 
-    standing: Floats  # from step to step
-    # The first backward pass, a later one with gradients, and those gradients: in all, and on the compute stream.
-    first: Flight
-    later: Flight
-    added: Floats
-    added_computing: Floats
-    # While the head and while a layer computes, and in the backward pass of the first layer: gathered bytes on the
-    # compute stream; the same on the stream of gathers, where they surely coincide with the activations in flight.
-    of_head: tuple[Floats, Floats]
-    of_layer: tuple[Floats, Floats]
-    of_first_layer: tuple[Floats, Floats]
-    # The end of the step: in all, on the compute stream, and on the stream of reductions.
-    end: Floats
-    end_computing: Floats
-    reducing: Floats
-
-
-def shared_parts(ranks: RankMemory) -> SharedParts:
-    """Return the parts of the bounds of `ranks` that follow from no recompute mode."""
-    state, zero, full = ranks.state, ranks.zero, ranks.full
-    gradients = np.zeros_like(ranks.shared) if ranks.in_place else state["gradients"]
-    standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
-    # Whole gradients are on the compute stream or, with fully sharded units, shards on the stream of reductions.
-    held, shards = ranks.beside_gradients, full & ~ranks.piped
-    added = np.where(held > 0, np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients), 0.0)
-
-    # At the end every unit has its gradient; with full sharding, the last unit's is still unsharded.
-    together = full & ranks.piped & (not ranks.flat_units)  # in the order of the forward pass, resharded before
-    last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
-    last = np.where(together, np.where(ranks.layout.last, np.minimum(ranks.head, ranks.layer), ranks.layer), last)
-    if ranks.parameters.trained is not None:  # perhaps nothing is being reduced then
-        last = np.zeros_like(last)
-    width = ranks.context.dtype_bytes("gathered")
-    reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
-    # With a split backward pass a unit's weights are freed before its weight gradients are computed.
-    kept = full & ~ranks.splits & ~together & (not ranks.flat_units)
-    passing = ranks.passing(last) + np.where(kept, last * width, 0.0)
-    in_compute = np.where(full, 0.0, gradients)
-    reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)
-    of_head, of_layer, of_first_layer = _windows(ranks)
-    first = ranks.flight(ranks.in_flight, ranks.heads)
-    return SharedParts(
-        standing=standing + ranks.symmetric + 2 * workspace_bytes(ranks.context.roofline.gpu.architecture),
-        first=first._replace(between=first.between + _outputs(ranks)),
-        later=ranks.flight(held, ranks.heads_beside_gradients),
-        added=added,
-        added_computing=np.where(shards, 0.0, added),
-        of_head=of_head,
-        of_layer=of_layer,
-        of_first_layer=of_first_layer,
-        end=np.maximum(reduced + passing, gradients + zero.update),
-        end_computing=np.maximum(in_compute + passing, in_compute + zero.update),
-        reducing=np.maximum(reducing, zero.reducing),
-    )
+    def __init__(self, ranks: RankMemory) -> None:
+        state, zero, full = ranks.state, ranks.zero, ranks.full
+        gradients = np.zeros_like(ranks.shared) if ranks.in_place else state["gradients"]
+        workspaces = 2 * workspace_bytes(ranks.context.roofline.gpu.architecture)
+        # From step to step.
+        standing = state["parameters"] + state["optimizer"] + (state["gradients"] - gradients) + ranks.buffers
+        self.standing: Floats = standing + ranks.symmetric + workspaces
+        # The first backward pass, a later one with gradients, and those gradients: in all, and on the compute stream.
+        # Whole gradients are on the compute stream or, with fully sharded units, shards on the stream of reductions.
+        held, shards = ranks.beside_gradients, full & ~ranks.piped
+        first = ranks.flight(ranks.in_flight, ranks.heads)
+        self.first = first._replace(between=first.between + _outputs(ranks))
+        self.later = ranks.flight(held, ranks.heads_beside_gradients)
+        self.added = np.where(held > 0, np.where(ranks.added_gradients > 0, ranks.added_gradients, gradients), 0.0)
+        self.added_computing = np.where(shards, 0.0, self.added)
+        # While the head and while a layer computes, and in the backward pass of the first layer: gathered bytes on the
+        # compute stream; the same on the stream of gathers, where they surely coincide with the activations in flight.
+        self.of_head, self.of_layer, self.of_first_layer = _windows(ranks)
+        # The end of the step: in all, on the compute stream, and on the stream of reductions. Every unit has its
+        # gradient; with full sharding, the last unit's is still unsharded.
+        together = (
+            full & ranks.piped & (not ranks.spec.flat_units)
+        )  # in the order of the forward pass, resharded before
+        last = np.where(ranks.layout.first, ranks.embedding, ranks.layer)
+        last = np.where(together, np.where(ranks.layout.last, np.minimum(ranks.head, ranks.layer), ranks.layer), last)
+        if ranks.parameters.trained is not None:  # perhaps nothing is being reduced then
+            last = np.zeros_like(last)
+        width = ranks.context.dtype_bytes("gathered")
+        reduced = np.where(full, gradients * (1 - last / np.maximum(ranks.whole, 1.0)), gradients)
+        # With a split backward pass a unit's weights are freed before its weight gradients are computed.
+        kept = full & ~ranks.splits & ~together & (not ranks.spec.flat_units)
+        passing = ranks.passing(last) + np.where(kept, last * width, 0.0)
+        in_compute = np.where(full, 0.0, gradients)
+        reducing = np.where(full, gradients, 0.0) + _summed_over_replicas(ranks)
+        self.end = np.maximum(reduced + passing, gradients + zero.update)
+        self.end_computing = np.maximum(in_compute + passing, in_compute + zero.update)
+        self.reducing = np.maximum(reducing, zero.reducing)
 
 
 def _windows(ranks: RankMemory) -> Iterator[tuple[Floats, Floats]]:

@@ -35,6 +35,7 @@ from simulator.step.held import (
 )
 from simulator.step.offload import held_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
+from simulator.step.units import LAYERS
 from simulator.step.zero import zero_buffers
 
 # Cached properties of `RankMemory` that depend on the recompute modes of layers.
@@ -174,11 +175,6 @@ class RankMemory:
         looked_up = np.where(self.model.tied_embeddings, 0.0, self.embedding)
         return (self.whole - self.again - looked_up) * self.cast_bytes
 
-    @property
-    def flat_units(self) -> bool:
-        """Whether a unit's parameters are views of the gathered buffer rather than copies."""
-        return self.spec.fsdp.flat_parameters or self.spec.zero is not None
-
     def gathered(
         self,
         unit: Floats,
@@ -196,8 +192,8 @@ class RankMemory:
         last = (self.table.micro_batches <= FIRST_AND_LAST)[:, None]
         whole = self.whole - np.where(last, before, 0.0)
         root = self.embedding if self.spec.fsdp.flat_parameters or self.spec.fsdp.root_ends else 0.0
-        window = self._kept_or(whole, unit + root + (waiting if self.flat_units else 0.0)) * width
-        if self.flat_units:
+        window = self._kept_or(whole, unit + root + (waiting if self.spec.flat_units else 0.0)) * width
+        if self.spec.flat_units:
             return np.zeros_like(self.whole), window
         return window, np.where(self._buffered & self._resharded, buffer * width, 0.0)
 
@@ -220,7 +216,7 @@ class RankMemory:
         layer = np.where((dense > 0) & (moe > 0), smaller, self.layer)
         with_layers = np.ceil((dense + moe) / np.maximum(self.layout.largest, 1))  # stages, at least
         others = np.maximum(with_layers - 1, 0.0)
-        resharded = self.full & self.piped & self._resharded & (not self.flat_units)
+        resharded = self.full & self.piped & self._resharded & (not self.spec.flat_units)
         return np.where(resharded, others * layer * self.context.dtype_bytes("gathered"), 0.0)
 
     @cached_property
@@ -229,7 +225,7 @@ class RankMemory:
         its own. Of exchanges by copy engines, only ends have such buffers, which are not counted.
         """
         ranks = ((self.context.groups.extent("fsdp")[0] > 1) & ~self.table.pushed)[:, None]
-        return self.full & ranks & (not self.flat_units)
+        return self.full & ranks & (not self.spec.flat_units)
 
     @cached_property
     def gathers(self) -> Floats:
@@ -237,7 +233,7 @@ class RankMemory:
         width, prefetch = self.context.dtype_bytes("gathered"), self.spec.fsdp.prefetch
         end = np.maximum(self.embedding, self.head)
         both = np.where(self.alike > 0, np.maximum(end, np.where(self.alike > 1, self.layer, 0.0)) + self.layer, end)
-        if self.flat_units:
+        if self.spec.flat_units:
             ahead = np.maximum(
                 np.minimum(self.alike, 1 + prefetch) * self.layer, end + np.minimum(self.alike, prefetch) * self.layer
             )
@@ -307,7 +303,7 @@ class RankMemory:
         saved = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         most = np.zeros_like(saved)
         for mode, counts in layout.by_mode.items():
-            for name, layers in zip(("dense", "moe"), counts, strict=True):
+            for name, layers in zip(LAYERS, counts, strict=True):
                 if name in blocks:
                     of_layer = blocks[name].saved_bytes[mode][:, None]
                     # More passes may be in flight on one stage of a rank than on another: all stages count as the
@@ -325,7 +321,7 @@ class RankMemory:
         ends = layout.first * blocks["embedding"].saved_bytes["none"][:, None]
         saved, most = ends, np.zeros_like(ends)
         for mode, counts in layout.by_mode.items():
-            for name, layers in zip(("dense", "moe"), counts, strict=True):
+            for name, layers in zip(LAYERS, counts, strict=True):
                 if name in blocks:
                     of_layer, everything = (
                         blocks[name].saved_bytes[mode][:, None],
@@ -394,7 +390,7 @@ class RankMemory:
             whole=np.where(self.stages == 1, held, held >= 1),
             of_heads=self.head_saved * heads,
             cached=cached * np.where(self._all_first, heads, np.minimum(heads, 1.0)),
-            between=between_stages_bytes(self.context, self.layout.first, self.layout.last, held),
+            between=np.add(*between_stages_bytes(self.context, self.layout.first, self.layout.last, held)),
         )
 
     def activations(self, flight: Flight) -> Floats:
@@ -437,12 +433,9 @@ def _placeholders(
     at once.
     """
     total = np.zeros_like(dense, dtype=np.float64)
-    both = operators.dense_layer + operators.moe_layer
-    for held, kind in (
-        ((dense > 0) & (moe == 0), operators.dense_layer),
-        ((dense == 0) & (moe > 0), operators.moe_layer),
-        ((dense > 0) & (moe > 0), both),
-    ):
+    for has_dense, has_moe in ((True, False), (False, True), (True, True)):
+        held = ((dense > 0) == has_dense) & ((moe > 0) == has_moe)
         if held.any():
-            total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
+            layers = operators.dense_layer * has_dense + operators.moe_layer * has_moe
+            total = np.where(held, placeholder_bytes(layers, context)[:, None], total)
     return total

@@ -7,8 +7,7 @@ long as collectives last, kernels give up SMs and memory bandwidth to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import Packing
 from simulator.program.program import COMPUTE
 from simulator.step.host import QUEUED_LAUNCHES
-from simulator.step.rank import Pass, Value
+from simulator.step.rank import Pass, Rank, Value
 from simulator.step.traffic import COPIES, REPLICAS, STREAM, SUMS, WIRES
 from simulator.step.units import Unit
 
@@ -47,11 +46,10 @@ class StreamClocks(dict[str, Floats]):
 
 
 Ran = dict[int, tuple[PassTimes, Value]]
-Timed = TypeVar("Timed", PassTimes, Copied)
 Mark = tuple[Floats, Floats, dict[str, Floats], dict[str, Floats], Ran, dict[str, Floats], Value]
 
 
-class RankTimeline:
+class RankTimeline(Rank):
     """Counts the seconds of one pipeline rank for all plans of a table, or of `several` ranks that begin their passes
     at different times.
 
@@ -82,8 +80,7 @@ class RankTimeline:
         self._held_up: Floats = self._zero  # for how long the host has waited for room in the queue
         self._last: tuple[Floats, PassTimes] | None = None  # the start of the last pass, and its times
         self._begun, self._sends = self.mark(), False  # where a repeated unit began, and whether it sends anything
-        self._stretches: dict[tuple[int, int], tuple[Stretch, Background, PassTimes]] = {}
-        self._copies: dict[tuple[int, int], tuple[Stretch, Background, Copied]] = {}
+        self._stretches: dict[tuple[int, int], tuple[Stretch, Background, PassTimes | Copied]] = {}
         self.paired = False  # passes run alongside those of another micro batch
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: dict[str, Floats] = self.parts
@@ -191,9 +188,6 @@ class RankTimeline:
     def begin_pair(self) -> None:
         self.paired = True
 
-    def next_of_pair(self) -> None:
-        """Both passes of a pair are counted one after the other."""
-
     def end_pair(self) -> None:
         self.paired = False
 
@@ -215,7 +209,7 @@ class RankTimeline:
         device_s, advance, begun = times.device_s, times.advance, self.compute
         start = np.maximum(begun, self.host)
         idle_s = np.maximum(begun + advance.device_s, self.host + advance.late_s) - start - device_s
-        stretched = self._beside_traffic(start, times.device_s, idle_s, self._stretch, times, part="contention")
+        stretched = self._beside_traffic(start, times, idle_s, part="contention")
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
         longer: Value = 0.0
         done, late_s = begun + advance.device_s, advance.late_s
@@ -245,20 +239,19 @@ class RankTimeline:
             self._send(self.traffic.next_to(copied), stream, part="packing")
             return
         self._wait(COMPUTE, self.host, "host")
-        seconds = copied.seconds
-        stretched = self._beside_traffic(self.compute, seconds, None, self._stretched, copied, part="copies")
+        seconds, stretched = copied.device_s, self._beside_traffic(self.compute, copied, None, part="copies")
         self.parts["copies"] = self.parts["copies"] + seconds
         self.clocks[COMPUTE] = self.compute + (seconds if stretched is None else seconds + stretched)
 
     def update(self, moved_bytes: Value, elements: Value) -> None:  # noqa: ARG002 - time is that of the bytes
-        self._wait(COMPUTE, self.host, "host")
-        seconds = np.asarray(moved_bytes / self.traffic.update_bytes_per_s)
-        self.parts["optimizer"] = self.parts["optimizer"] + seconds
-        self.clocks[COMPUTE] = self.compute + seconds
+        self._computes(np.asarray(moved_bytes / self.traffic.update_bytes_per_s), "optimizer")
 
     def orthogonalise(self, seconds: Value, elements: Value) -> None:  # noqa: ARG002 - a Rank is given elements
+        self._computes(seconds, "orthogonal")
+
+    def _computes(self, seconds: Value, part: str) -> None:
         self._wait(COMPUTE, self.host, "host")
-        self.parts["orthogonal"] = self.parts["orthogonal"] + seconds
+        self.parts[part] = self.parts[part] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
 
     def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is given names
@@ -365,40 +358,24 @@ class RankTimeline:
             for name, (of, at) in self._events.items()
         }
 
-    def _stretch(self, cost: Background, times: PassTimes) -> Stretch:
-        """Return how much a collective and a pass slow each other down; computed once for each pair."""
-        key = id(cost), id(times)
+    def _stretch(self, cost: Background, timed: PassTimes | Copied) -> Stretch:
+        """Return how much a collective and a pass or a copy slow each other down; computed once for each pair."""
+        key = id(cost), id(timed)
         if key not in self._stretches:  # keep both alive, so that their ids stay unique
-            stretch = cost.stretch(times.kernels_s, times.exposed_s, times.bytes_per_s, self.traffic, copies=False)
-            self._stretches[key] = stretch, cost, times
+            self._stretches[key] = cost.stretch(timed, self.traffic), cost, timed
         return self._stretches[key][0]
 
-    def _stretched(self, cost: Background, copied: Copied) -> Stretch:
-        """Return how much a collective and a copy slow each other down; computed once for each pair."""
-        key = id(cost), id(copied)
-        if key not in self._copies:
-            stretch = cost.stretch(copied.seconds, self._zero, copied.rate, self.traffic, copies=True)
-            self._copies[key] = stretch, cost, copied
-        return self._copies[key][0]
-
     def _beside_traffic(
-        self,
-        start: Floats,
-        total_s: Floats,
-        idle_s: Floats | None,
-        stretch_of: Callable[[Background, Timed], Stretch],
-        timed: Timed,
-        *,
-        part: str,
+        self, start: Floats, timed: PassTimes | Copied, idle_s: Floats | None, *, part: str
     ) -> Floats | None:
-        """Return by how much traffic under way at `start` lengthens compute of `total_s`, count that to a `part`, and
-        delay that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which
+        """Return by how much traffic under way at `start` lengthens a pass or a copy, count that to a `part`, and delay
+        that traffic as well; None where there is no traffic. Meanwhile the device is idle for `idle_s`, in which
         traffic has the GPU to itself.
         """
         longer = None
         for stream, alongside, since, until, latest in self._under_way(start):
-            stretch = stretch_of(alongside, timed)
-            left, rest = until - start, total_s
+            stretch = self._stretch(alongside, timed)
+            left, rest = until - start, timed.device_s
             if since is not None:  # the stream may itself wait for another one first
                 alone = np.maximum(since - start, 0.0)
                 left, rest = left - alone, np.maximum(rest - alone, 0.0)

@@ -4,7 +4,8 @@ the ends of passes that nothing overlaps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,10 +15,11 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.pipeline.schedules.registry import where
 from simulator.pipeline.stages import StageLayout
 from simulator.step.context import CostContext
-from simulator.step.fsdp_copies import fsdp_copies
+from simulator.step.fsdp_copies import FsdpCopies
 from simulator.step.held import Parameters
 from simulator.step.offload import update_bytes_per_s
-from simulator.step.traffic import BLOCKS, has_replicas
+from simulator.step.traffic import has_replicas
+from simulator.step.units import ENDS, LAYERS
 from simulator.step.update import host_update_bytes, update_bytes, update_rate, updates_units
 from simulator.step.zero import adding_bytes
 
@@ -36,19 +38,19 @@ class LeastTraffic:
         self.parameters = parameters
         trained, rows = parameters.of("gradients"), np.zeros(len(self.table))
         self.shared, self.experts = trained.of_stage(layout)
-        self.copies = fsdp_copies(context)
+        self.copies = FsdpCopies(context)
         self._compute, self._reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
         dense, moe = layout.layers
-        used, self._blocks = (
-            {
-                "dense": (of.dense_layer + rows, rows),
-                "moe": (of.moe_layer + rows, of.experts + rows),
-                "embedding": (of.embedding + rows, rows),
-                "head": (of.head + rows, rows),
-            }
+        self.used, self.trained = (
+            {block: (of.of_block(block)[0] + rows, of.of_block(block)[1] + rows) for block in (*LAYERS, *ENDS)}
             for of in (parameters, trained)
         )
-        self._used = used
+        # Whether the optimizer is sharded, and gradients are; and without full sharding, whether those of a unit are
+        # reduced during the backward pass that computes them.
+        self.sharded, self.scattered = (self.table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
+        self._fetched = self.sharded & ~self.scattered & self.spec.ddp.sharded_overlap
+        self.behind = self._fetched | (~self.sharded & self.spec.ddp.overlap)
+        self._units: dict[str, UnitTraffic] = {}
         counts = {"dense": dense, "moe": moe}
         self._layers = {name: held for name, held in counts.items() if (held > 0).any()}
         self._m, self._piped = self.table.micro_batches, self.table["pp"] > 1
@@ -75,39 +77,11 @@ class LeastTraffic:
         if in_backward:
             self.backward = replace(self.backward, copies_s=self.backward.copies_s + update_s)
 
-    @cached_property
-    def units_s(self) -> dict[str, UnitTraffic]:
-        """Seconds of one unit, by the block it holds."""
-        return {name: self._unit(name) for name in self._blocks}
-
-    def _sharded_unit(self, block: str) -> _Sharded:
-        return _Sharded(self, block, self._used[block], self._blocks[block])
-
-    def _unit(self, block: str) -> UnitTraffic:
-        full, spec, table = self.table.fully_sharded, self.spec, self.table
-        shared, experts = self._blocks[block]
-        unit, elements = self._sharded_unit(block), shared + experts
-        sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
-        behind = (sharded & ~scattered & spec.ddp.sharded_overlap) | (~sharded & spec.ddp.overlap)
-        whole = last = np.zeros(len(table))
-        if not full.all():
-            whole, last = self._reduced(shared, experts, sharded), self._last_sent_s(block, sharded)
-        reduced, after = (
-            np.where(full, unit.scatter_s, np.where(behind | scattered, each, 0.0)) for each in (whole, last)
-        )
-        added = np.zeros(len(table))
-        if spec.state.gradient_dtype != "reduce":
-            added = elements * np.where(full, self._compute + 2 * self._reduce, adding_bytes(self.context)[1])
-            added = added / self.context.roofline.memory_bytes_per_s
-        return UnitTraffic(
-            out_s=np.where(full, unit.out_s, 0.0),
-            gather_s=np.where(full, unit.gather_s, 0.0),
-            in_s=np.where(full, unit.in_s, 0.0),
-            added_s=added,
-            reduce_s=reduced,
-            after_s=after,
-            replicate_s=np.where(full, unit.replicate_s, 0.0),
-        )
+    def unit(self, block: str) -> UnitTraffic:
+        """Return the seconds of one unit, by the block it holds."""
+        if block not in self._units:
+            self._units[block] = UnitTraffic(self, block)
+        return self._units[block]
 
     def _sharded(self, lookup_s: Floats) -> tuple[PassTraffic, PassTraffic]:
         """Units are gathered, copied, and their gradients scattered, one by one."""
@@ -117,7 +91,7 @@ class LeastTraffic:
         # unit.
         forward, backward = np.where(keeps, 1.0, m), np.where(keeps | off, 0.0, m)
         reductions = np.where(self._piped, 1.0, m)
-        embedding, *layers, head = map(self._sharded_unit, ("embedding", *self._layers, "head"))
+        embedding, *layers, head = map(self.unit, ("embedding", *self._layers, "head"))
         held = [self._first, *self._layers.values(), self._last]
         units = [embedding, *layers, head]
 
@@ -146,7 +120,7 @@ class LeastTraffic:
         full = table.fully_sharded[:, None]
         in_turn = forward[:, None] * gathered - stay * widest("gather_s") + gathered_again + once * total("scatter_s")
         self.in_turn_s = np.where(full & ~keeps[:, None], in_turn, 0.0)
-        added = np.max([np.add(*self._blocks[name]) for name in self._layers], axis=0)
+        added = np.max([np.add(*self.trained[name]) for name in self._layers], axis=0)
         width = 0.0 if self.spec.state.gradient_dtype == "reduce" else self._compute + 2 * self._reduce
         self.turning_s = np.max([unit.in_s for unit in layers], axis=0)
         self.turning_s = self.turning_s + added * width / self.context.roofline.memory_bytes_per_s
@@ -175,23 +149,19 @@ class LeastTraffic:
         """Return the backward traffic of unsharded gradients: reduced behind the backward pass that computes them, or
         after the last.
         """
-        spec, table = self.spec, self.table
-        sharded, scattered = (table.state_shard[kind] > 1 for kind in ("optimizer", "gradients"))
         # A sharded optimizer's gradients may be reduced during the backward pass, and its parameters gathered during
         # the first forward pass.
-        fetched = sharded & ~scattered & spec.ddp.sharded_overlap
-        behind = fetched | (~sharded & spec.ddp.overlap)
-        every = self._m if spec.ddp.every_micro_batch else np.ones(len(table))
+        sharded, scattered, fetched, behind = self.sharded, self.scattered, self._fetched, self.behind
+        every = self._m if self.spec.ddp.every_micro_batch else np.ones(len(self.table))
         times = np.where(self._piped, 1.0, np.where(scattered, self._m, every))[:, None]
         first, further = adding_bytes(self.context)
         seconds = (first + (self._m - 1) * further) / self.context.roofline.memory_bytes_per_s
         copies = (self.shared + self.experts) * seconds[:, None]
-        layers = [self._reduced(*self._blocks[name], sharded) for name in self._layers]
-        embedding, head = (self._reduced(*self._blocks[name], sharded) for name in ("embedding", "head"))
+        embedding, *layers, head = (self.reduced_s(name) for name in ("embedding", *self._layers, "head"))
         held = [self._first, *self._layers.values(), self._last]
         each = (count * one[:, None] for count, one in zip(held, [embedding, *layers, head], strict=True))
         reduced = sum(each, np.zeros(copies.shape))
-        drain = self._end(embedding, np.min([self._last_sent_s(name, sharded) for name in self._layers], axis=0))
+        drain = self._end(embedding, np.min([self.last_sent_s(name) for name in self._layers], axis=0))
         one_by_one = (behind | scattered)[:, None]
         late = np.where(
             sharded[:, None],
@@ -214,23 +184,23 @@ class LeastTraffic:
         first, other = embedding_s[:, None], layer_s[:, None]
         return np.where(self._first > 0, np.where(looped, np.minimum(first, other), first), other)
 
-    def _reduced(self, shared: Floats, experts: Floats, sharded: Rows) -> Floats:
-        """Return the seconds to reduce the gradients of one unit, in buckets or as a reduce-scatter."""
-        size, reduce = self.spec.ddp.bucket_bytes, self._reduce
-        buckets = np.maximum(np.ceil((shared + experts) * reduce / size), 1.0) if size else 1.0
-        summed = buckets * self.send_s("all_reduce", "dp", shared / buckets, experts / buckets, reduce)
-        if not sharded.any():
-            return np.asarray(summed)
-        return np.where(sharded, self.send_s("reduce_scatter", "dp", shared, experts, reduce), summed)
+    def _buckets(self, block: str) -> Floats | float:
+        """Return the buckets that the gradients of one unit fill."""
+        size, elements = self.spec.ddp.bucket_bytes, np.add(*self.trained[block])
+        return np.maximum(np.ceil(elements * self._reduce / size), 1.0) if size else 1.0
 
-    def _last_sent_s(self, block: str, sharded: Rows) -> Floats:
+    def reduced_s(self, block: str) -> Floats:
+        """Return the seconds to reduce the gradients of one unit, in buckets or as a reduce-scatter."""
+        (shared, experts), buckets = self.trained[block], self._buckets(block)
+        summed = buckets * self.send_s("all_reduce", "dp", shared / buckets, experts / buckets, self._reduce)
+        if not self.sharded.any():
+            return np.asarray(summed)
+        return np.where(self.sharded, self.send_s("reduce_scatter", "dp", shared, experts, self._reduce), summed)
+
+    def last_sent_s(self, block: str) -> Floats:
         """Return the least that is reduced of one unit once it has computed: of buckets, one."""
-        shared, experts = self._blocks[block]
-        reduced, size = self._reduced(shared, experts, sharded), self.spec.ddp.bucket_bytes
-        if not size:
-            return reduced
-        buckets = np.maximum(np.ceil((shared + experts) * self._reduce / size), 1.0)
-        return np.where(sharded, reduced, reduced / buckets)
+        reduced = self.reduced_s(block)
+        return np.where(self.sharded, reduced, reduced / self._buckets(block))
 
     def _of_all(self, op: str, width: float, family: str = "dp") -> Floats:
         """Return the seconds of a collective over all parameters that a rank holds, shape (plans, ranks)."""
@@ -255,7 +225,7 @@ class LeastTraffic:
         if matrices is not None:
             of_stage = matrices.of_stage(self.layout)
             of_matrices = np.asarray(sum(held / shard for held, shard in zip(of_stage, shards, strict=True)))
-        (first, _), (last, _) = (self._blocks[end] for end in ("embedding", "head"))
+        (first, _), (last, _) = (self.trained[end] for end in ("embedding", "head"))
         layers = whole - self._first * first[:, None] - self._last * last[:, None]
         quantised = 0.0 if any(runtime.wide_layers) else layers  # at least
         moved = update_bytes(runtime, np.where(away, 0.0, owned), whole, of_matrices, quantised=quantised)
@@ -270,27 +240,6 @@ class LeastTraffic:
 def stages_of(table: PlanTable) -> Floats:
     """Return the number of stages of a rank, shape (plans, 1)."""
     return np.maximum(table["virtual_stages"], 1.0)[:, None]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTraffic:
-    """Seconds of one unit, shape (plans,): copies out of its gather (`out_s`), the gather, copies into its reduction
-    (`in_s`), gradients added to those of earlier micro batches, the reduction, `after_s` of it once the unit has
-    computed, and the sum over replicas.
-    """
-
-    out_s: Floats
-    gather_s: Floats
-    in_s: Floats
-    added_s: Floats
-    reduce_s: Floats
-    after_s: Floats
-    replicate_s: Floats
-
-    def take(self, rows: NDArray[np.intp]) -> UnitTraffic:
-        """Return the seconds of the plans `rows`."""
-        every = len(self.gather_s)
-        return UnitTraffic(*(np.broadcast_to(getattr(self, each.name), (every,))[rows] for each in fields(UnitTraffic)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,39 +262,66 @@ class PassTraffic:
         )
 
 
-class _Sharded:
-    """Seconds of one fully sharded unit: its gather and the copies out of it, its reduction and the copies into it.
-    `used` parameters are gathered, the gradients of `trained` ones reduced; each is a pair (shared, routed experts).
+class UnitTraffic:
+    """Seconds of one unit, shape (plans,). Fully sharded: copies out of its gather (`out_s`), the gather, copies into
+    its reduction (`in_s`), the reduction (`scatter_s`), and the sum over replicas.
     """
 
-    def __init__(
-        self, traffic: LeastTraffic, block: str, used: tuple[Floats, Floats], trained: tuple[Floats, Floats]
-    ) -> None:
-        context, table = traffic.context, traffic.table
-        compute, reduce = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
-        shared, experts = trained
-        copies = traffic.copies
-        self.out_s, self.in_s = (
-            move.nbytes / context.roofline.packing_bytes_per_s(move.packing)
-            for move in (copies.after_gather(*used), copies.before_reduction(*trained, further=False))
-        )
-        pushed = table.pushed & (block in BLOCKS)
+    def __init__(self, traffic: LeastTraffic, block: str) -> None:
+        self._traffic, self._block, context, table = traffic, block, traffic.context, traffic.table
+        used, (shared, experts) = traffic.used[block], traffic.trained[block]
+        self._full, pushed = table.fully_sharded, table.pushed & (block in LAYERS)
+        rate, copies = context.roofline.packing_bytes_per_s, traffic.copies
+        moves = copies.after_gather(*used), copies.before_reduction(shared, experts, further=False)
+        self.out_s, self.in_s = (self._if_sharded(move.nbytes / rate(move.packing)) for move in moves)
 
-        def exchange_s(op: str, elements: tuple[Floats, Floats], width: float) -> Floats:
+        def exchange_s(op: str, elements: tuple[Floats, Floats], dtype: str) -> Floats:
+            width = context.dtype_bytes(dtype)
             seconds = traffic.send_s(op, "fsdp", *elements, width)
-            if not pushed.any():
-                return seconds
-            return np.where(pushed, traffic.send_s(f"pushed_{op}", "fsdp", *elements, width), seconds)
+            if pushed.any():
+                seconds = np.where(pushed, traffic.send_s(f"pushed_{op}", "fsdp", *elements, width), seconds)
+            return self._if_sharded(seconds)
 
-        self.gather_s = exchange_s("all_gather", used, compute)
-        self.scatter_s = exchange_s("reduce_scatter", trained, reduce)
+        self.gather_s = exchange_s("all_gather", used, "gathered")
+        self.scatter_s = exchange_s("reduce_scatter", (shared, experts), "reduce")
         self.replicate_s = np.zeros(len(table))
         if has_replicas(table).any():
             groups = context.groups
             shard = shared / groups.extent("fsdp")[0] + experts / groups.extent("expert_fsdp")[0]
-            self.replicate_s = np.where(shard > 0, groups.time_s("all_reduce", "replicate", shard * reduce), 0.0)
+            summed = groups.time_s("all_reduce", "replicate", shard * context.dtype_bytes("reduce"))
+            self.replicate_s = self._if_sharded(np.where(shard > 0, summed, 0.0))
+
+    def _if_sharded(self, seconds: Floats) -> Floats:
+        return np.where(self._full, seconds, 0.0)
 
     @property
     def drain_s(self) -> Floats:
         """Seconds of a reduction and of the sum over replicas that follows."""
         return self.scatter_s + self.replicate_s
+
+    @cached_property
+    def reduce_s(self) -> Floats:
+        """Seconds of the reduction, fully sharded or not."""
+        return self._reduced(self._traffic.reduced_s)
+
+    @cached_property
+    def after_s(self) -> Floats:
+        """Seconds of the reduction once the unit has computed."""
+        return self._reduced(self._traffic.last_sent_s)
+
+    def _reduced(self, of_whole: Callable[[str], Floats]) -> Floats:
+        """Return the seconds of a reduction; `of_whole` gives those of plans that are not fully sharded."""
+        if self._full.all():
+            return self.scatter_s
+        one_by_one = self._traffic.behind | self._traffic.scattered
+        return np.where(self._full, self.scatter_s, np.where(one_by_one, of_whole(self._block), 0.0))
+
+    @cached_property
+    def added_s(self) -> Floats:
+        """Seconds of adding gradients to those of earlier micro batches."""
+        context = self._traffic.context
+        if context.spec.state.gradient_dtype == "reduce":
+            return np.zeros(len(self._full))
+        sharded = context.dtype_bytes("gathered") + 2 * context.dtype_bytes("reduce")
+        moved = np.add(*self._traffic.trained[self._block]) * np.where(self._full, sharded, adding_bytes(context)[1])
+        return np.asarray(moved / context.roofline.memory_bytes_per_s)

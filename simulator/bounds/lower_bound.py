@@ -27,9 +27,9 @@ from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
 from simulator.step.traffic import has_replicas
-from simulator.step.update import NORM_AXES, NORM_BYTES
+from simulator.step.units import ENDS, LAYERS
+from simulator.step.update import norm_s
 
-LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
 LAYER_PASSES = ("forward", "backward")
 # Micro batches for each rank of a pipeline up to which its account walks all of them
 # (`simulator.pipeline.schedule_walk.walked`).
@@ -106,9 +106,7 @@ class LowerBound:
         """Return the seconds of a step that do not depend on the layers of any rank: the host's own work and the norm
         of gradients.
         """
-        groups = self.context.groups
-        norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(self.table)))
-        return np.asarray(step_host_s(self.spec.host, self.context) + norm)
+        return np.asarray(step_host_s(self.spec.host, self.context) + norm_s(self.context))
 
     def of_ranks(self, first_stage: Floats) -> RankBounds:
         """Return the bounds of each rank of a pipeline by itself, without `fixed_s`; `first_stage` is the number of
@@ -230,9 +228,8 @@ class LowerBound:
         for name, block in self._every.items():
             if name not in ENDS:
                 again = [cost.device_s for cost in block.recompute.values()] if which == "backward" else []
-                share = min((mode.layers for mode in self.spec.recompute.values() if mode.recomputes), default=1.0)
                 cost = getattr(block, which)
-                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))) / share)
+                most = np.maximum(most, cost.device_s + cost.lost_s + sum(again, np.zeros(len(most))))
         return most
 
     def _issuing_s(self) -> Floats:
@@ -298,9 +295,8 @@ class LowerBound:
             if mode in block.recompute
         }
         total = np.zeros(self.layout.exists.shape)
-        share = self.spec.recompute[mode].layers
-        if share < 1 and each:  # the least, since it may wrap any of the layers
-            return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]) / share)
+        if self.spec.recompute[mode].layers < 1 and each:  # the least, since it may wrap any of the layers
+            return np.asarray(self._wrapped(mode) * np.minimum.reduce([*each.values()]))
         layers = dict(zip(LAYERS, self.layout.by_mode[mode], strict=True))
         for name, seconds in each.items():
             total = total + layers[name] * seconds

@@ -32,9 +32,9 @@ from simulator.pipeline.schedules.table import Kind
 from simulator.pipeline.stages import stage_layout
 from simulator.pipeline.waves import Ints
 from simulator.step.host import step_host_s
-from simulator.step.rank import Pass
+from simulator.step.rank import RUNS
 from simulator.step.units import Unit
-from simulator.step.update import NORM_AXES, NORM_BYTES
+from simulator.step.update import norm_s
 from simulator.step.walk import message_bytes
 from topology.time_limit import check_time
 
@@ -43,13 +43,6 @@ from topology.time_limit import check_time
 TIMES = ("device_s", "lead_s", "drain_s", "sent_s", "summed_drain_s", "summed_s")
 # What is reached first, going back from the end: the end of a pass on the device, or the end of a stream's collectives.
 DEVICE, SHARDS, REPLICAS = range(3)
-RUNS = {
-    Kind.FORWARD: Pass.FORWARD,
-    Kind.BACKWARD: Pass.BACKWARD,
-    Kind.INPUT_GRAD: Pass.INPUT,
-    Kind.WEIGHT_GRAD: Pass.WEIGHT,
-}
-
 
 WALKED = 3  # plans of each table that are walked in turn; the critical path of each bounds all plans
 
@@ -190,11 +183,10 @@ class _LeastPasses:
         self.context, self.maker, spec = inputs.context, unit_maker(inputs), inputs.context.spec
         layout = stage_layout(inputs.scenario.model, self.context.table, spec.pipeline, merged=True)
         traffic = LeastTraffic(self.context, layout, inputs.parameters, inputs.blocks["embedding"].forward.device_s)
-        self.units_s, self.exposed_s, self.rank_count = traffic.units_s, traffic.backward.exposed_s, layout.rank_count
+        self.traffic, self.exposed_s, self.rank_count = traffic, traffic.backward.exposed_s, layout.rank_count
         self.blocks = BlockTimes(self.context, inputs.blocks, inputs.clocks)
         self.hops = HopTimes(self.context, message_bytes(self.context, inputs.scenario.model.hidden), 1.0)
-        norm = (self.context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES)
-        self.norm_s = sum(norm, np.zeros(len(layout.exists)))
+        self.norm_s = norm_s(self.context)
         self.host_s = step_host_s(spec.host, self.context)
         self.last_s = traffic.last_s.max(axis=1, where=layout.exists, initial=0.0)
         self._units: dict[object, list[tuple[object, list[Unit]]]] = {}
@@ -228,11 +220,11 @@ class _LeastPasses:
         shards = replicas = lead = long_ago
         fresh, reduces = [*self._fresh(kind, units), False], kind.action in TURNS and kind.last
         if fresh[0]:
-            sent = self.units_s[units[0].block].gather_s
+            sent = self.traffic.unit(units[0].block).gather_s
             lead = self._if_sharded(sent, long_ago)
         for number, unit in enumerate(units):
             (traffic, busy), again, gathers = self._busy_s(unit, kind), unit.repeats - 1, fresh[number + 1]
-            gather = self.units_s[units[number + 1].block].gather_s if gathers else nothing
+            gather = self.traffic.unit(units[number + 1].block).gather_s if gathers else nothing
             reduced, replicated = (traffic.reduce_s, traffic.replicate_s) if reduces else (nothing, nothing)
             after = traffic.after_s if reduces else nothing
             out = self._if_sharded(traffic.out_s, nothing) if fresh[number] else nothing
@@ -260,7 +252,7 @@ class _LeastPasses:
         """Return (a unit's traffic, seconds of its pass and the copies of its gradients)."""
         key = unit.code, unit.wrapped, id(unit.words), kind.action, kind.first, kind.last, kind.paired
         if key not in self._busy:
-            traffic = self.units_s[unit.block]
+            traffic = self.traffic.unit(unit.block)
             compute = self.blocks.of(unit, RUNS[kind.action], paired=kind.paired).device_s
             after = self._turning_s(traffic, kind) if kind.action in TURNS else 0.0
             self._busy[key] = traffic, compute + after

@@ -22,12 +22,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.analytical.account import Account, AccountInputs, account_inputs, account_plans
+from simulator.analytical.account import Account, AccountInputs, account_plans
 from simulator.analytical.estimates import (
     calibrated_operators,
     collectives_of,
     cost_context,
     known_costs,
+    table_of,
 )
 from simulator.analytical.layer_cost import BlockCost, BlockMemory, network_blocks
 from simulator.analytical.memory import (
@@ -36,7 +37,6 @@ from simulator.analytical.memory import (
     SharedParts,
     least_bytes,
     memory_of_ranks,
-    shared_parts,
 )
 from simulator.analytical.rank_memory import RankMemory
 from simulator.analytical.scenario import Scenario
@@ -46,13 +46,13 @@ from simulator.calibration.calibration import RuntimeCosts
 from simulator.calibration.intervals import replayed_memory_factors
 from simulator.collectives.cost import CollectiveModel
 from simulator.columns.plan_columns import PlanColumns, distinct, words
-from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
+from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.estimate import sure_bytes
 from simulator.config.runtime import TF32
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
-from simulator.runtimes.library import canonical_recompute, wraps_one
+from simulator.runtimes.library import canonical_recompute
 from simulator.runtimes.model_operators import ModelOperators
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
@@ -142,19 +142,7 @@ class Screening:
         """Return the columns as the analytical model reads them. Raises BadPlan for words that the runtime does not
         know.
         """
-        recompute = columns.recompute
-        for word in words(recompute):
-            canonical = canonical_recompute(word, self.scenario.runtime)
-            if canonical != word:
-                recompute = np.where(recompute == word, canonical, recompute)
-        spec = self.operators.spec
-        return table_of_columns(
-            replace(columns, recompute=recompute),
-            self.scenario.workload,
-            cp_method=spec.context_parallel,
-            splits_experts=spec.splits_experts,
-            wraps_one=wraps_one(spec, self.scenario.runtime),
-        )
+        return table_of(self.scenario, columns, self.operators)
 
     def blocks(self, plans: PlanColumns | PlanTable, recompute: Sequence[str]) -> SharedBlocks:
         """Return the costs of the blocks of every plan, with every mode in `recompute` for layers."""
@@ -167,7 +155,7 @@ class Screening:
         modes = [canonical_recompute(word, self.scenario.runtime) for word in recompute]
         # A collective that cannot run here takes infinitely long, and inf - inf is nan.
         with np.errstate(invalid="ignore"):
-            costs = network_blocks(self.operators, context, modes, moe=self.scenario.model.moe is not None)
+            costs = network_blocks(self.operators, context, modes)
         return SharedBlocks(costs=costs, which=which)
 
     def plans(self, plans: PlanColumns | PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
@@ -222,7 +210,7 @@ class ScreenedPlans:
 
     @cached_property
     def _shared_parts(self) -> SharedParts:
-        return shared_parts(self._ranks)
+        return SharedParts(self._ranks)
 
     @cached_property
     def _ranks(self) -> RankMemory:
@@ -269,7 +257,13 @@ class ScreenedPlans:
     @cached_property
     def inputs(self) -> AccountInputs:
         """What an account of these plans is computed from."""
-        return account_inputs(self.screening.scenario, self.context, self.operators, self.blocks, self.parameters)
+        return AccountInputs(
+            scenario=self.screening.scenario,
+            context=self.context,
+            operators=self.operators,
+            blocks=self.blocks,
+            parameters=self.parameters,
+        )
 
     @cached_property
     def account(self) -> Account:

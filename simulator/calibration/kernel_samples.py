@@ -92,7 +92,7 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     sizes = axis_sizes(model, workload, table)
     first = runtime_spec(runtime.name).measured_as
     found: list[OperatorItem] = []
-    lists = (operators.dense_layer, operators.moe_layer if model.moe else (), operators.embedding, operators.head)
+    lists = (operators.dense_layer, operators.moe_layer, operators.embedding, operators.head)
     for specs in lists:
         for spec in specs:
             if all(_is_met(condition, table.conditions) for condition in spec.when):

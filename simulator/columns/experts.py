@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import NormalDist
 
 import numpy as np
@@ -28,36 +28,30 @@ def expert_split(given: PlanColumns, default: str) -> NDArray[np.int64]:
     return np.asarray(chosen, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRanks:
-    """How ranks share experts, as columns of plans: `tp` ranks of tensor parallelism, each with other tokens where
-    `apart`; `ep` ranks among which the experts are divided; `etp` ranks that split each expert; the `capacity` of an
-    expert over its mean load, 0 without a limit. With `pads`, an expert always computes its full capacity. `domain`
-    ranks reach each other without a network.
-    """
-
-    tp: Floats
-    ep: Floats
-    etp: Floats
-    apart: NDArray[np.bool_]
-    capacity: Floats
-    pads: bool
-    domain: int
-
-
 def expert_sizes(
-    workload: Workload, moe: MixtureOfExperts, ranks: ExpertRanks, *, tokens: Floats, gate: float, spread: float
+    workload: Workload,
+    moe: MixtureOfExperts,
+    plans: PlanColumns,
+    degrees: Mapping[str, Floats],
+    *,
+    tokens: Floats,
+    gate: float,
+    spread: float,
+    pads: bool,
+    domain: int,
 ) -> dict[str, Floats | float]:
-    """Return the axes of experts for a rank that sends `tokens`; see `simulator.columns.plan_table.axis_sizes`."""
-    tp, ep, etp = ranks.tp, ranks.ep, ranks.etp
+    """Return the axes of experts for a rank that sends `tokens`, of `plans` with these `degrees`; see
+    `simulator.columns.plan_table.axis_sizes`.
+    """
+    tp, ep, etp, capacity = degrees["tp"], degrees["ep"], degrees["etp"], plans.capacity_factor
     # Ranks that split experts also compute each other's rows, unless they hold the same tokens anyway (tensor
     # parallelism without sequence parallelism).
-    others = np.where(ranks.apart, etp, etp / np.minimum(tp, etp))
+    others = np.where(plans.sequence_parallel, etp, etp / np.minimum(tp, etp))
     # The busiest rank decides: its share of the rows, or what the capacity of its experts admits.
     sent = tokens * moe.experts_per_token
     uneven = _uneven(workload, ep, moe, spread)
-    let_in = ranks.capacity if ranks.pads else np.minimum(uneven, np.maximum(ranks.capacity, 1.0))
-    uneven = np.where(ranks.capacity > 0, let_in, uneven)
+    let_in = capacity if pads else np.minimum(uneven, np.maximum(capacity, 1.0))
+    uneven = np.where(capacity > 0, let_in, uneven)
     routed = others * sent * uneven
     local = moe.experts / ep
     return {
@@ -72,7 +66,7 @@ def expert_sizes(
         "gfe": gate * moe.ffn / etp,
         "fs": moe.shared_ffn / tp,
         "gfs": gate * moe.shared_ffn / tp,
-        **_visits(moe, ranks, tokens, uneven),
+        **_visits(moe, ep, etp, domain, tokens, uneven),
     }
 
 
@@ -100,9 +94,10 @@ def _uneven(workload: Workload, ep: Floats, moe: MixtureOfExperts, spread: float
 FUSED_NETWORK = 0.6
 
 
-def _visits(moe: MixtureOfExperts, ranks: ExpertRanks, tokens: Floats, uneven: Floats) -> dict[str, Floats | float]:
+def _visits(
+    moe: MixtureOfExperts, ep: Floats, etp: Floats, domain: int, tokens: Floats, uneven: Floats
+) -> dict[str, Floats | float]:
     """Return the axes of dispatches that send each token once to a rank, and over a network once to a node."""
-    ep, etp, domain = ranks.ep, ranks.etp, ranks.domain
     nodes = np.ceil(ep * etp / domain)
     reach = etp * tokens * places_visited(moe, ep) * uneven
     limit = np.ceil(nodes * moe.groups_per_token / moe.groups)
@@ -138,8 +133,7 @@ def busiest_load(ranks: Floats, spread: float) -> Floats:
     """Return the load of the busiest of `ranks` ranks that share experts over the mean load; from 1 to `ranks`.
 
     `spread` is the standard deviation of the load of one of two ranks, over the mean. With more ranks it is larger by
-    sqrt(ranks - 1), as if a few experts, anywhere, had all tokens. Loads are normal apart from their fixed sum. Source
-    of the expected largest of normal values: Blom (1958).
+    sqrt(ranks - 1), as if a few experts, anywhere, had all tokens. Loads are normal apart from their fixed sum.
     """
     counts, back = np.unique(ranks, return_inverse=True)
     loads = np.array([_load(count, spread) if count > 1 else 1.0 for count in counts.tolist()])
@@ -147,5 +141,9 @@ def busiest_load(ranks: Floats, spread: float) -> Floats:
 
 
 def _load(ranks: float, spread: float) -> float:
-    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-    return min(1.0 + spread * math.sqrt(ranks) * largest, ranks)
+    return min(1.0 + spread * math.sqrt(ranks) * largest_of(ranks), ranks)
+
+
+def largest_of(count: float) -> float:
+    """Return the expected largest of so many values of a standard normal distribution: Blom (1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

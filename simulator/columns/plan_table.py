@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.columns.experts import ExpertRanks, expert_sizes, expert_split
+from simulator.columns.experts import expert_sizes, expert_split
 from simulator.columns.plan_columns import PlanColumns, plan_columns, rows_of, taken, words
 from simulator.config.model import LatentAttention, Model
 from simulator.config.overlap_sites import NONE, mode_at, modes_in
@@ -107,40 +107,22 @@ WrapsOne = Literal["never", "grouped", "casts", "always"]
 
 
 def plan_table(
-    plans: Sequence[Plan],
+    plans: Sequence[Plan] | PlanColumns,
     workload: Workload,
     *,
     cp_method: str = "all_gather",
     wraps_one: WrapsOne = "never",
     splits_experts: str = "whole",
 ) -> PlanTable:
-    """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
+    """Return `plans`, or columns of them, as a table. Micro batches are fractional where the global batch does not
+    divide evenly.
 
     `cp_method` and `splits_experts` (`EXPERT_SPLITS`) are the runtime's defaults. `wraps_one`: tensor- and
     pipeline-parallel plans that shard nothing are wrapped all the same, which gives them 16-bit compute; `grouped`:
     unless all they have is tensor parallelism; `casts`: those cast their own. Raises BadPlan for a method or an overlap
     mode that does not exist.
     """
-    return table_of_columns(
-        plan_columns(plans),
-        workload,
-        cp_method=cp_method,
-        wraps_one=wraps_one,
-        splits_experts=splits_experts,
-        plans=plans,
-    )
-
-
-def table_of_columns(
-    given: PlanColumns,
-    workload: Workload,
-    *,
-    cp_method: str = "all_gather",
-    wraps_one: WrapsOne = "never",
-    splits_experts: str = "whole",
-    plans: Sequence[Plan] = (),
-) -> PlanTable:
-    """Return the table of plans that are columns already; arguments and errors as for `plan_table`."""
+    given = plans if isinstance(plans, PlanColumns) else plan_columns(plans)
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
     for name in words(method):
         if name not in CP_METHODS:
@@ -175,7 +157,7 @@ def table_of_columns(
     stated["schedule"] = np.where((given.schedule == "") & piped, default, given.schedule)
     return PlanTable(
         **stated,
-        plans=tuple(plans),
+        plans=() if isinstance(plans, PlanColumns) else tuple(plans),
         columns=columns,
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
@@ -272,21 +254,18 @@ def axis_sizes(
     if model.latent:
         sizes |= _latent_sizes(model, model.latent, a)
     if model.moe:
-        ranks = _expert_ranks(table, pads=pads, domain=domain)
-        sizes |= expert_sizes(workload, model.moe, ranks, tokens=u, gate=gate, spread=expert_spread)
+        sizes |= expert_sizes(
+            workload,
+            model.moe,
+            table,
+            table.columns,
+            tokens=u,
+            gate=gate,
+            spread=expert_spread,
+            pads=pads,
+            domain=domain,
+        )
     return {name: value * ones for name, value in sizes.items()}
-
-
-def _expert_ranks(table: PlanTable, *, pads: bool, domain: int) -> ExpertRanks:
-    return ExpertRanks(
-        tp=table["tp"],
-        ep=table["ep"],
-        etp=table["etp"],
-        apart=table.sequence_parallel,
-        capacity=table.capacity_factor,
-        pads=pads,
-        domain=domain,
-    )
 
 
 def _latent_sizes(model: Model, latent: LatentAttention, heads: Floats) -> dict[str, Floats | float]:

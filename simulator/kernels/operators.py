@@ -99,6 +99,12 @@ class OperatorSpec:
     one_by_one: bool = False
     again: bool = False
 
+    @property
+    def weight(self) -> list[str]:
+        """The axes of the matrix that it multiplies with; none for a product of activations, or no product."""
+        right = parse_matmul(self.matmul)[1] if self.matmul else []
+        return [] if TOKEN_AXES & set(right) else right
+
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
     """Return 1 where the operator runs under the plan, else 0."""
@@ -135,6 +141,8 @@ class Work:
 
 
 DtypeBytes = Callable[[str], float]
+# Axes along which tokens lie, or their heads: a tensor without one is a weight.
+TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r", "a"])
 
 # The backward of a collective is its transpose (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 TRANSPOSED = {

@@ -24,7 +24,7 @@ def _pages(q: RuleFacts) -> bool:
 def _updates_flat(q: RuleFacts) -> bool:
     """Whether torch's optimizers update plain tensors (FSDP1 and ZeRO: shards of them)."""
     spec = spec_for(q.runtime) if q.runtime is not None else None
-    return spec is not None and (spec.fsdp.flat_parameters or spec.zero is not None)
+    return spec is not None and spec.flat_units
 
 
 def _updates_dtensors(q: RuleFacts) -> bool:

@@ -16,13 +16,11 @@ import numpy as np
 from simulator.config.overlap_sites import ASYNC
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind
 from simulator.lowering.steps import (
-    AsyncStep,
     KernelStep,
-    RingStep,
+    PiecesStep,
     SiteStep,
     Step,
     TransferStep,
-    WaitStep,
     piece_of,
     summed,
 )
@@ -32,7 +30,6 @@ from simulator.passes.steps import Step as PassStep
 from simulator.program.cost_model import Cost
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
-from simulator.step.host import again_host_s
 
 # A run of kernels becomes one launch if waiting for the host makes it at most this many times as long as its kernels.
 WAITS = 1.01
@@ -58,23 +55,21 @@ def block_code(
     context: CostContext,
     mode: RecomputeSpec,
     *,
-    sparse: bool = False,
-    host_forward_s: float = 0.0,
-    host_backward_s: float = 0.0,
+    host_s: tuple[float, float] = (0.0, 0.0),
+    again_s: float = 0.0,
 ) -> BlockCode:
-    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states; `sparse`: a
-    layer with experts.
+    """Return the code of one block under the single plan of `context`, with recomputation as `mode` states; `host_s`
+    are the host's seconds besides launches in the forward and the backward pass, `again_s` more where it recomputes.
     """
     passes = block_passes(operators, context, {"": mode})
     again = _written(passes.again.get("", ()), context)
-    extra_s = float(again_host_s(context.spec, context.table, sparse=sparse)[0]) if again else 0.0
     return BlockCode(
         name=name,
-        forward=(*_host(f"{name} forward", host_forward_s), *_written(passes.forward, context)),
+        forward=(*_host(f"{name} forward", host_s[0]), *_written(passes.forward, context)),
         # The pass's own Python runs after recomputation.
         backward=(
             *again,
-            *_host(f"{name} backward", host_backward_s + extra_s),
+            *_host(f"{name} backward", host_s[1] + (again_s if again else 0.0)),
             *_written(passes.backward, context),
         ),
     )
@@ -137,7 +132,7 @@ def _step(step: PassStep, context: CostContext) -> Step:
         case Ring():
             ranks = _whole(step.ranks)
             kernel = _beside_ring(step, context)
-            return RingStep(
+            return PiecesStep(
                 piece=piece_of(kernel, ranks, kernel.cost.seconds / ranks),
                 group=step.over,
                 nbytes=_whole(step.shard_bytes),
@@ -146,7 +141,7 @@ def _step(step: PassStep, context: CostContext) -> Step:
         case Pair():
             return _pair(step, context)
         case Wait():
-            return WaitStep(host_s=step.call_s)
+            return step
 
 
 def _beside_ring(ring: Ring, context: CostContext) -> KernelStep:
@@ -166,7 +161,7 @@ def _transfer(step: Transfer) -> TransferStep:
     )
 
 
-def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
+def _pair(step: Pair, context: CostContext) -> SiteStep | PiecesStep:
     assert step.transfer.modes is not None  # noqa: S101 - without a mode there is no pair
     mode, transfer = str(step.transfer.modes[0]), _transfer(step.transfer)
     kernels = [_kernel(kernel, context) for kernel in step.kernels if kernel.rows[0]]
@@ -177,8 +172,14 @@ def _pair(step: Pair, context: CostContext) -> SiteStep | AsyncStep:
         key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
         whole = replace(alone, key=key, host_s=alone.host_s + alone.more_host_s, more_host_s=0.0)
         piece = piece_of(whole, transfer.ranks, float(step.piece_s[0]))
-        copies_s = issue_s / transfer.ranks - piece.host_s
-        return AsyncStep(piece=piece, transfer=transfer, hop_s=hop_s, copies_host_s=copies_s)
+        return PiecesStep(
+            piece=piece,
+            group=transfer.group,
+            nbytes=round(transfer.nbytes / transfer.ranks),
+            ranks=transfer.ranks,
+            hop_s=hop_s,
+            copies_host_s=issue_s / transfer.ranks - piece.host_s,
+        )
     name, shape, dtype = alone.key
     key = (f"{name} {mode} {transfer.op}", (*shape, transfer.nbytes), dtype)
     first_s = min(issue_s, context.spec.host.launch_s)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
 from simulator.kernels.roofline import Packing
-from simulator.lowering.block_code import Detail, merged
-from simulator.lowering.network import Network
+from simulator.lowering.block_code import BlockCode, Detail, block_code, merged
 from simulator.lowering.steps import KernelStep, Step, TransferStep
 from simulator.lowering.writing import StepWriter
 from simulator.overlap.combined import DELAY_WGRAD
 from simulator.passes.steps import EXCHANGED_OVER
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMPUTE, CodeWriter, Instruction, RecordEvent
+from simulator.runtimes.model_operators import ModelOperators
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
+from simulator.step.host import again_host_s, unit_host_s
 from simulator.step.offload import update_bytes_per_s
-from simulator.step.rank import Pass, Value
+from simulator.step.rank import Pass, Rank, Value
 from simulator.step.units import Unit
 from simulator.step.update import update_rate
 
@@ -28,17 +30,39 @@ MARK = "pass "  # prefix of the name of the event at the end of a unit's pass
 
 
 class CodeOfUnits:
-    """The steps of every pass of a plan's units at the requested detail, and the sizes of its groups."""
+    """The steps of every pass of a plan's units at the requested detail, and the sizes of its groups. Blocks run at the
+    clocks of `context`, copies and updates at those of `sustained`, which long products sustain.
+    """
 
-    def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
-        self.network, self.steps, self.context, self.detail = network, steps, context, detail
+    def __init__(
+        self, operators: ModelOperators, steps: StepWriter, context: CostContext, sustained: CostContext, detail: Detail
+    ) -> None:
+        self.operators, self.steps, self.context, self.detail = operators, steps, context, detail
+        self.sustained = sustained
+        self._blocks: dict[tuple[str, str], BlockCode] = {}
         self._merged: dict[tuple[str, Pass], list[Step]] = {}
         self._parts: dict[tuple[str, Pass], Parts] = {}
         self._ranks: dict[str, int] = {}
 
+    def block_of(self, unit: Unit) -> BlockCode:
+        """Return the code of a unit's passes."""
+        word = str(unit.words[0]) if unit.wrapped else ""
+        if (unit.code, word) not in self._blocks:
+            context, modes = self.context, self.operators.modes(unit.code)
+            forward_s, backward_s = unit_host_s(context, unit)
+            self._blocks[unit.code, word] = block_code(
+                f"{unit.code} {word}".strip(),
+                self.operators.blocks[unit.code],
+                context.in_layers if unit.is_layer else context,
+                replace(modes[word], layers=1.0) if word else RecomputeSpec(),
+                host_s=(_number(forward_s), _number(backward_s)),
+                again_s=_number(again_host_s(context.spec, context.table, sparse=unit.sparse)),
+            )
+        return self._blocks[unit.code, word]
+
     def parts(self, unit: Unit, which: Pass) -> Parts:
         """Return a pass of a unit, divided at its exchanges of tokens."""
-        block = self.network.code_of(unit)
+        block = self.block_of(unit)
         key = (block.name, which)
         if key not in self._parts:
             steps = block.forward if which is Pass.FORWARD else block.backward
@@ -48,7 +72,7 @@ class CodeOfUnits:
 
     def passed(self, unit: Unit, which: Pass) -> list[Step]:
         """Return the steps of a pass of a unit."""
-        block = self.network.code_of(unit)
+        block = self.block_of(unit)
         key = (block.name, which)
         if key not in self._merged:
             steps = block.forward if which is Pass.FORWARD else block.backward
@@ -78,11 +102,11 @@ class IssuedPass:
     @property
     def in_layer(self) -> bool:
         """Whether the next unit is a layer."""
-        return bool(self.runs) and self.runs[0][1].block in {"dense", "moe"}
+        return bool(self.runs) and self.runs[0][1].is_layer
 
 
 @dataclass(slots=True)
-class CodeRank:
+class CodeRank(Rank):
     """Writes the code of one rank."""
 
     code: CodeWriter
@@ -94,12 +118,6 @@ class CodeRank:
     _start: int = 0
     _runs: list[tuple[int, Unit, Pass]] = field(default_factory=list)  # of one pass of a pair, and where they belong
     _backward: IssuedPass | None = None
-
-    def begin(self, unit: Unit) -> None:
-        """Every unit is written down."""
-
-    def ended(self, unit: Unit) -> None:
-        """Every unit is written down."""
 
     def begin_pair(self) -> None:
         self._paired, self._start = True, self.code.length
@@ -120,8 +138,11 @@ class CodeRank:
         if self._paired:
             self._runs.append((self.code.length, unit, which))
         else:
-            self.units.steps.write(self.code, self.units.passed(unit, which))
-            self._mark()
+            self._write(unit, which)
+
+    def _write(self, unit: Unit, which: Pass) -> None:
+        self.units.steps.write(self.code, self.units.passed(unit, which))
+        self._mark()
 
     def _mark(self) -> None:
         if self.marks:
@@ -166,11 +187,10 @@ class CodeRank:
     def _alone(self, issued: IssuedPass) -> None:
         before, unit, which = issued.runs.pop(0)
         self.code.extend(before)
-        self.units.steps.write(self.code, self.units.passed(unit, which))
-        self._mark()
+        self._write(unit, which)
 
     def copy(self, name: str, moved_bytes: Value, *, packing: Packing | None = None, stream: str = COMPUTE) -> None:
-        moved, roofline = _number(moved_bytes), self.units.network.sustained.roofline
+        moved, roofline = _number(moved_bytes), self.units.sustained.roofline
         rate = roofline.memory_bytes_per_s if packing is None else _number(roofline.packing_bytes_per_s(packing))
         if stream == COMPUTE:
             cost = Cost(seconds=moved / rate, sms=0.0, hbm_bytes_per_s=rate)

@@ -85,7 +85,7 @@ def ring_hops(scenario: Scenario, plan: Plan) -> int:
     if plan.cp <= places or places <= 1:
         return 0
     operators, table = operators_for(scenario.model, scenario.runtime), plan_context(scenario, plan).table
-    layer = operators.moe_layer if scenario.model.moe else operators.dense_layer
+    layer = operators.moe_layer or operators.dense_layer
     rings = any(one.collective == "ring" and (active_rows(one, table) > 0).any() for one in layer)
     return (plan.cp - 1) * places if rings else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from simulator.passes.steps import Wait
 from simulator.program.cost_model import Cost
 
 KernelKey = tuple[str, tuple[int, ...], str]
@@ -36,17 +37,18 @@ class TransferStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncStep:
-    """A product and its collective as torch's graph pass combines them: one `piece` for each rank, while copy engines
-    move shards.
-
-    The host issues the copies of a piece in `copies_host_s`; a copy takes `hop_s`.
+class PiecesStep:
+    """A kernel in as many pieces as ranks; while one computes, the shard of `nbytes` that the next one needs arrives:
+    over the ring or, as torch's graph pass combines products and collectives, by copy engine. A copy takes `hop_s`, and
+    `copies_host_s` of the host for each piece.
     """
 
     piece: KernelStep
-    transfer: TransferStep
-    hop_s: float
-    copies_host_s: float
+    group: str
+    nbytes: int
+    ranks: int
+    hop_s: float | None = None  # None: over the ring
+    copies_host_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,28 +68,7 @@ class SiteStep:
     more_host_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingStep:
-    """A kernel in as many pieces as ranks; while one computes, the shard that the next one needs arrives over
-    the ring.
-    """
-
-    piece: KernelStep
-    group: str
-    nbytes: int  # of one shard
-    ranks: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitStep:
-    """The host reads a value from the device: `host_s` of its own, then it waits for everything that it has
-    launched.
-    """
-
-    host_s: float
-
-
-Step = KernelStep | TransferStep | AsyncStep | SiteStep | RingStep | WaitStep
+Step = KernelStep | TransferStep | PiecesStep | SiteStep | Wait
 
 
 def summed(run: Sequence[KernelStep], name: str) -> KernelStep:

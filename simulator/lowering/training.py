@@ -11,24 +11,21 @@ from typing import Any
 import numpy as np
 
 from simulator.analytical.clocks import working_clocks
-from simulator.analytical.estimates import calibrated_operators, cost_context, with_canonical_recompute
+from simulator.analytical.estimates import calibrated_operators, cost_context, table_of
 from simulator.analytical.layer_cost import network_blocks
 from simulator.analytical.scenario import Scenario
 from simulator.collectives.pushed import PUSHED
-from simulator.columns.plan_table import plan_table
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.kernels.roofline import Packing
 from simulator.lowering.block_code import Detail
 from simulator.lowering.code_rank import CodeOfUnits, CodeRank
 from simulator.lowering.machine_costs import MachineCosts
-from simulator.lowering.network import Network
 from simulator.lowering.writing import StepWriter
 from simulator.pipeline.schedule_program import TURNS, last_backwards, pipeline_program
 from simulator.pipeline.schedules.registry import schedule_of_plan
 from simulator.pipeline.schedules.table import Action
 from simulator.program.program import COMPUTE, CodeWriter, Groups, Instruction, Launch, Program
-from simulator.runtimes.library import wraps_one
 from simulator.runtimes.model_operators import ModelOperators, operators_for
 from simulator.step.context import CostContext
 from simulator.step.data_writer import DataWriter
@@ -36,7 +33,7 @@ from simulator.step.frozen import local_parameters
 from simulator.step.offload import copy_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.traffic import DATA_OPS
-from simulator.step.units import Unit
+from simulator.step.units import Unit, UnitMaker
 from simulator.step.walk import StepWalk, message_bytes
 
 
@@ -77,19 +74,12 @@ def sent_bytes(scenario: Scenario, plan: Plan, counts: Sequence[int]) -> list[Lo
 def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
     """Return the cost context of a single plan: the analytical model's, with one row."""
     operators = calibrated_operators(scenario)
-    table = plan_table(
-        [with_canonical_recompute(plan, scenario.runtime)],
-        scenario.workload,
-        cp_method=operators.spec.context_parallel,
-        splits_experts=operators.spec.splits_experts,
-        wraps_one=wraps_one(operators.spec, scenario.runtime),
-    )
-    return cost_context(scenario, table, operators)
+    return cost_context(scenario, table_of(scenario, [plan], operators), operators)
 
 
 def _at_clocks(model: Model, operators: ModelOperators, context: CostContext) -> CostContext:
     """Return the context of a single plan with kernels at the clocks of its account."""
-    blocks = network_blocks(operators, context, (), moe=model.moe is not None)
+    blocks = network_blocks(operators, context, ())
     clocks = working_clocks(model, blocks, local_parameters(model, context), context)
     roofline = context.roofline
     return replace(context, roofline=replace(roofline, kernel_factor=roofline.kernel_factor * float(clocks[0])))
@@ -102,11 +92,11 @@ class _Lowering:
         self.context = context if only_sent else _at_clocks(self.model, operators, context)
         self.plan = self.context.table.plans[0]
         self.spec, self.paired = self.context.spec, self.plan.ep_overlap != "none"
-        self.network = Network(self.model, operators, self.context, sustained=context)
-        self.walk = StepWalk(self.context, self.network.stages, self.model)
+        stages = UnitMaker(self.model, context, local_parameters(self.model, context)).stages(self.plan)
+        self.walk = StepWalk(self.context, stages, self.model)
         self.steps = StepWriter()
         self.only_sent, units = only_sent, SendingUnits if only_sent else CodeOfUnits
-        self.units = units(self.network, self.steps, self.context, detail)
+        self.units = units(operators, self.steps, self.context, context, detail)
 
     def lower(self, micro_batches: int, *, marks: bool = False) -> Lowered:
         schedule = schedule_of_plan(self.plan, micro_batches)
@@ -219,7 +209,7 @@ class SendingUnits(CodeOfUnits):
 
     def sent(self, unit: Unit, which: Pass) -> list[Instruction]:
         """Return what a pass of a unit sends."""
-        key = (self.network.code_of(unit).name, which)
+        key = (self.block_of(unit).name, which)
         if key not in self._sent:
             writer = SendingWriter()
             self.steps.write(writer, self.passed(unit, which))

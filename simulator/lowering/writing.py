@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from simulator.lowering.steps import AsyncStep, KernelKey, KernelStep, RingStep, SiteStep, Step, TransferStep, WaitStep
+from simulator.lowering.steps import KernelKey, KernelStep, PiecesStep, SiteStep, Step, TransferStep
+from simulator.passes.steps import Wait
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMPUTE, CodeWriter, Launch
 
@@ -41,15 +42,13 @@ class StepWriter:
                     else:
                         code.collective(step.op, step.group, step.nbytes, stream=stream)
                     code.after(COMPUTE, stream)
-                case RingStep():
-                    self._ring(code, step)
-                case AsyncStep():
-                    self._async(code, step)
+                case PiecesStep():
+                    self._pieces(code, step)
                 case SiteStep():
                     self._site(code, step)
-                case WaitStep():
-                    if step.host_s:
-                        code.host_work("read", step.host_s)
+                case Wait():
+                    if step.call_s:
+                        code.host_work("read", step.call_s)
                     code.synchronize(COMPUTE)
 
     def launch(self, code: CodeWriter, step: KernelStep) -> None:
@@ -68,29 +67,24 @@ class StepWriter:
         self.own_copies[kind, nbytes] = seconds
         code.copy(nbytes, kind, stream=stream)
 
-    def _ring(self, code: CodeWriter, step: RingStep) -> None:
-        """Pass a shard on while the present piece computes; the next piece waits for both."""
-        stream = f"{step.group} comm"
+    def _pieces(self, code: CodeWriter, step: PiecesStep) -> None:
+        """Fetch a shard while the present piece computes, the rank's own first; the next piece waits for both."""
+        copied = step.hop_s is not None
+        stream = f"{step.group} {'copies' if copied else 'comm'}"
+        if step.hop_s is not None:
+            self.peer_copies[step.nbytes] = step.hop_s
         for turn in range(step.ranks):
-            if turn < step.ranks - 1:
+            more = turn < step.ranks - 1
+            if copied:
+                code.host_work("issue copies", step.copies_host_s)
+            if more:
                 code.after(stream, COMPUTE)
-                code.exchange(step.group, 1, step.nbytes, tag="ring", stream=stream)
+                if copied:
+                    code.copy(step.nbytes, PEER_COPY, stream=stream)
+                else:
+                    code.exchange(step.group, 1, step.nbytes, tag="ring", stream=stream)
             self.launch(code, step.piece)
-            if turn < step.ranks - 1:
-                code.after(COMPUTE, stream)
-
-    def _async(self, code: CodeWriter, step: AsyncStep) -> None:
-        """A ring with copy engines: the rank's own shard first, the others arrive while pieces compute."""
-        transfer, stream = step.transfer, f"{step.transfer.group} copies"
-        shard = round(transfer.nbytes / transfer.ranks)
-        self.peer_copies[shard] = step.hop_s
-        for turn in range(transfer.ranks):
-            code.host_work("issue copies", step.copies_host_s)
-            if turn < transfer.ranks - 1:
-                code.after(stream, COMPUTE)
-                code.copy(shard, PEER_COPY, stream=stream)
-            self.launch(code, step.piece)
-            if turn < transfer.ranks - 1:
+            if more:
                 code.after(COMPUTE, stream)
 
     def _site(self, code: CodeWriter, step: SiteStep) -> None:

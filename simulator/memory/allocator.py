@@ -179,8 +179,6 @@ class CachingAllocator:
         self._small: dict[str, Pool] = {}  # by stream
         self._large: dict[str, Pool] = {}
         self._pools: list[tuple[str, Pool]] = []
-        self._used_on: dict[Block, set[str]] = {}  # other streams that use a block
-        self._waiting: list[Block] = []  # freed, and still used on another stream
 
     @property
     def reserved_bytes(self) -> int:
@@ -219,14 +217,9 @@ class CachingAllocator:
         return pool, address, size
 
     def free(self, block: Block) -> None:
-        """Free a block, at once or when other streams that use it have reached that point, and merge it with free
-        neighbours.
-        """
+        """Free a block and merge it with free neighbours."""
         pool, address, size = block
         self.allocated_bytes -= size
-        if self._used_on and block in self._used_on:
-            self._waiting.append(block)
-            return
         free, starts, ends = pool.free, pool.starts, pool.ends
         end = address + size
         after = starts.pop(end, 0)
@@ -248,24 +241,6 @@ class CachingAllocator:
             elif slot in slots:
                 self.free(slots.pop(slot))
 
-    def record_stream(self, block: Block, stream: str) -> None:
-        """Record that a stream other than the block's own uses it: once freed, it waits for `reached` of that
-        stream.
-        """
-        self._used_on.setdefault(block, set()).add(stream)
-
-    def reached(self, stream: str) -> None:
-        """Let a stream reach the end of everything issued to it."""
-        waiting, self._waiting = self._waiting, []
-        for block in waiting:
-            self._used_on[block].discard(stream)
-            if self._used_on[block]:
-                self._waiting.append(block)
-            else:
-                del self._used_on[block]
-                self.allocated_bytes += block[2]
-                self.free(block)
-
     def streams(self) -> Iterator[tuple[str, int]]:
         """Yield every stream with the reserved bytes of its pools."""
         for stream in dict.fromkeys(stream for stream, _ in self._pools):
@@ -279,8 +254,6 @@ class CachingAllocator:
     def _make_room(self, pool: Pool, size: int) -> None:
         if self.capacity_bytes is None or self.reserved_bytes + pool.needed(size) <= self.capacity_bytes:
             return
-        for stream in {stream for block in self._waiting for stream in self._used_on[block]}:
-            self.reached(stream)  # the allocator waits for the device before it returns memory
         for _, other in self._pools:
             other.release()
         self.retries += 1

@@ -89,14 +89,13 @@ class PlanMemory:
 
     def _within(self, rank: int, limit_bytes: float) -> bool:
         """Return whether a rank reserves at most `limit_bytes`; a replay stops as soon as it exceeds the limit."""
-        if rank not in self._held and self._shorter is None and self._beyond.get(rank, 0.0) < limit_bytes:
+        if rank not in self._held and self._shorter is None:
             described = self._replay.rank_within(*self._limit(rank, limit_bytes))
             if described is None:
-                self._beyond[rank] = limit_bytes
-            else:
-                self._held[rank] = self._as_known(rank, described)
-        beyond = rank not in self._held and self._beyond.get(rank, 0.0) >= limit_bytes
-        return not beyond and self.rank(rank).reserved_bytes <= limit_bytes
+                self._beyond[rank] = max(limit_bytes, self._beyond.get(rank, 0.0))
+                return False
+            self._held[rank] = self._as_known(rank, described)
+        return self.rank(rank).reserved_bytes <= limit_bytes
 
     def _limit(self, rank: int, limit_bytes: float) -> tuple[int, float]:
         return rank, self._known.described_bytes(limit_bytes, self._state[rank])
@@ -106,8 +105,7 @@ class PlanMemory:
         are not made in advance, since they begin with the state of those before them.
         """
         rank, limit_bytes = next(self._order), self._sure_bytes(sure)
-        known = self._shorter is not None or rank in self._held or self._beyond.get(rank, 0.0) >= limit_bytes
-        key = self._limit(rank, limit_bytes)
+        known, key = self._shorter is not None or rank in self._held, self._limit(rank, limit_bytes)
         return None if known or self._replay.knows(*key) else (self._replay, *key)
 
     @property

@@ -11,7 +11,6 @@ import numpy as np
 
 from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.savers import OPTIMIZER_IN_BACKWARD
-from simulator.kernels.operators import tensor_bytes
 from simulator.memory.allocator import TensorEvent, whole_blocks
 from simulator.memory.tape import Act, Event
 from simulator.memory.tensors import BlockTensors, Passes, Weight
@@ -23,11 +22,11 @@ from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.away import goes_away, layers_on_gpu
 from simulator.step.context import CostContext
 from simulator.step.frozen import frozen_units_keep_inputs
-from simulator.step.held import State, casts_experts, state_bytes
+from simulator.step.held import State, between_stages_bytes, casts_experts, state_bytes
 from simulator.step.muon import is_orthogonalised, matrix_state_bytes
 from simulator.step.offload import held_bytes
 from simulator.step.paged import PAGED_ELEMENTS, paged_bytes, paged_width
-from simulator.step.traffic import DataTraffic, data_traffic
+from simulator.step.traffic import DataTraffic
 from simulator.step.units import Unit, held_kinds
 from simulator.step.zero import sums_wide, zero_buffers
 
@@ -61,7 +60,7 @@ class PlanTensors:
     ) -> None:
         self.tied = tied  # embedding and head are one matrix
         self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
-        self.traffic: DataTraffic = data_traffic(context)
+        self.traffic = DataTraffic(context)
         self.last_turned = last_backwards(schedule)
         self.paired = bool(context.table.paired[0])  # passes of two micro batches run at the same time
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
@@ -80,10 +79,7 @@ class PlanTensors:
         self.returns_ahead = max(self.on_gpu - 1, 0) if plan.offload_layers else min(self.on_gpu, 1)
         self.in_backward = OPTIMIZER_IN_BACKWARD in context.runtime.savers
         self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
-        self._of_block = {
-            "embedding": operators.embedding,
-            "head": operators.head,
-        } | operators.layers(moe=True)
+        self._of_block = operators.blocks
 
     @property
     def repeats(self) -> bool:
@@ -119,7 +115,7 @@ class PlanTensors:
                 )
             else:
                 mode = self.operators.modes(unit.code)[word] if word else RecomputeSpec()
-                tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
+                tensors = self._inside if unit.is_layer else self._tensors
                 self._passes[key] = tensors.passes(operators, mode)
         return self._passes[key]
 
@@ -266,19 +262,13 @@ class PlanTensors:
         largest = max((float(unit.orthogonal.made_bytes[0]) for unit in units if unit.orthogonal), default=0.0)
         return rest if sum(rest) > largest else [largest]
 
-    def stage_buffers(self, rank: int, micro_batches: float) -> list[float]:
+    def stage_buffers(self, rank: int) -> list[float]:
         """Return the bytes of a pipeline rank's buffers of messages that exist throughout, and of outputs that this
         version keeps to the end of the step.
         """
-        if not self.context.table["pp"][0] > 1:
-            return []
-        sizes, pipeline = (self.context.sizes, self.context.dtype_bytes), self.context.spec.pipeline
-        message, logits = (float(tensor_bytes(tensor, *sizes)[0]) for tensor in ("u h", "t v"))
-        stages, count = self.schedule.stages_of(rank), round(micro_batches)
-        after = sum(stage > 0 for stage in stages)
-        before = sum(stage < self.schedule.stages - 1 for stage in stages)
-        received = [count * (after + before) * message] * pipeline.receive_buffers
-        return received + [count * (before * message + (len(stages) - before) * logits)] * pipeline.keeps_outputs
+        stages = self.schedule.stages_of(rank)
+        first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
+        return [float(one[0, 0]) for one in between_stages_bytes(self.context, first, last, np.zeros((1, 1)))]
 
     def share(self, unit: Unit, kind: State) -> float:
         """Return the share of a unit's elements for which a rank has a kind of state."""

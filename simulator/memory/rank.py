@@ -19,7 +19,6 @@ from simulator.memory.rank_units import COMPUTE, REDUCE, Instance, RankUnits
 from simulator.pipeline.schedules.table import Action, Kind
 from simulator.step.held import autocast_remembers, placeholder_bytes, workspace_bytes
 from simulator.step.symmetric_memory import exchange_bytes, symmetric_bytes
-from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit, held_kinds
 from topology.time_limit import check_time
 
@@ -29,17 +28,9 @@ PEERS = "peers"
 class RankReplay(RankUnits):
     """One rank of a plan with an allocator: call `begin()` or `start()`, then `step()` repeatedly."""
 
-    def __init__(
-        self,
-        plan: PlanTensors,
-        rank: int,
-        allocator: CachingAllocator | GrowingAllocator,
-        *,
-        micro_batches: float,
-    ) -> None:
+    def __init__(self, plan: PlanTensors, rank: int, allocator: CachingAllocator | GrowingAllocator) -> None:
         super().__init__(plan, rank, allocator)
         self.rank = rank
-        self.micro_batches = micro_batches  # micro batches of the step itself; the replayed schedule may have fewer
         self.row = plan.schedule.table[rank]
         self.running: dict[tuple[str, int], Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
@@ -85,10 +76,10 @@ class RankReplay(RankUnits):
         kinds = [*(operators.dense_layer if dense[0, 0] else ()), *(operators.moe_layer if moe[0, 0] else ())]
         if not self.traffic.fully_sharded:
             self._taken(float(placeholder_bytes(kinds, self.context)[0]))
-        block = max((float(unit.elements[0]) for unit in self.units if unit.block in BLOCKS), default=0.0)
+        block = max((float(unit.elements[0]) for unit in self.units if unit.is_layer), default=0.0)
         shared = symmetric_bytes(self.context, dense, moe) + exchange_bytes(self.context, np.array([[block]]))
         self._taken(float(shared[0, 0]), stream=PEERS)
-        self._taken(*self.plan.stage_buffers(self.rank, self.micro_batches))
+        self._taken(*self.plan.stage_buffers(self.rank))
         self._taken(self.zero["standing"])
         if self.spec.state.flattens_elements:  # stage_1_and_2.py: initialize_optimizer_states updates zeros at first
             self.make_optimizer()
@@ -168,7 +159,7 @@ class RankReplay(RankUnits):
             self._give(own)
             instance.from_forward = frozenset(instance.slots)
             given = instance.slots.pop(passes.outward, None)
-            if self.plan.away and unit.block in {"dense", "moe"}:
+            if self.plan.away and unit.is_layer:
                 self._send_away(instance)
             if position + 1 < len(units) and unit is not self.tied and not self._in_root(unit):
                 self._reshard(unit, last_use=False)

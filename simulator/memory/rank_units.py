@@ -25,7 +25,6 @@ from functools import lru_cache
 from simulator.memory.allocator import Block, CachingAllocator, TensorEvent, whole_blocks
 from simulator.memory.growing import GrowingAllocator
 from simulator.memory.plan_tensors import Held, Piece, PlanTensors
-from simulator.step.traffic import BLOCKS
 from simulator.step.units import Unit
 
 
@@ -75,7 +74,7 @@ class RankUnits:
         self.passing: list[Block] = []  # freed by the host, but still to be used by the device
         self.summed: list[Block] = []  # sums over replicas, in the type of reductions
         self.optimizer: list[Block] = []
-        self.flat_units = self.spec.fsdp.flat_parameters or self.spec.zero is not None
+        self.flat_units = self.spec.flat_units
         # A stage's units are resharded and reduced after its last backward pass, in the order of its forward pass
         # (torch/distributed/pipelining/stage.py: perform_reduce_grad).
         self.reduces_together = self.traffic.fully_sharded and len(plan.stages) > 1 and not self.flat_units
@@ -114,7 +113,7 @@ class RankUnits:
             # Shards are cast to a flat buffer of their own where they are stored in a wider type.
             cast = self._taken(whole / ranks, stream=GATHER) if self.param_bytes != t.compute_bytes else []
             # Blocks that copy engines exchange arrive in symmetric memory, which is there throughout.
-            buffer = [] if t.pushed and unit.block in BLOCKS else self._taken(whole, stream=GATHER)
+            buffer = [] if t.pushed and unit.is_layer else self._taken(whole, stream=GATHER)
             self._give(cast)
             if self.flat_units:
                 wrapped.gathered += buffer

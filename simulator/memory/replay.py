@@ -10,7 +10,6 @@ from simulator.analytical.scenario import Scenario
 from simulator.config.plan import Plan
 from simulator.engine.simulate import Run
 from simulator.lowering.code_rank import MARK
-from simulator.lowering.network import Network
 from simulator.lowering.training import plan_context
 from simulator.memory.allocator import CachingAllocator, OutOfMemory
 from simulator.memory.beginnings import Beginnings
@@ -21,6 +20,8 @@ from simulator.memory.shortcut import ShortReplay
 from simulator.pipeline.schedules.registry import schedule_kind, schedule_of_plan
 from simulator.program.trace import Counter, Trace
 from simulator.runtimes.model_operators import operators_for
+from simulator.step.frozen import local_parameters
+from simulator.step.units import UnitMaker
 
 # Optimizer state is allocated at the end of the first step, so the second step has other addresses; a third shows
 # whether retries recur. Where all steps are equal apart from that state, one is enough.
@@ -82,9 +83,9 @@ class MemoryReplay:
         self.schedule = schedule_of_plan(
             self.plan, micro_batches or replayed_micro_batches(self.plan, self.micro_batches)
         )
-        network = Network(scenario.model, operators, self.context)
+        units = UnitMaker(scenario.model, self.context, local_parameters(scenario.model, self.context))
         self.tensors = PlanTensors(
-            self.context, operators, network.stages, self.schedule, tied=scenario.model.tied_embeddings
+            self.context, operators, units.stages(self.plan), self.schedule, tied=scenario.model.tied_embeddings
         )
         self._beginnings = Beginnings(self.tensors)
         self._known: dict[tuple[int, float | None, bool], ReservedMemory] = {}
@@ -145,7 +146,7 @@ class MemoryReplay:
         return self._beginnings.first_alike(rank), None, False
 
     def _replayed(self, rank: int, memory: GrowingAllocator) -> ReservedMemory:
-        replay = ShortReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        replay = ShortReplay(self.tensors, rank, memory)
         self._beginnings.run_first_step(replay)
         for _ in range(1, self._steps):
             replay.step()
@@ -157,7 +158,7 @@ class MemoryReplay:
         return 1 if self.tensors.repeats else STEPS
 
     def _by_rules(self, rank: int, memory: CachingAllocator) -> ReservedMemory:
-        replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        replay = RankReplay(self.tensors, rank, memory)
         before, full = 0, False
         try:
             replay.start()
@@ -178,16 +179,12 @@ class MemoryReplay:
         """Return the most bytes allocated on pipeline rank `rank` in each pass of a step, unit by unit, and the bytes
         at its end.
         """
-        replay = RankReplay(self.tensors, rank, GrowingAllocator(), micro_batches=self.micro_batches)
+        replay = RankReplay(self.tensors, rank, GrowingAllocator())
         replay.watches = True
         replay.begin()
         for _ in range(self._steps):
             replay.step()
         return [*replay.highest, replay.memory.allocated_bytes]
-
-    def ranks(self) -> tuple[ReservedMemory, ...]:
-        """Return the memory of every pipeline rank."""
-        return tuple(self.rank(rank) for rank in range(self.plan.pp))
 
 
 def _held(memory: CachingAllocator | GrowingAllocator) -> ReservedMemory:

@@ -40,8 +40,8 @@ class ShortReplay(RankReplay):
 
     memory: GrowingAllocator
 
-    def __init__(self, plan: PlanTensors, rank: int, memory: GrowingAllocator, *, micro_batches: float) -> None:
-        super().__init__(plan, rank, memory, micro_batches=micro_batches)
+    def __init__(self, plan: PlanTensors, rank: int, memory: GrowingAllocator) -> None:
+        super().__init__(plan, rank, memory)
         self.moves_away = plan.away or bool(self.spec.away_layers)  # layers go to the host one after the other
         self._zero = tuple(self.zero.values())
         self._to_come = Counter((action.kind, action.stage) for action in self.row)

@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.kernels.operators import OperatorSpec, parse_matmul, product
+from simulator.kernels.operators import TOKEN_AXES, OperatorSpec, parse_matmul, product
 from simulator.memory.tape import NOTHING, Act, Event, Tape
 from simulator.passes.block import running
 from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import head_tensor_bytes
 
-# Axes along which tokens lie: a tensor without one is a weight.
-TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
 STREAM_AXES = frozenset(["t", "u", "h", "hr"])  # axes of the residual stream; other tensors may have its size by chance
 RESIDUAL = "residual"
 NORM = "norm"  # how the names of operators end whose vector of weights has a gradient
@@ -308,12 +306,11 @@ class BlockTensors:
     def _weight(self, operator: OperatorSpec) -> float:
         """Return the elements of the matrix that an operator multiplies with, or looks up; 0 without one."""
         if operator.matmul:
-            right = parse_matmul(operator.matmul)[1]
-            return 0.0 if TOKEN_AXES & set(right) else self._elements(right)
+            return self._elements(operator.weight) if operator.weight else 0.0
         if operator.transient or _casts_weights(operator):
             return 0.0
         weights = [axes for x in operator.backward_writes if not TOKEN_AXES & set(axes := _axes(x))]
-        return sum(self._elements(axes) for axes in weights) if operator.matmul == "" and weights else 0.0
+        return sum(self._elements(axes) for axes in weights)
 
     def _weights(self, operators: Sequence[OperatorSpec]) -> list[Weight]:
         return [

@@ -28,7 +28,6 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.operators import OperatorSpec, parse_matmul
 
 RANK = "R"  # axis of an adapter's rank
-TOKENS = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r", "a"])
 
 # The projections of products, by the axes of their weights. Where two projections have the same axes, the operator's
 # name decides.
@@ -56,11 +55,9 @@ _OWN_AXIS = {"q": "q", "k": "kv", "v": "kv", "gate": "f", "up": "f"}
 
 def projections_of(operator: OperatorSpec, *, gated: bool) -> tuple[str, ...]:
     """Return the projections whose matrices a product multiplies with; none for a product of activations."""
-    if not operator.matmul:
+    if not operator.weight:
         return ()
     left, right, out = parse_matmul(operator.matmul)
-    if TOKENS & set(right):
-        return ()
     weight = tuple(axis for axis in right if axis not in left or axis not in out)
     if weight == ("h", "kv"):
         return ("k",) if operator.name.endswith("k") else ("v",)
@@ -86,7 +83,7 @@ def adapted(
             found.append(_frozen_norm(operator) if norm and still else operator)
             continue
         adds = [one for out in _adapters(own, model, adapter) for one in _lora(operator, out, adapter, compiled, wide)]
-        routed = "e" in parse_matmul(operator.matmul)[1]
+        routed = "e" in operator.weight
         still = adapter.freezes_all or ("experts" if routed else own[0]) in frozen
         product = replace(operator, weight_gradient=False) if still else operator
         unpacked = _unpacked(product, adapter) if still and adapter.packed and own != ("router",) else [product]
@@ -250,7 +247,7 @@ def _norm_of_columns(base: OperatorSpec, name: str, product: OperatorSpec, resul
     """Return DoRA's further operators: the weight with its adapter's product added, its norms by column, and the result
     scaled by the magnitudes over them (peft/tuners/lora/dora.py). Norms have no gradient.
     """
-    weight = " ".join(parse_matmul(product.matmul)[1])
+    weight = " ".join(product.weight)
     return [
         replace(
             base,
@@ -276,7 +273,7 @@ def _norm_of_columns(base: OperatorSpec, name: str, product: OperatorSpec, resul
 
 def _unpacked(product: OperatorSpec, adapter: Adapter) -> list[OperatorSpec]:
     """Return a product of a packed weight with the operator that unpacks it before, forward and backward."""
-    weight = " ".join(parse_matmul(product.matmul)[1])
+    weight = " ".join(product.weight)
     launches = UNPACKING_LAUNCHES[adapter.base_weights]
     name, packed = f"{product.name}_unpack", f"{weight}:packed"
     copy = OperatorSpec(
@@ -311,7 +308,7 @@ def _keeping_what_is_needed(operators: Sequence[OperatorSpec], *, own_copy: bool
     group: list[int] = []
     needed, given = False, ""
     for place, operator in enumerate([*operators, None]):
-        if operator is not None and (not operator.matmul or TOKENS & set(parse_matmul(operator.matmul)[1])):
+        if operator is not None and not operator.weight:
             continue
         mine = " ".join(parse_matmul(operator.matmul)[0]) if operator is not None else ""
         if operator is not None and operator.adapter:

@@ -119,6 +119,11 @@ class RuntimeSpec:
         """The runtime whose measurements apply to this one."""
         return self.like or self.names[0]
 
+    @property
+    def flat_units(self) -> bool:
+        """Whether parameters are gathered to one flat tensor that they are views of (FSDP1 and ZeRO), not copied."""
+        return self.fsdp.flat_parameters or self.zero is not None
+
 
 LATER = -1  # the newer generation of a description; 0 is the described one, 1 and up are ever older ones
 

@@ -23,8 +23,9 @@ from simulator.runtimes.quantized import quantized
 class ModelOperators:
     """The operators of one model under one runtime, in execution order, with conditions on the model decided.
 
-    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`). `wide_layers` are those of layers
-    that stay in 16 bits, by the `code` of their units (`simulator.step.units`), and `wide_recompute` their modes.
+    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`). `moe_layer` is empty for a model
+    without experts. `wide_layers` are those of layers that stay in 16 bits, by the `code` of their units
+    (`simulator.step.units`), and `wide_recompute` their modes.
     """
 
     spec: RuntimeSpec
@@ -36,12 +37,12 @@ class ModelOperators:
     wide_layers: Mapping[str, tuple[OperatorSpec, ...]] = field(default_factory=dict)
     wide_recompute: Mapping[str, RecomputeSpec] = field(default_factory=dict)
 
-    def layers(self, *, moe: bool) -> dict[str, tuple[OperatorSpec, ...]]:
-        """Return the operators of each kind of layer, by the code of their units."""
-        experts = {"moe": self.moe_layer} if moe else {}
-        return {"dense": self.dense_layer, **experts} | {
-            code: wide for code, wide in self.wide_layers.items() if moe or code != WIDE["moe"]
-        }
+    @property
+    def blocks(self) -> dict[str, tuple[OperatorSpec, ...]]:
+        """The operators of each block, by the code of its units: kinds of layer, and the ends of the network."""
+        experts = {"moe": self.moe_layer} if self.moe_layer else {}
+        ends = {"embedding": self.embedding, "head": self.head}
+        return {"dense": self.dense_layer, **experts, **self.wide_layers, **ends}
 
     def modes(self, code: str) -> Mapping[str, RecomputeSpec]:
         """Return the recompute modes of a kind of layer."""
@@ -56,7 +57,7 @@ PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
 def layer_code(model: Model, runtime: Runtime, layer: int) -> str:
-    """Return which operators a layer runs (`ModelOperators.layers`)."""
+    """Return which operators a layer runs (`ModelOperators.blocks`)."""
     block = "moe" if model.layer_kinds[layer].sparse else "dense"
     return WIDE[block] if runtime.is_wide(layer, model.layers) else block
 
@@ -103,12 +104,12 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     if runtime.adapter is not None:
         embedding, head = adapted_ends(embedding, head, model, runtime.adapter)
 
-    layers = {"dense": attention + mlp, "moe": attention + spec.layer.moe}
+    layers = {"dense": attention + mlp} | ({"moe": attention + spec.layer.moe} if model.moe else {})
     some_wide = runtime.low and any(runtime.wide_layers)
     return ModelOperators(
         spec=replace(spec, tp_layer_more={part: s for part, s in spec.tp_layer_more.items() if part in features}),
         dense_layer=active(layers["dense"], in_layer=True),
-        moe_layer=active(layers["moe"], in_layer=True),
+        moe_layer=active(layers.get("moe", ()), in_layer=True),
         wide_layers={WIDE[block]: active(layer, in_layer=True, wide=True) for block, layer in layers.items()}
         if some_wide
         else {},
@@ -172,7 +173,7 @@ def unused_settings(model: Model, runtime: Runtime, workload: Workload) -> tuple
 def _replays(model: Model, runtime: Runtime) -> bool:
     """Return whether CUDA graphs of the runtime's parts hold kernels of the model."""
     found = operators_for(model, runtime)
-    return any(one.replayed for one in (*found.dense_layer, *(found.moe_layer if model.moe else ())))
+    return any(one.replayed for one in (*found.dense_layer, *found.moe_layer))
 
 
 FUSED_DISPATCH = ("deepep", "hybridep")

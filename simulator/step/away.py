@@ -32,7 +32,7 @@ from simulator.step.context import CostContext
 from simulator.step.held import saved_bytes
 from simulator.step.offload import OFFLOAD
 from simulator.step.rank import Rank
-from simulator.step.units import Unit
+from simulator.step.units import LAYERS, Unit
 from topology.cluster import Cluster
 from topology.rates.host import host_rates
 
@@ -57,13 +57,12 @@ def moved_bytes(context: CostContext, model: Model) -> dict[str, Floats]:
     mean over layers; empty where nothing is offloaded.
     """
     if goes_away(context.runtime):
-        return dict.fromkeys(("dense", "moe"), away_bytes(context))
+        return dict.fromkeys(LAYERS, away_bytes(context))
     counted = counted_layers(context.table)
     if not counted.any():
         return {}
-    share, operators = counted / model.layers, operators_for(model, context.runtime)
-    kinds = {"dense": operators.dense_layer} | ({"moe": operators.moe_layer} if model.moe is not None else {})
-    return {kind: share * saved_bytes(some, RecomputeSpec(), context) for kind, some in kinds.items()}
+    share, blocks = counted / model.layers, operators_for(model, context.runtime).blocks
+    return {kind: share * saved_bytes(blocks[kind], RecomputeSpec(), context) for kind in LAYERS if kind in blocks}
 
 
 def counted_layers(table: PlanTable) -> Floats:

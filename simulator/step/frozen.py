@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats
 from simulator.config.adapter import BASE_BYTES, Adapter
 from simulator.config.model import Model
-from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, product
-from simulator.runtimes.adapted import TOKENS, frozen_projections
+from simulator.kernels.operators import OperatorSpec, active_rows, product
+from simulator.runtimes.adapted import frozen_projections
 from simulator.runtimes.model_operators import operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import PARTS, Parameters, whole_parameters
@@ -40,8 +40,8 @@ def local_parameters(model: Model, context: CostContext) -> Parameters:
     nothing = _Matrices(adapters=none, frozen=none, packed=none)
     of = {
         "dense_layer": _matrices(operators.dense_layer, context, routed=False),
-        "moe_layer": _matrices(operators.moe_layer, context, routed=False) if model.moe else nothing,
-        "experts": _matrices(operators.moe_layer, context, routed=True) if model.moe else nothing,
+        "moe_layer": _matrices(operators.moe_layer, context, routed=False),
+        "experts": _matrices(operators.moe_layer, context, routed=True),
         "embedding": nothing,
         "head": nothing,
     }
@@ -102,10 +102,9 @@ def trained_flops_per_token(model: Model, adapter: Adapter | None, seq_len: int)
 def _matrices(operators: Sequence[OperatorSpec], context: CostContext, *, routed: bool) -> _Matrices:
     adapters, frozen, packed = (np.zeros(len(context.table)) for _ in range(3))
     for operator in operators:
-        right = parse_matmul(operator.matmul)[1] if operator.matmul else []
-        if not right or TOKENS & set(right) or ("e" in right) is not routed:
+        if not operator.weight or ("e" in operator.weight) is not routed:
             continue
-        elements = active_rows(operator, context.table) * product(right, context.sizes)
+        elements = active_rows(operator, context.table) * product(operator.weight, context.sizes)
         if operator.adapter:
             adapters = adapters + elements
         elif not operator.weight_gradient:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import GATHER_PACK, GATHER_UNPACK, REDUCE_PACK, Packing
@@ -42,23 +41,24 @@ class Move:
     packing: Packing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCopies:
-    """Bytes of a number where parameters are stored, gathered and reduced, and of gradients before they are packed, and
-    the ranks that share a module's parameters and its routed experts. `none`: a runtime copies nothing.
-
-    What is moved is of a module with `shared` and `experts` parameters on a rank before sharding.
+    """What FSDP copies for the plans of a table. What is moved is of a module with `shared` and `experts` parameters on
+    a rank before sharding.
     """
 
-    stored: float
-    gathered: float
-    reduced: float
-    computed: Floats
-    ranks: Floats
-    expert_ranks: Floats
-    none: bool
-    flat: bool
-    casts_own: NDArray[np.bool_]
+    def __init__(self, context: CostContext) -> None:
+        spec, adapter, reduced = context.spec, context.runtime.adapter, context.dtype_bytes("reduce")
+        self.none, self.flat = not spec.fsdp.copy_in_copy_out, spec.fsdp.flat_parameters  # none: copies nothing
+        self.casts_own = context.table.casts_own
+        # Ranks that share a module's parameters, and its routed experts.
+        self.ranks, self.expert_ranks = (context.groups.extent(family)[0] for family in ("fsdp", "expert_fsdp"))
+        # Bytes of a number where parameters are stored, gathered and reduced, and of gradients before they are packed.
+        self.gathered, self.reduced = context.dtype_bytes("gathered"), reduced
+        in_base = adapter is not None and adapter.base_weights
+        self.stored = self.gathered if in_base else context.dtype_bytes("param")
+        # Without a reduction after every micro batch, gradients are added up in the type of the reduction.
+        width = context.dtype_bytes(spec.state.unsharded_gradient_dtype)
+        self.computed = np.where(context.table["pp"] > 1, reduced, width)
 
     def before_gather(self, shared: Floats, experts: Floats) -> Move:
         """Return what runs before a gather, next to compute."""
@@ -121,22 +121,3 @@ class FsdpCopies:
         module_bytes = (shared + experts) * self.gathered
         packing = Packing(kernel=kernel, module_bytes=module_bytes, widened_bytes=widened_bytes)
         return Move(nbytes=nbytes, some=bool(np.any(nbytes)), packing=packing)
-
-
-def fsdp_copies(context: CostContext) -> FsdpCopies:
-    """Return what FSDP copies for the plans of a table."""
-    spec, adapter = context.spec, context.runtime.adapter
-    gathered = context.dtype_bytes("gathered")
-    width = context.dtype_bytes(spec.state.unsharded_gradient_dtype)
-    return FsdpCopies(
-        stored=gathered if adapter is not None and adapter.base_weights else context.dtype_bytes("param"),
-        gathered=gathered,
-        reduced=context.dtype_bytes("reduce"),
-        # Without a reduction after every micro batch, gradients are added up in the type of the reduction.
-        computed=np.where(context.table["pp"] > 1, context.dtype_bytes("reduce"), width),
-        ranks=context.groups.extent("fsdp")[0],
-        expert_ranks=context.groups.extent("expert_fsdp")[0],
-        none=not spec.fsdp.copy_in_copy_out,
-        flat=spec.fsdp.flat_parameters,
-        casts_own=context.table.casts_own,
-    )

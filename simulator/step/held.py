@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
-from simulator.config.optimizers import OPTIMIZERS
+from simulator.config.optimizers import OPTIMIZERS, Optimizer
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
@@ -53,6 +53,13 @@ class Parameters:
         if kind == "optimizer" and self.kept is not None:
             return self.kept
         return (self.stored if kind == "parameters" else self.trained) or self
+
+    def of_block(self, block: str) -> tuple[Floats, Floats]:
+        """Return (all but routed experts, routed experts) of a block."""
+        if block == "moe":
+            return self.moe_layer, self.experts
+        whole = {"dense": self.dense_layer, "embedding": self.embedding, "head": self.head}[block]
+        return whole, 0.0 * self.experts
 
     def take(self, rows: NDArray[np.intp]) -> Parameters:
         """Return the parameters of the plans `rows`."""
@@ -120,15 +127,23 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
 
 
 def state_bytes(context: CostContext) -> dict[State, float]:
-    """Return bytes per parameter of each kind of state, before sharding.
+    """Return bytes per parameter of each kind of state, before sharding."""
+    kind, trained = context.spec.state.gradient_dtype, context.dtype_bytes("trained")
+    return {
+        "parameters": context.dtype_bytes("param"),
+        "gradients": trained if kind == "param" else context.dtype_bytes(kind),
+        "optimizer": optimizer_bytes(context, OPTIMIZERS[context.runtime.optimizer]),
+    }
 
-    An optimizer keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
+
+def optimizer_bytes(context: CostContext, chosen: Optimizer) -> float:
+    """Return the bytes of state per parameter that an optimizer updates, before sharding.
+
+    It keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
     """
-    state, param, trained = context.spec.state, context.dtype_bytes("param"), context.dtype_bytes("trained")
-    master = 4.0 if state.master_weights and trained < 4 else 0.0
-    moments = OPTIMIZERS[context.runtime.optimizer].state_bytes(4.0 if master else trained)
-    gradients = trained if state.gradient_dtype == "param" else context.dtype_bytes(state.gradient_dtype)
-    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+    trained = context.dtype_bytes("trained")
+    master = 4.0 if context.spec.state.master_weights and trained < 4 else 0.0
+    return chosen.state_bytes(master or trained) + master
 
 
 def autocast_remembers(runtime: Runtime) -> bool:
@@ -184,21 +199,23 @@ def _logits_bytes(context: CostContext) -> Floats:
 
 def between_stages_bytes(
     context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], in_flight: Floats
-) -> Floats:
-    """Return the bytes that pipeline stages exchange and keep, besides the inputs that their backward passes need.
+) -> tuple[Floats, Floats]:
+    """Return the bytes that a pipeline's ranks have in buffers of messages, besides the inputs that backward passes of
+    micro batches in flight need, and of outputs that they keep to the end of the step.
 
     `first` and `last` mark ranks with an end of the network, `in_flight` counts micro batches in flight on a rank; all
-    are of shape (plans, ranks), as is the result.
+    are of shape (plans, ranks), as are the results.
     """
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros_like(in_flight)
+    received = kept = np.zeros_like(in_flight)
     if spec.receive_buffers:
-        total = total + message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
+        received = message * (np.maximum((v - 1.0 * first) * m - in_flight * v, 0.0) + (v - 1.0 * last) * m)
     if spec.keeps_outputs:
-        total = total + m * ((v - 1.0 * last) * message + last * logits)
-    return np.where((table["pp"] > 1)[:, None], total, 0.0)
+        kept = m * ((v - 1.0 * last) * message + last * logits)
+    piped = (table["pp"] > 1)[:, None]
+    return np.where(piped, received, 0.0), np.where(piped, kept, 0.0)
 
 
 def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.columns.experts import largest_of
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.plan import Plan
@@ -15,6 +15,7 @@ from simulator.config.savers import OPTIMIZER_IN_BACKWARD
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
+from simulator.step.units import Unit
 
 # The share of the forward pass in the host time that parallelism adds to a layer: of FSDP and tensor parallelism 41 to
 # 46 %, of expert parallelism 46 %, in torchtitan and in our executor (tests/bench/host_cost.py, titan_host_cost.py;
@@ -90,21 +91,11 @@ def slowed(host: HostSpec, factor: float | Floats) -> HostSpec:
 
 def graphed(host: HostSpec) -> HostSpec:
     """Return host costs for layers launched by replaying graphs: kernels, collectives and modules cost nothing."""
-    by_layer = (
-        "fsdp_layer_s",
-        "ddp_layer_s",
-        "tp_layer_s",
-        "cp_layer_s",
-        "ep_layer_s",
-        "moe_layer_s",
-        "fsdp_tp_layer_s",
-        "tp_rank_layer_s",
-        "checkpoint_s",
-        "fsdp_again_s",
-    )
+    by_layer = [one.name for one in fields(host) if one.name.endswith("_layer_s")]
     launches = ("launch_s", "backward_launch_s", "dtensor_launch_s", "collective_s")
-    silent = dict.fromkeys((*by_layer, *launches), 0.0)
-    return replace(host, forward_layer_s=REPLAY_S, backward_layer_s=REPLAY_S, selective_s=None, **silent)  # type: ignore[arg-type]  # floats
+    silent = dict.fromkeys((*by_layer, "checkpoint_s", "fsdp_again_s", *launches), 0.0)
+    replays = dict.fromkeys(("forward_layer_s", "backward_layer_s"), REPLAY_S)
+    return replace(host, selective_s=None, **silent | replays)  # type: ignore[arg-type]  # floats
 
 
 def compiled(host: HostSpec) -> HostSpec:
@@ -185,10 +176,16 @@ def layer_host_s(spec: RuntimeSpec, table: PlanTable, *, sparse: bool = False) -
     return forward, backward
 
 
-def update_host_s(context: CostContext, tensors: int) -> Floats:
-    """Return the host seconds of updating `tensors` parameters in a backward pass, shape (plans,)."""
-    updates = tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
-    return np.zeros(len(context.table)) + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s
+def unit_host_s(context: CostContext, unit: Unit) -> tuple[Floats, Floats]:
+    """Return the host seconds of a unit's forward and backward pass besides its launches and recomputation, each of
+    shape (plans,), with those of updating its parameters where that is part of the backward pass.
+    """
+    updates = unit.tensors if OPTIMIZER_IN_BACKWARD in context.runtime.savers else 0
+    nothing = np.zeros(len(context.table))
+    forward_s, backward_s = nothing, nothing
+    if unit.is_layer:
+        forward_s, backward_s = layer_host_s(context.spec, context.table, sparse=unit.sparse)
+    return forward_s, backward_s + (nothing + updates * UPDATE_LAUNCHES * context.spec.host.backward_launch_s)
 
 
 def end_host_s(context: CostContext, tensors: int) -> Floats:
@@ -252,13 +249,12 @@ def loading_host_s(host: HostSpec, context: CostContext) -> Floats:
 def slowest(ranks: Floats, spread: float) -> Floats:
     """Return the time of the slowest of `ranks` processes that wait for each other, over their median.
 
-    `spread` is their standard deviation over the median; the expected largest of normal values is from Blom (1958).
+    `spread` is their standard deviation over the median.
     """
     if not spread:
         return np.ones(len(ranks))
     counts, back = np.unique(ranks, return_inverse=True)
-    normal = NormalDist()
-    largest = np.array([normal.inv_cdf((n - 0.375) / (n + 0.25)) for n in counts.tolist()])
+    largest = np.array([largest_of(n) for n in counts.tolist()])
     return np.minimum(1.0 + spread * largest, SLOWEST)[back]
 
 

@@ -26,7 +26,7 @@ from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import Work, WorkKind
 from simulator.step.context import CostContext
-from simulator.step.held import PARTS, Parameters, state_bytes
+from simulator.step.held import PARTS, Parameters, optimizer_bytes, state_bytes
 
 ITERATIONS = 5  # DEFAULT_NS_STEPS
 WIDTH = 2.0  # bytes of bfloat16
@@ -168,9 +168,8 @@ def with_matrices(parameters: Parameters, model: Model, context: CostContext) ->
 
 def matrix_state_bytes(context: CostContext) -> float:
     """Return the bytes of optimizer state per element of a hidden matrix, before sharding."""
-    param, chosen = context.dtype_bytes("param"), OPTIMIZERS[context.runtime.optimizer]
-    master = 4.0 if context.spec.state.master_weights and param < 4 else 0.0
-    return (chosen.matrices or chosen).state_bytes(master or param) + master
+    chosen = OPTIMIZERS[context.runtime.optimizer]
+    return optimizer_bytes(context, chosen.matrices or chosen)
 
 
 def _local(matrix: Matrix, model: Model, context: CostContext) -> Floats:

@@ -8,10 +8,10 @@ Amounts have shape (plans,) for all plans walked at once. `simulator.lowering` w
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
 
 from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import Packing
+from simulator.pipeline.schedules.table import Kind
 from simulator.program.program import COMPUTE
 from simulator.step.units import Unit
 
@@ -27,8 +27,19 @@ class Pass(StrEnum):
     WEIGHT = "weight"
 
 
-class Rank(Protocol):
-    """Work runs on the compute stream unless another is named; streams run their work in order."""
+# What the actions of a schedule run.
+RUNS = {
+    Kind.FORWARD: Pass.FORWARD,
+    Kind.BACKWARD: Pass.BACKWARD,
+    Kind.INPUT_GRAD: Pass.INPUT,
+    Kind.WEIGHT_GRAD: Pass.WEIGHT,
+}
+
+
+class Rank:
+    """Work runs on the compute stream unless another is named; streams run their work in order. Kinds of ranks leave
+    out what they do nothing for.
+    """
 
     def begin(self, unit: Unit) -> None:
         """Begin a pass of a unit, before anything of it is issued."""
@@ -77,6 +88,7 @@ class Rank(Protocol):
 
     def record(self, stream: str) -> str:
         """Mark a point of a stream; return the event's name."""
+        raise NotImplementedError
 
     def wait(self, stream: str, event: str) -> None:
         """Let a stream wait for an event."""

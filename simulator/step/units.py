@@ -13,14 +13,14 @@ from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.kernels.operators import parse_matmul
 from simulator.pipeline.stages import stage_layers
-from simulator.runtimes.adapted import TOKENS
 from simulator.runtimes.library import RuntimeSpec
 from simulator.runtimes.model_operators import WIDE, operators_for
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, State
 from simulator.step.muon import Orthogonal, orthogonalised
+
+LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")  # blocks by their place in the network
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +74,15 @@ class Unit:
         return WIDE[self.block] if self.wide else self.block
 
     @property
+    def is_layer(self) -> bool:
+        return self.block in LAYERS
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it is a layer with experts."""
+        return self.block == "moe"
+
+    @property
     def elements(self) -> Floats:
         return self.shared + self.experts
 
@@ -96,20 +105,25 @@ class UnitMaker:
         self._rows = len(context.table)
         self._none = np.full(self._rows, "none")
         self._made: dict[tuple[object, ...], Unit] = {}
-        self._modes: dict[
-            str, tuple[NDArray[np.str_], int]
-        ] = {}  # for each word: the modes of all plans, and their period
+        self._stages: dict[tuple[int, int, str, bool, bool, bool], list[Unit]] = {}
+        # For each word: the modes of all plans, and their period.
+        self._modes: dict[str, tuple[NDArray[np.str_], int]] = {}
 
-    def stages(self, plan: Plan, *, folded: bool = False) -> list[list[Unit]]:
-        """Return the units of every stage in forward order. All plans of the table must wrap the same layers."""
+    def stages(self, plan: Plan, *, mode: str = "", folded: bool = False) -> list[list[Unit]]:
+        """Return the units of every stage in forward order, under the `mode` that the plan states for a stage, else the
+        given one or, if that is empty, each plan's own: all plans of the table must then wrap the same layers. With
+        `folded`, equal neighbours are one unit that repeats. Stages that are equal are the same list.
+        """
         counts = stage_layers(self.model.layers, plan, self.context.spec.pipeline)
         starts = np.cumsum([0, *counts]).tolist()
-        modes = plan.recompute_per_stage or ("",) * len(counts)
-        parts = zip(starts, counts, modes, strict=False)
-        return [
-            self.stage(start, count, mode, first=number == 0, last=number == len(counts) - 1, folded=folded)
-            for number, (start, count, mode) in enumerate(parts)
-        ]
+        found = []
+        for number, (start, count) in enumerate(zip(starts, counts, strict=False)):
+            word = plan.recompute_per_stage[number] if plan.recompute_per_stage else mode
+            key = start, count, word, number == 0, number == len(counts) - 1, folded
+            if key not in self._stages:
+                self._stages[key] = self._stage(*key)
+            found.append(self._stages[key])
+        return found
 
     def kinds(self) -> list[Unit]:
         """Return a unit of each block that the model has, without recomputation."""
@@ -117,10 +131,8 @@ class UnitMaker:
         never = np.zeros(self._rows, dtype=bool)
         return [self._unit(block, self._none, never) for block in ("embedding", *sorted(layers), "head")]
 
-    def stage(self, start: int, count: int, mode: str, *, first: bool, last: bool, folded: bool = False) -> list[Unit]:
-        """Return the units of a stage with `count` layers from layer `start` on, all under `mode` or, if that is empty,
-        under each plan's own. With `folded`, equal neighbours are one unit that repeats.
-        """
+    def _stage(self, start: int, count: int, mode: str, first: bool, last: bool, folded: bool) -> list[Unit]:
+        """Return the units of a stage with `count` layers from layer `start` on."""
         found = []
         if first:
             # The embedding is looked up, not multiplied with, unless its matrix is also the head's.
@@ -184,13 +196,8 @@ class UnitMaker:
         return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
 
     def _elements(self, block: str, parameters: Parameters) -> Elements:
-        shared, experts = {
-            "moe": (parameters.moe_layer, parameters.experts),
-            "dense": (parameters.dense_layer, 0.0),
-            "embedding": (parameters.embedding, 0.0),
-            "head": (parameters.head, 0.0),
-        }[block]
-        return Elements(*(np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts)))
+        both = (np.asarray(some, dtype=np.float64) for some in parameters.of_block(block))
+        return Elements(*(np.broadcast_to(some, (self._rows,)) for some in both))
 
     def _unit(self, block: str, of: NDArray[np.str_], again: NDArray[np.bool_]) -> Unit:
         whole = self._elements(block, self.parameters)
@@ -223,8 +230,7 @@ class UnitMaker:
             return 1
         if block == "head":
             return int(not self.model.tied_embeddings) + int(self.model.final_norm)
-        layer = operators.moe_layer if block == "moe" else operators.dense_layer
-        weights = [one for one in layer if one.matmul and not TOKENS & set(parse_matmul(one.matmul)[1])]
+        weights = [one for one in operators.blocks[block] if one.weight]
         trained = sum(one.adapter if adapter and adapter.freezes_all else one.weight_gradient for one in weights)
         return trained + (0 if adapter and adapter.freezes_all else _vectors(self.model))
 
@@ -240,5 +246,5 @@ KEPT_AND_TRAINED: tuple[State, State] = ("parameters", "gradients")
 
 def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:
     """Return the number of (dense, MoE) layers in some units."""
-    dense, moe = (sum(unit.repeats for unit in units if unit.block == kind) for kind in ("dense", "moe"))
+    dense, moe = (sum(unit.repeats for unit in units if unit.block == kind) for kind in LAYERS)
     return dense, moe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from simulator.columns.plan_table import Floats
 from simulator.config.optimizers import OPTIMIZERS
 from simulator.config.runtime import DTYPE_BYTES, Runtime
@@ -10,6 +12,7 @@ from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import UPDATE_BYTES, Roofline
 from simulator.runtimes.adapted import trained_dtype
 from simulator.runtimes.library import spec_for
+from simulator.step.context import CostContext
 
 # Axes over which the gradient norm is summed, and the bytes of each sum.
 NORM_AXES = ("dp", "tp", "pipeline")
@@ -58,6 +61,12 @@ def update_bytes(
     low = spec_for(runtime).low_precision
     casts = weight_cast_bytes(runtime) * (micro_batches if low is not None and low.every_pass else 1.0)
     return matrices * more + owned * per_owned + held * passes + quantised * casts
+
+
+def norm_s(context: CostContext) -> Floats:
+    """Return the seconds in which ranks sum the norm of gradients, shape (plans,)."""
+    sums = (context.groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES)
+    return sum(sums, np.zeros(len(context.table)))
 
 
 def updates_units(runtime: Runtime) -> bool:

@@ -30,8 +30,8 @@ from simulator.step.host import (
     rest_host_s,
     step_host_s,
 )
-from simulator.step.rank import Pass, Rank, Value
-from simulator.step.traffic import BLOCKS, DataTraffic, data_traffic
+from simulator.step.rank import RUNS, Pass, Rank, Value
+from simulator.step.traffic import DataTraffic
 from simulator.step.units import Unit
 from simulator.step.update import NORM_BYTES, UPDATE_LAUNCHES, host_update_bytes, update_bytes, updates_units
 
@@ -53,7 +53,7 @@ class StepWalk:
 
     def __init__(self, context: CostContext, stages: Sequence[Sequence[Unit]], model: Model) -> None:
         self.context, self.stages, self.spec = context, stages, context.spec
-        self.traffic: DataTraffic = data_traffic(context)
+        self.traffic = DataTraffic(context)
         # A pipeline loads all tokens at once.
         self.waits_for_tokens = self.spec.host.synchronizes == "micro_batch" and bool(context.table["pp"][0] == 1)
         self.synchronizes = bool(host_synchronizes(self.spec.host, context.table)[0])
@@ -123,14 +123,12 @@ class StepWalk:
                 self._update(rank, [replace(done, repeats=1)])
             done = unit
             data.before_gradients(unit, reducing=reducing)
-            if kind is Kind.WEIGHT_GRAD:
-                rank.run(unit, Pass.WEIGHT)
-            else:
+            if kind is not Kind.WEIGHT_GRAD:
                 following = units[position - 1] if position else None
                 data.before(unit, following)
                 if away is not None:
                     away.backward(unit, following)
-                rank.run(unit, Pass.BACKWARD if kind is Kind.BACKWARD else Pass.INPUT)
+            rank.run(unit, RUNS[kind])
             if kind is not Kind.INPUT_GRAD:
                 data.after_backward(unit, reducing=reducing, ends_pass=not position)
                 data.after(unit, last_use=last)
@@ -173,7 +171,7 @@ class StepWalk:
         """
         runtime, owned = self.context.runtime, self._owned(units)
         whole = sum(u.repeats * u.trained.all for u in units)
-        quantised = sum(u.repeats * u.trained.all for u in units if u.block in BLOCKS and not u.wide)
+        quantised = sum(u.repeats * u.trained.all for u in units if u.is_layer and not u.wide)
         here = 0.0 if self.traffic.updates_on_host else owned
         rank.update(update_bytes(runtime, here, whole, matrices, self.context.table.micro_batches, quantised), owned)
         return owned
@@ -185,8 +183,7 @@ class StepWalk:
         context, each_s = self.context, OPTIMIZERS[self.context.runtime.optimizer].tensor_s
         if not each_s or self.traffic.updates_on_host:
             return
-        flat = self.spec.fsdp.flat_parameters or self.spec.zero is not None
-        cut = (context.table.fully_sharded | (context.table["tp"] > 1)) & (not flat)
+        cut = (context.table.fully_sharded | (context.table["tp"] > 1)) & (not self.spec.flat_units)
         rank.synchronize()
         rank.host_work("tensors", np.where(cut, 0.0, each_s * tensors))
 

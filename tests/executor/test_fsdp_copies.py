@@ -15,7 +15,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.runtimes.library import runtime_spec, wraps_one
-from simulator.step.fsdp_copies import FsdpCopies, fsdp_copies
+from simulator.step.fsdp_copies import FsdpCopies
 from topology.catalog.clusters import cluster
 
 torch = pytest.importorskip("torch")
@@ -70,7 +70,7 @@ def described(ranks: int, stored: str) -> FsdpCopies:
         runtime=runtime,
     )
     table = plan_table([plan], asked.workload, wraps_one=wraps_one(runtime_spec("torchtitan"), runtime))
-    return fsdp_copies(cost_context(asked, table, calibrated_operators(asked)))
+    return FsdpCopies(cost_context(asked, table, calibrated_operators(asked)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -193,18 +193,6 @@ def test_fixed_segments_fragment_where_growing_ones_do_not() -> None:
         assert memory.reserved_bytes == reserved * MIB
 
 
-def test_a_block_that_another_stream_uses_waits_for_it() -> None:
-    memory = CachingAllocator()
-    block = memory.allocate(40 * MIB, "compute")
-    memory.record_stream(block, "send")
-    memory.free(block)
-
-    assert memory.allocate(40 * MIB, "compute") != block
-    memory.reached("send")
-    assert memory.allocate(40 * MIB, "compute") == block
-    assert memory.reserved_bytes == 80 * MIB
-
-
 @pytest.mark.parametrize("expandable", [True, False])
 def test_a_full_gpu_gives_back_what_no_stream_uses_and_asks_again(expandable) -> None:
     memory = CachingAllocator(capacity_bytes=100 * MIB, expandable=expandable)

@@ -20,7 +20,7 @@ from simulator.config.workload import Workload
 from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail, block_code
 from simulator.lowering.simulation import drawn_micro_batches, program_length, ring_hops, simulate_plan
-from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep
+from simulator.lowering.steps import KernelStep, PiecesStep, SiteStep, Step, TransferStep
 from simulator.lowering.training import lower_training, plan_context, strided_groups
 from simulator.overlap.modes import FURTHER_CALLS, HOST_CALLS, IN_LAYERS, OPERATIONS, OverlapRates
 from simulator.overlap.site_costs import SITE_MODES
@@ -271,8 +271,8 @@ def device_s(step: Step) -> float:
 def host_s(step: Step) -> float:
     """Return the seconds in which the host issues it."""
     match step:
-        case AsyncStep():
-            return step.transfer.ranks * (step.piece.host_s + step.copies_host_s)
+        case PiecesStep():
+            return step.ranks * (step.piece.host_s + step.copies_host_s)
         case SiteStep():
             return step.kernel.host_s + step.more_host_s
         case KernelStep() | TransferStep():

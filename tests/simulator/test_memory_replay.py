@@ -132,7 +132,7 @@ def test_a_step_lets_go_of_all_that_it_asked_for_but_gradients_and_state(plan) -
     _, replay = replayed(plan)
     for rank in range(plan.pp):
         memory = CachingAllocator()
-        one = RankReplay(replay.tensors, rank, memory, micro_batches=replay.micro_batches)
+        one = RankReplay(replay.tensors, rank, memory)
         one.start()
         one.step()
         after = memory.allocated_bytes
@@ -392,7 +392,7 @@ def test_a_stage_that_is_left_without_layers_holds_little_beside_the_others() ->
     case = load_case(asked)
 
     replay = MemoryReplay(case.question, case.plan)
-    first, second, third, last = (rank.reserved_bytes for rank in replay.ranks())
+    first, second, third, last = (replay.rank(rank).reserved_bytes for rank in range(4))
 
     assert [len(units) for units in replay.tensors.stages] == [5, 0, 0, 1]
     assert second == third < first / 5 < last / 5

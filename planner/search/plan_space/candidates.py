@@ -23,7 +23,7 @@ from planner.search.plan_space.stated import Spans, Values, among, each_value, w
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import CARRIED, PlanColumns, columns_with, distinct
-from simulator.columns.plan_table import table_of_columns
+from simulator.columns.plan_table import plan_table
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors
 from simulator.legality.rules import RULES
@@ -425,7 +425,7 @@ def _placement_choices(table: PlanColumns, question: Question) -> tuple[tuple[An
     legal = np.zeros((len(orders), len(table)), dtype=np.bool_)
     degrees = (table.dp_replicate, table.dp_shard, table.tp, table.cp, table.pp, table.ep, table.etp)
     rows, which = distinct(*degrees, table.zero_stage, table.sequence_parallel)
-    groups = GroupTimes(cluster, table_of_columns(table.take(rows), question.workload), CollectiveModel(cluster))
+    groups = GroupTimes(cluster, plan_table(table.take(rows), question.workload), CollectiveModel(cluster))
     for number in range(len(rows)):
         legal[list(undominated_orders(cluster, gpus, groups.patterns(number))), :] |= which == number
     return tuple((number, legal[number]) for number in range(len(orders)) if legal[number].any())

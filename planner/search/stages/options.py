@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from simulator.analytical.account import AccountInputs
 from simulator.analytical.clocks import fastest
-from simulator.analytical.memory import memory_columns
-from simulator.bounds.lower_bound import ENDS
+from simulator.analytical.memory import memory_of_ranks
+from simulator.analytical.rank_memory import RankMemory
 from simulator.bounds.screening import ROUNDED, ScreenedPlans, Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns
 from simulator.columns.plan_table import Floats
@@ -31,6 +31,7 @@ from simulator.legality.frameworks import Framework
 from simulator.pipeline.schedules.registry import schedule_kind
 from simulator.pipeline.stages import StageLayout, rank_of_stage, stage_layers
 from simulator.runtimes.library import canonical_recompute
+from simulator.step.units import ENDS
 
 Ints = NDArray[np.int64]
 MAX_MIXES = 10  # combinations of recompute modes over a rank's stages; beyond, a rank has one mode
@@ -223,10 +224,9 @@ def fitting_options(
     counts = counts.with_mixes(len(mixes))
     words = [_canonical(screening, word) for word in freedom.modes]
     modes = np.array([[freedom.modes.index(word) for word in mix] for mix in mixes])[counts.mode_mix]
-    memory = memory_columns(
-        model, single.operators, single.context, counts.as_one_row(plan, modes, words), single.blocks, single.parameters
-    )
-    memory = memory.scaled(single.known)
+    layout = counts.as_one_row(plan, modes, words)
+    ranks = RankMemory(model, single.operators, single.context, layout, single.blocks, single.parameters)
+    memory = memory_of_ranks(ranks).scaled(single.known)
     fits = np.nonzero(screening.least_bytes(memory)[0] <= min(limit_bytes, screening.limit_bytes))[0]
     max_layers = np.zeros(plan.pp, dtype=np.int64)
     np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
