@@ -35,7 +35,7 @@ from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import faster_unsure, why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
+from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, Rooms, assign_stages
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
 from simulator.config.estimate import LEVELS, RATHER_SURE, SURE
@@ -234,6 +234,7 @@ def _explore(
     screened = Screened(
         screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
+    rooms = Rooms()
 
     def ask(
         screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
@@ -274,6 +275,7 @@ def _explore(
                 recomputes,
                 top=keep,
                 replays=replays,
+                rooms=rooms,
                 deadline=deadline,
                 progress=progress,
             )

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from planner.search.plan_space.branch_and_bound import Explored
 from planner.search.plan_space.candidates import PIPELINE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
-from planner.search.plan_space.screened import grids_of
+from planner.search.plan_space.screened import grids_of, least_bytes
 from planner.search.stages.options import CostedPlans, cost_blocks
 from planner.search.stages.solver import StageSolution, has_room, solve_stages
 from simulator.analytical.estimates import memory_of_plans
 from simulator.bounds.screening import Screening
 from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
+from simulator.columns.plan_table import Floats
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -55,6 +56,24 @@ class AssignedPipelines:
     left_s: float = np.inf
 
 
+class Rooms:
+    """How much memory pipelines need at least, whatever their stages hold: found once for all levels of certainty."""
+
+    def __init__(self) -> None:
+        self._least: dict[Plan, tuple[float, Floats]] = {}  # the cutoff in seconds; bytes to allocate and to reserve
+
+    def possible(self, pipeline: Plan, screening: Screening, cutoff_s: float) -> bool:
+        """Return whether a pipeline may have room with a step below `cutoff_s`, by what is known of it."""
+        known_s, least = self._least.get(pipeline, (-np.inf, np.zeros(2)))
+        return cutoff_s > known_s or float(least_bytes(screening, least[None])[0]) <= screening.limit_bytes
+
+    def note(self, pipeline: Plan, costs: CostedPlans, numbers: range, cutoff_s: float) -> None:
+        """Take note of what all settings of a pipeline need."""
+        needs = [costs.needs[number, cutoff_s] for number in numbers if (number, cutoff_s) in costs.needs]
+        if len(needs) == len(numbers):
+            self._least[pipeline] = cutoff_s, np.min([one.least_room for one in needs], axis=0)
+
+
 def assign_stages(
     screening: Screening,
     framework: Framework,
@@ -64,6 +83,7 @@ def assign_stages(
     *,
     top: int,
     replays: Replays,
+    rooms: Rooms,
     deadline: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> AssignedPipelines:
@@ -71,7 +91,8 @@ def assign_stages(
 
     They are examined in the order of their bounds until MAX_SOLVED of them had room, or none is left near the list. A
     pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. Only the first
-    may start after `deadline`, a reading of `time.monotonic`; pipelines that do not end in time are left out.
+    may start after `deadline`, a reading of `time.monotonic`; pipelines that do not end in time are left out. `rooms`
+    is added to: those that are known to have no room are left out by it.
     """
     if not (framework.lists_layers or framework.lists_recompute):
         return AssignedPipelines()
@@ -82,26 +103,40 @@ def assign_stages(
     grid = grids_of(concatenate([explored.columns, columns]))
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
+
+    def limit_of(own_grid: int) -> float:
+        """Return the seconds below which a pipeline of a grid is listed."""
+        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
+        return min(last, float(best[own_grid]) * (1 - MIN_GAIN))
+
+    pipelines = [columns.plan(row) for row in range(len(columns))]
+    possible = [
+        row
+        for row, own_grid in enumerate(grid[len(explored) :])
+        if rooms.possible(pipelines[row], screening, limit_of(own_grid))
+    ]
     better, gap, solved, left_s = [], 0.0, 0, np.inf
-    prepared = _prepared(screening, nodes, columns, recomputes)
-    for row, own_grid in enumerate(grid[len(explored) :]):
+    prepared = _prepared(screening, nodes, columns.take(np.array(possible, dtype=np.intp)), recomputes)
+    for number, row in enumerate(possible):
         if solved == MAX_SOLVED:
             break
-        if row and deadline is not None and time.monotonic() > deadline:
+        if number and deadline is not None and time.monotonic() > deadline:
             left_s = explored.least_near_s
             break
         if progress is not None:
-            progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
-        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
-        limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
+            progress(f"pipeline {number + 1} of {len(possible)} at most: layers and recomputation by stage")
+        own_grid = grid[len(explored) + row]
+        limit = limit_of(own_grid)
         try:
-            asked = (screening, framework, *next(prepared), recomputes)
+            costs, numbers = next(prepared)
+            asked = (screening, framework, costs, numbers, recomputes)
             solve = partial(solve_stages, *asked, cutoff_s=limit, known={})
             room = partial(has_room, *asked, cutoff_s=limit)
             found, step_s = _fitting(screening, solve, room, replays)
         except Unproved:
             left_s = explored.least_near_s
             break
+        rooms.note(pipelines[row], costs, numbers, limit)
         solved += found.has_room
         gap = max(gap, found.gap)
         if found.plan is not None and step_s < limit:
