@@ -35,10 +35,17 @@ from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import faster_unsure, why_it_lost
 from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, Rooms, assign_stages
+from planner.search.stages.assignment import (
+    AT_ONCE,
+    MAX_SOLVED,
+    NEAR_FIT,
+    AssignedPipelines,
+    KnownPipelines,
+    assign_stages,
+)
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import LEVELS, RATHER_SURE, SURE
+from simulator.config.estimate import LEVELS, RATHER_SURE, SLIGHT, SURE
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -73,6 +80,7 @@ class SearchOptions:
 
 
 SCREENING = 0.6  # share of a time limit for screening memory, since plans that fit must be bounded and costed as well
+LEVEL = 0.5  # share of the time left for stages at a level of certainty at which no plan fits with the runtime's
 
 
 def suggest(
@@ -234,7 +242,7 @@ def _explore(
     screened = Screened(
         screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
-    rooms = Rooms()
+    known, every = KnownPipelines(framework, nodes, screened.shared, recomputes), screening
 
     def ask(
         screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
@@ -262,21 +270,25 @@ def _explore(
             return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
 
         explored = explore(search, replays, listed, tell_first)
+        # Plans that are too unsure for this search are not shown to need too much.
+        explored = replace(explored, fitting=int(screened.bounds.may_fit(every).sum()))
         if not stages or (len(explored) and objective in {"memory", "pareto"}):
             return explored, AssignedPipelines()
         if over(deadline) and (len(explored) or not len(explored.near_pipelines)):
             return explored, AssignedPipelines(left_s=explored.least_near_s)
+        end = deadline
+        if deadline is not None and screening.sure and not len(explored):  # there may be plans that are less sure
+            end = time.monotonic() + LEVEL * (deadline - time.monotonic())
         try:
             assigned = assign_stages(
                 screening,
                 framework,
-                nodes,
                 explored,
                 recomputes,
                 top=keep,
                 replays=replays,
-                rooms=rooms,
-                deadline=deadline,
+                known=known,
+                deadline=end,
                 progress=progress,
             )
         except Unproved:
@@ -288,7 +300,8 @@ def _explore(
         plans = _listed_plans(everything, assigned, options, cluster)
         return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
 
-    return _surely_first(ask, screening, options, cluster)
+    any_fits = bool(screened.bounds.may_fit(screening).any())
+    return _surely_first(ask, screening, options, cluster, any_fits=any_fits)
 
 
 def _surely_first(
@@ -296,34 +309,46 @@ def _surely_first(
     screening: Screening,
     options: SearchOptions,
     cluster: Cluster,
+    *,
+    any_fits: bool,
 ) -> _Found:
     """Return the plans to list by time: those that surely fit, else the likeliest level of which there are any; then
-    others that may fit.
+    others that may fit. `any_fits`: whether any may with the stages that the runtime makes.
     """
+    if not any_fits:  # with the runtime's stages; what fits with no others either is not asked level by level
+        asked, assigned = ask(screening, keep=options.top, stages=True)
+        if not _listed_plans(asked, assigned, options, cluster) and assigned.solved < MAX_SOLVED:
+            return _Found(plans=[], may_fit=[], everything=asked, asked=asked, assigned=assigned)
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
-    certain = bool(sure)
+    certain, all_tried = bool(sure), assigned.left_s == np.inf
     with suppress(Unproved):
         for level in LEVELS[1:] if not certain else ():
             asked, assigned = ask(replace(screening, sure=level), keep=options.top, stages=True)
             if sure := _listed_plans(asked, assigned, options, cluster):
+                asked = replace(asked, complete=asked.complete and all_tried)
                 break
-    try:
-        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
-    except Unproved:
-        if not sure:
-            raise
-        everything, more = asked, AssignedPipelines()
-    others = _listed_plans(everything, more, options, cluster)
+            all_tried &= assigned.left_s == np.inf
+    more_to_list = options.top - len(sure)
+    everything, more = asked, AssignedPipelines()
+    # Beside a full list only faster plans that may well fit are mentioned, and only if its first surely fits.
+    if certain or more_to_list:
+        likely = replace(screening, sure=screening.sure if more_to_list else SLIGHT)
+        try:
+            everything, more = ask(likely, keep=more_to_list or 1, stages=more_to_list > 0, sure=sure)
+        except Unproved:
+            if not sure:
+                raise
+    others = _listed_plans(everything, more, options, cluster) if everything is not asked else []
     rather_sure: list[Plan] = []
     if certain:
         with suppress(Unproved):
-            likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
-            rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
+            likelier, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
+            rather_sure = _listed_plans(likelier, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
     if not sure:
-        asked, assigned = everything, more
+        asked, assigned = replace(everything, complete=everything.complete and all_tried), more
     return _Found(plans=plans, may_fit=may_fit, everything=everything, asked=asked, assigned=assigned)
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from simulator.serving.latency import Distribution, Latency
 
-FIRST = 4096  # clients simulated first; four times as many follow until a deployment is saturated
-MOST = 1 << 16  # from this many clients on, only some are simulated
+FIRST = 2048  # clients simulated first; four times as many follow until a deployment is saturated
+MOST = 1 << 13  # from this many clients on, only some are simulated
 SATURATED = 0.01  # saturated if twice the clients raise throughput by at most this share
 
 

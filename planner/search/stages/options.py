@@ -150,7 +150,7 @@ def _spread_layers(count: int, stages: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedPlans:
     """Plans and the costs of their blocks, computed together, since many plans take little longer than one. `needs`
-    has what was found of their memory, by number and cutoff, for limits that follow.
+    has what is known of their memory, by number and cutoff.
     """
 
     plans: tuple[Plan, ...]  # without numbers of layers or recompute modes by stage
