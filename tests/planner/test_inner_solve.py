@@ -73,7 +73,7 @@ def room(screening, columns, recomputes, limit_bytes):
     least = least_room(*asked, cutoff_s=float("inf"))
     for needs in costs.needs.values():  # what overlaps nothing, the first, needs least: its blocks alone show who fits
         assert (costs.needs[0, float("inf")].least_room <= needs.least_room).all()
-    return least <= limit_bytes, solve_stages(*asked, limit_bytes=limit_bytes).has_room
+    return least <= min(limit_bytes, screening.limit_bytes), solve_stages(*asked, limit_bytes=limit_bytes).has_room
 
 
 def spread(total, stages):
