@@ -88,9 +88,7 @@ class ConstrainedQuestion:
     def best_plan(
         self, deadline: float | None = None, replays: Replays | None = None, slack: float = 0.0
     ) -> Plan | None:
-        """Return the fastest plan that surely fits, else the fastest that may, of those examined by the deadline; one
-        that is slower by no more than `slack`, relative, will do.
-        """
+        """Return the fastest plan that surely fits, else that may, to `slack`, of those examined by the deadline."""
         nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
             return None
@@ -98,12 +96,9 @@ class ConstrainedQuestion:
         return fastest_fitting(screened, replays or Replays(self.question), deadline, slack)
 
     def best_rate(self, deadline: float | None = None) -> tuple[float, float]:
-        """Return `best_plan`'s tokens per second and GPU, to RATE_SLACK, and bytes of host memory for each GPU; 0
-        without one.
-        """
+        """Return about `best_plan`'s tokens per second and GPU, and bytes of host memory for each GPU; 0 if none."""
         question, replays = self.question, Replays(self.question)
-        best = self.best_plan(deadline, replays, RATE_SLACK)
-        if best is None:
+        if (best := self.best_plan(deadline, replays, RATE_SLACK)) is None:
             return 0.0, 0.0
         found = question.estimate([best])
         step_s = float(found.step_s[0]) + replays[best].full_s
