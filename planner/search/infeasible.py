@@ -48,6 +48,7 @@ from topology.units import MIB, in_gib, two_digits
 
 SHORTEST_SEQUENCE = 512
 MOST_REPLAYED = 4  # plans with the lowest bounds of their memory, among which the one that needs least is searched
+RATE_SLACK = 0.05  # of rates in advice, which are said to be about so much
 CUT_SHORT = " (the time limit ended before more was tried)"
 LEAST_ADVICE_S = 1.0  # seconds for finding relaxations if the search has used up its time limit
 
@@ -84,19 +85,20 @@ class ConstrainedQuestion:
             least = min(least, held.most_missing_bytes)
         return least
 
-    def best_plan(self, deadline: float | None = None, replays: Replays | None = None) -> Plan | None:
-        """Return the fastest plan that surely fits, else the fastest that may, of those examined by the deadline."""
+    def best_plan(
+        self, deadline: float | None = None, replays: Replays | None = None, slack: float = 0.0
+    ) -> Plan | None:
+        """Return the fastest plan that surely fits, else that may, to `slack`, of those examined by the deadline."""
         nodes = enumerate_nodes(self.question, bounds=self.bounds)
         if not len(nodes):
             return None
         screened = Screened(self.screening, nodes, self.recomputes, deadline=deadline)
-        return fastest_fitting(screened, replays or Replays(self.question), deadline)
+        return fastest_fitting(screened, replays or Replays(self.question), deadline, slack)
 
     def best_rate(self, deadline: float | None = None) -> tuple[float, float]:
-        """Return `best_plan`'s tokens per second and GPU, and bytes of host memory for each GPU; 0 without one."""
+        """Return about `best_plan`'s tokens per second and GPU, and bytes of host memory for each GPU; 0 if none."""
         question, replays = self.question, Replays(self.question)
-        best = self.best_plan(deadline, replays)
-        if best is None:
+        if (best := self.best_plan(deadline, replays, RATE_SLACK)) is None:
             return 0.0, 0.0
         found = question.estimate([best])
         step_s = float(found.step_s[0]) + replays[best].full_s

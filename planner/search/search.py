@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.question.prediction import Method
 from planner.question.question import Question
 from planner.search.deadline import NOT_EXPLAINED, NOT_SIMULATED, deadline_of, over
-from planner.search.finalists import TIE, Finalist, certainty, counted_finalists, in_order, predict_all
+from planner.search.finalists import TIE, Finalist, counted_finalists, in_order, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import RateFlips, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -34,11 +33,19 @@ from planner.search.plan_space.judged import explore, plan_of_row
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.screened import Screened
 from planner.search.reasons import faster_unsure, why_it_lost
-from planner.search.result import OPTIMAL, PRELIMINARY, OtherBatch, RankedPlan, SearchResult, SearchStats
-from planner.search.stages.assignment import AT_ONCE, NEAR_FIT, AssignedPipelines, assign_stages
+from planner.search.result import PRELIMINARY, OtherBatch, RankedPlan, SearchResult
+from planner.search.stages.assignment import (
+    AT_ONCE,
+    MAX_SOLVED,
+    NEAR_FIT,
+    AssignedPipelines,
+    KnownPipelines,
+    assign_stages,
+)
+from planner.search.stats import Found, search_stats
 from planner.search.tie_groups import PER_TIE_GROUP, TIE_GROUP_MARGIN, one_of_tie_group, rank_rows
 from simulator.bounds.screening import Screening
-from simulator.config.estimate import LEVELS, RATHER_SURE, SURE
+from simulator.config.estimate import LEVELS, RATHER_SURE, SLIGHT, SURE
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -73,6 +80,7 @@ class SearchOptions:
 
 
 SCREENING = 0.6  # share of a time limit for screening memory, since plans that fit must be bounded and costed as well
+LEVEL = 0.5  # share of the time left for stages at a level of certainty at which no plan fits with the runtime's
 
 
 def suggest(
@@ -97,13 +105,13 @@ def suggest(
     nodes = enumerate_nodes(question, bounds=options.bounds)
 
     def result(
-        found: _Found, finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()
+        found: Found, finalists: list[Finalist], *, reasons: bool, assumed: tuple[str, ...] = ()
     ) -> SearchResult:
         listed = in_order(finalists[: len(found.plans)], options.objective)
         rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
         return SearchResult(
             question=question,
-            search=_search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
+            search=search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started),
             plans=_rank(question, listed, options, reasons=reasons and options.flips),
             rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
             assumed=assumed,
@@ -120,7 +128,7 @@ def suggest(
         plans = _listed_plans(explored, AssignedPipelines(), options, question.cluster)
         table = question.estimate(plans)
         finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
-        found = _Found(plans=plans, may_fit=[], everything=explored, asked=explored, assigned=AssignedPipelines())
+        found = Found(plans=plans, may_fit=[], everything=explored, asked=explored, assigned=AssignedPipelines())
         first = result(found, finalists, reasons=False)
         return replace(first, search=replace(first.search, status=PRELIMINARY))
 
@@ -171,7 +179,7 @@ def _no_plan(
     question: Question,
     nodes: Nodes,
     options: SearchOptions,
-    found: _Found,
+    found: Found,
     *,
     grow: Callable[[int], Cluster] | None,
     deadline: float | None,
@@ -198,19 +206,6 @@ def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
     return replace(result, plans=_rank(result.question, listed, options, reasons=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """`plans` to list; `may_fit` has the fastest plan of all and the fastest that probably fits, if they are not
-    listed. `everything` searched all plans that may fit, `asked` the listed ones, for which stages were `assigned`.
-    """
-
-    plans: list[Plan]
-    may_fit: list[Plan]
-    everything: Explored
-    asked: Explored
-    assigned: AssignedPipelines
-
-
 def _explore(
     screening: Screening,
     framework: Framework,
@@ -220,7 +215,7 @@ def _explore(
     deadline: float | None,
     progress: Callable[[str], None] | None,
     tell_first: Callable[[Explored], None] | None,
-) -> _Found:
+) -> Found:
     """Return the plans to list: by time those that surely fit, then those that may fit; by memory any that fit.
 
     `tell_first` receives the first that are costed.
@@ -234,6 +229,7 @@ def _explore(
     screened = Screened(
         screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=until, progress=progress
     )
+    known, every = KnownPipelines(framework, nodes, screened.shared, recomputes), screening
 
     def ask(
         screening: Screening, *, keep: int, stages: bool, sure: Sequence[Plan] = ()
@@ -261,20 +257,25 @@ def _explore(
             return [rows[plan] for plan in dict.fromkeys([*added, *plans[: 1 if sure else 0]])]
 
         explored = explore(search, replays, listed, tell_first)
+        # Plans that are too unsure for this search are not shown to need too much.
+        explored = replace(explored, fitting=int(screened.bounds.may_fit(every).sum()))
         if not stages or (len(explored) and objective in {"memory", "pareto"}):
             return explored, AssignedPipelines()
         if over(deadline) and (len(explored) or not len(explored.near_pipelines)):
             return explored, AssignedPipelines(left_s=explored.least_near_s)
+        end = deadline
+        if deadline is not None and screening.sure and not len(explored):  # there may be plans that are less sure
+            end = time.monotonic() + LEVEL * (deadline - time.monotonic())
         try:
             assigned = assign_stages(
                 screening,
                 framework,
-                nodes,
                 explored,
                 recomputes,
                 top=keep,
                 replays=replays,
-                deadline=deadline,
+                known=known,
+                deadline=end,
                 progress=progress,
             )
         except Unproved:
@@ -284,9 +285,10 @@ def _explore(
     if objective in {"memory", "pareto"}:
         everything, assigned = ask(screening, keep=options.top, stages=True)
         plans = _listed_plans(everything, assigned, options, cluster)
-        return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
+        return Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
 
-    return _surely_first(ask, screening, options, cluster)
+    any_fits = bool(screened.bounds.may_fit(screening).any())
+    return _surely_first(ask, screening, options, cluster, any_fits=any_fits)
 
 
 def _surely_first(
@@ -294,35 +296,47 @@ def _surely_first(
     screening: Screening,
     options: SearchOptions,
     cluster: Cluster,
-) -> _Found:
+    *,
+    any_fits: bool,
+) -> Found:
     """Return the plans to list by time: those that surely fit, else the likeliest level of which there are any; then
-    others that may fit.
+    others that may fit. `any_fits`: whether any may with the stages that the runtime makes.
     """
+    if not any_fits:  # with the runtime's stages; what fits with no others either is not asked level by level
+        asked, assigned = ask(screening, keep=options.top, stages=True)
+        if not _listed_plans(asked, assigned, options, cluster) and assigned.solved < MAX_SOLVED:
+            return Found(plans=[], may_fit=[], everything=asked, asked=asked, assigned=assigned)
     asked, assigned = ask(replace(screening, sure=SURE), keep=options.top, stages=True)
     sure = _listed_plans(asked, assigned, options, cluster)
-    certain = bool(sure)
+    certain, all_tried = bool(sure), assigned.left_s == np.inf
     with suppress(Unproved):
         for level in LEVELS[1:] if not certain else ():
             asked, assigned = ask(replace(screening, sure=level), keep=options.top, stages=True)
             if sure := _listed_plans(asked, assigned, options, cluster):
+                asked = replace(asked, complete=asked.complete and all_tried)
                 break
-    try:
-        everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top, sure=sure)
-    except Unproved:
-        if not sure:
-            raise
-        everything, more = asked, AssignedPipelines()
-    others = _listed_plans(everything, more, options, cluster)
+            all_tried &= assigned.left_s == np.inf
+    more_to_list = options.top - len(sure)
+    everything, more = asked, AssignedPipelines()
+    # Besides a full list only faster plans that may well fit are mentioned, and only if its first surely fits.
+    if certain or more_to_list:
+        likely = replace(screening, sure=screening.sure if more_to_list else SLIGHT)
+        try:
+            everything, more = ask(likely, keep=more_to_list or 1, stages=more_to_list > 0, sure=sure)
+        except Unproved:
+            if not sure:
+                raise
+    others = _listed_plans(everything, more, options, cluster) if everything is not asked else []
     rather_sure: list[Plan] = []
     if certain:
         with suppress(Unproved):
-            likely, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
-            rather_sure = _listed_plans(likely, AssignedPipelines(), options, cluster)
+            likelier, _ = ask(replace(screening, sure=RATHER_SURE), keep=1, stages=False, sure=sure)
+            rather_sure = _listed_plans(likelier, AssignedPipelines(), options, cluster)
     plans = _one_per_grid([*sure, *others], options)[: options.top]
     may_fit = [plan for plan in dict.fromkeys([*others[:1], *rather_sure[:1]]) if plan not in plans]
     if not sure:
-        asked, assigned = everything, more
-    return _Found(plans=plans, may_fit=may_fit, everything=everything, asked=asked, assigned=assigned)
+        asked, assigned = replace(everything, complete=everything.complete and all_tried), more
+    return Found(plans=plans, may_fit=may_fit, everything=everything, asked=asked, assigned=assigned)
 
 
 def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
@@ -394,47 +408,3 @@ def _rows(explored: Explored, options: SearchOptions) -> list[int]:
         return pareto_rows(explored.step_s, explored.reserved_bytes)
     values, top = _values(explored, options), options.top * PER_TIE_GROUP
     return rank_rows(explored.columns, values, top=top, all_variants=options.all_variants)
-
-
-def _search_stats(
-    nodes: Nodes,
-    found: _Found,
-    objective: str,
-    finalists: Sequence[Finalist],
-    *,
-    seconds: float,
-) -> SearchStats:
-    """Return the account of the search, with the gap to the optimum."""
-    memory, explored, everything = objective == "memory", found.asked, found.everything
-    if not memory and found.assigned.left_s < explored.bound:  # pipelines with other stages that were not tried
-        explored = replace(explored, complete=False, bound=found.assigned.left_s)
-    level = certainty(finalists[0])
-    listed = min(one.estimate.step_s.value for one in finalists if certainty(one) == level)
-    status = OPTIMAL if explored.complete else "best found within the time limit"
-    if not len(explored):  # only pipelines with other stages than the runtime's fit, and not all of them were tried
-        status = "best of the pipelines tried"
-        explored = replace(explored, complete=False, bound=0.0 if memory else explored.floor_s)
-    values = explored.reserved_bytes if memory else explored.step_s
-    value = float(values.min(initial=np.inf)) if len(values) else listed
-    if not memory:  # the simplest plan of a tie may be its slowest
-        value = max(value, finalists[0].estimate.step_s.value)
-    gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
-    slowest = everything.step_s.max(initial=0.0)
-    costed = len(everything) + (0 if explored is everything else int((explored.step_s > slowest).sum()))
-    beaten = everything.fitting - costed
-    pruned = {**nodes.pruned, **({"slower at best than the plans listed": beaten} if beaten else {})}
-    return SearchStats(
-        candidates=everything.legal + sum(nodes.rejected.values()) + sum(nodes.pruned.values()),
-        legal=everything.legal,
-        fitting=everything.fitting,
-        costed=costed,
-        pruned=pruned,
-        simulated=sum(finalist.method is Method.SIMULATION for finalist in finalists),
-        seconds=seconds,
-        status=status,
-        objective=objective,
-        bound_s=explored.floor_s if memory else min(explored.bound, listed),
-        gap=gap,
-        filled=found.assigned.solved,
-        filled_gap=found.assigned.gap,
-    )

@@ -73,8 +73,8 @@ def working_clocks(
 
 def _of_last_rank(model: Model, blocks: Mapping[str, BlockCost], context: CostContext) -> Floats:
     """Return the seconds of all kernels, of products, of what goes with the clocks and of attention among them, and of
-    the collectives between them, of one micro batch forward and backward without recomputation, shape (5, plans); on the last rank of a pipeline, which
-    has the head and so waits least.
+    the collectives between them, of one micro batch forward and backward without recomputation, shape (5, plans); on
+    the last rank of a pipeline, which has the head and so waits least.
 
     Collectives count as far as the device, not the host, decides how long a pass takes.
     """

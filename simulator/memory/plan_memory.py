@@ -203,6 +203,10 @@ class PlanMemory:
         limit_bytes = self._sure_bytes(sure)
         return all(self._within(rank, limit_bytes) for rank in [*self._beyond] or [next(self._order)])
 
+    def reserves_at_most(self, limit_bytes: float) -> bool:
+        """Return whether no rank reserves more than some bytes."""
+        return all(self._within(rank, limit_bytes) for rank in self._order)
+
     @property
     def surely_fits(self) -> bool:
         """Whether the plan fits with probability SURE."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from simulator.serving.latency import Distribution, Latency
 
-FIRST = 4096  # clients simulated first; four times as many follow until a deployment is saturated
-MOST = 1 << 16  # from this many clients on, only some are simulated
+FIRST = 2048  # clients simulated first; four times as many follow until a deployment is saturated
+MOST = 1 << 13  # from so many on only some clients are simulated: a round of all takes seconds for each deployment
 SATURATED = 0.01  # saturated if twice the clients raise throughput by at most this share
 
 
@@ -27,7 +27,7 @@ def latency_of(clients: int, simulated: Callable[[int], Latency]) -> Latency:
 
 def _sizes(clients: int) -> Iterator[int]:
     most = FIRST
-    while clients > MOST and most <= clients // 4:
+    while clients >= MOST and most <= clients // 4:
         yield most
         most *= 4
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.legality.rule import divisors
-from simulator.serving.crowd import latency_of
+from simulator.serving.crowd import MOST, latency_of
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.kv_cache import CacheCapacity, cache_capacity
@@ -19,8 +19,8 @@ from simulator.serving.traffic import Traffic, with_clients
 from topology.cluster import Cluster, Source
 
 # Batches in progress on the engines of a pool: with MANY or more only a part of the pool is simulated, which has at
-# least BATCHES.
-MANY, BATCHES = 128, 16
+# least BATCHES. With so many clients for each batch of a crowd one is enough: their queues are as long on all engines.
+MANY, BATCHES, CROWDED = 128, 16, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +97,12 @@ def equal_parts(deployment: Deployment, traffic: Traffic) -> int:
     """
     pools = [deployment.pool, *([] if deployment.prefill is None else [deployment.prefill])]
     batches = min(pool.engines * pool.pp for pool in pools)
-    if traffic.trace or not traffic.concurrency or batches < MANY:
+    crowd = traffic.concurrency >= max(MOST, CROWDED * sum(pool.engines * pool.pp for pool in pools))
+    if traffic.trace or not traffic.concurrency or (batches < MANY and not crowd):
         return 1
     common = math.gcd(traffic.concurrency, *(pool.engines for pool in pools))
-    return max(parts for parts in divisors(common) if parts == 1 or parts <= batches // BATCHES)
+    most = batches if crowd else batches // BATCHES
+    return max(parts for parts in divisors(common) if parts == 1 or parts <= most)
 
 
 def one_part(deployment: Deployment, traffic: Traffic, parts: int) -> tuple[Deployment, Traffic]:

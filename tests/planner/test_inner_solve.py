@@ -11,7 +11,7 @@ import pytest
 
 from planner.search.plan_space.candidates import plan_of
 from planner.search.stages.options import build_pipeline, cost_blocks, stage_freedom
-from planner.search.stages.solver import AssignmentBounds, has_room, solve_stages
+from planner.search.stages.solver import AssignmentBounds, least_room, solve_stages
 from simulator.analytical.account import account_assignments, at_clocks
 from simulator.analytical.estimates import estimate_plans
 from simulator.analytical.scenario import Scenario
@@ -68,9 +68,12 @@ def solved(screening, columns, recomputes, framework=ANY, **limits):
 def room(screening, columns, recomputes, limit_bytes):
     """Return whether any assignment may fit into `limit_bytes`, asked by itself and as part of the solution."""
     plans = [plan_of(columns, row, screening.scenario.cluster) for row in range(len(columns))]
-    asked = screening, ANY, cost_blocks(screening, plans, columns, recomputes), range(len(plans)), recomputes
-    limits = {"cutoff_s": float("inf"), "limit_bytes": limit_bytes}
-    return has_room(*asked, **limits), solve_stages(*asked, **limits).has_room
+    costs = cost_blocks(screening, plans, columns, recomputes)
+    asked = screening, ANY, costs, range(len(plans)), recomputes
+    least = least_room(*asked, cutoff_s=float("inf"))
+    for needs in costs.needs.values():  # what overlaps nothing, the first, needs least: its blocks alone show who fits
+        assert (costs.needs[0, float("inf")].least_room <= needs.least_room).all()
+    return least <= min(limit_bytes, screening.limit_bytes), solve_stages(*asked, limit_bytes=limit_bytes).has_room
 
 
 def spread(total, stages):
@@ -198,7 +201,7 @@ def test_no_step_is_shorter_than_a_rank_is_busy() -> None:
     pipeline = build_pipeline(screening, costs, 0, freedom, float("inf"))
     every, _ = AssignmentBounds(pipeline).below(float("inf"), 48)
     plans = [pipeline.accounted(pipeline.plan_with(pipeline.options.take(rows))) for rows in every]
-    parts = account_assignments(at_clocks(replace(pipeline.inputs, clocks=np.array([0.87]))), plans).parts_s
+    parts = account_assignments(at_clocks(replace(pipeline.inputs, at=np.array([0.87]))), plans).parts_s
 
     assert {stages for one in plans for stages in one.recompute_per_stage} == {"none", "full"}
     assert (parts["host"] >= 0.0).all()

@@ -109,7 +109,8 @@ class BestFirst:
     `objective` is time, memory or pareto (the plans that no other beats in both). With `one_per_grid` the `keep` best
     have different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come
     near the list are returned as well, among them those that need up to that many times the memory there is; bounds of
-    the `nearest` of them are close, of all where that is None.
+    the `nearest` of them are close, of all where that is None. A plan that is faster than those to list by less than
+    `slack`, relative, is not looked for.
 
     Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective. `costed`
     are those of this search and of others before it. `step` is the step of a plan that was costed, infinite before, and
@@ -129,10 +130,11 @@ class BestFirst:
         progress: Progress | None = None,
         nearly: float = 1.0,
         nearest: int | None = None,
+        slack: float = 0.0,
     ) -> None:
         bounds = screened.bounds
         self.screening, self.screened, self.bounds = screening, screened, bounds
-        self.nearly, self.nearest = nearly, nearest
+        self.nearly, self.nearest, self.slack = nearly, nearest, slack
         self.variants, self.grid = bounds.variants, bounds.grid
         self._grids = int(self.grid.max(initial=-1)) + 1
         self.objective, self.report = objective, progress or ignore
@@ -246,7 +248,7 @@ class BestFirst:
 
     def _below(self, further: float) -> Rows:
         """Return the plans whose bound is no more than the limit of the list and so much, relative, lowest first."""
-        more = 1 + further
+        more = (1 + further) * (1 - self.slack)
         end = bisect_right(self.left, self.threshold.value * more, key=self.bound.__getitem__)
         rows = self.left[:end]
         return rows[self.bound[rows] <= self.threshold.of(self.grid[rows]) * more]

@@ -131,8 +131,12 @@ class Nodes:
 
     def settings(self, plan: PlanColumns) -> PlanColumns:
         """Return one plan of these nodes in every overlap mode and placement that its node allows."""
+        return self._multiply(plan, self.of(plan), ("tp_overlap", "placing"))[0]
+
+    def of(self, plan: PlanColumns) -> NDArray[np.intp]:
+        """Return the number of the node of one plan."""
         same = np.logical_and.reduce([getattr(self.columns, name) == getattr(plan, name)[0] for name in NODE_FIELDS])
-        return self._multiply(plan, np.nonzero(same)[0][:1], ("tp_overlap", "placing"))[0]
+        return np.nonzero(same)[0][:1]
 
     def _count(self, field: str) -> NDArray[np.int64]:
         return sum((legal.astype(np.int64) for _, legal in self.choices[field]), np.zeros(len(self), dtype=np.int64))

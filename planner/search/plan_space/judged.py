@@ -96,11 +96,15 @@ def _ruled_out(search: BestFirst, found: Explored, replays: Replays) -> bool:
     return out
 
 
-def fastest_fitting(screened: Screened, replays: Replays, deadline: float | None = None) -> Plan | None:
-    """Return the fastest plan of a space that surely fits, else of those likeliest to fit, by the analytical model."""
+def fastest_fitting(
+    screened: Screened, replays: Replays, deadline: float | None = None, slack: float = 0.0
+) -> Plan | None:
+    """Return the fastest plan of a space that surely fits, else of those likeliest to fit, by the analytical model; or
+    one that is slower by no more than `slack`, relative.
+    """
     for sure in (*LEVELS, 0.0):
         screening = replace(screened.screening, sure=sure)
-        found = explore(BestFirst(screening, screened, deadline=deadline), replays, _fastest)
+        found = explore(BestFirst(screening, screened, deadline=deadline, slack=slack), replays, _fastest)
         if len(found):
             return plan_of_row(found.columns, _fastest(found)[0], screening.scenario.cluster)
     return None

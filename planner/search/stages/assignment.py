@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,13 @@ from planner.search.plan_space.branch_and_bound import Explored
 from planner.search.plan_space.candidates import PIPELINE_FIELDS, Nodes
 from planner.search.plan_space.judged import plan_of_row
 from planner.search.plan_space.screened import grids_of
-from planner.search.stages.options import CostedPlans, cost_blocks
-from planner.search.stages.solver import StageSolution, has_room, solve_stages
+from planner.search.stages.options import CostedPlans, cost_blocks, rank_needs, stage_freedom
+from planner.search.stages.solver import Accounted, StageSolution, least_room, solve_stages
 from simulator.analytical.estimates import memory_of_plans
-from simulator.bounds.screening import Screening
-from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
+from simulator.bounds.screening import Screening, SharedBlocks
+from simulator.columns.plan_columns import PlanColumns, concatenate, distinct, plan_columns
+from simulator.columns.plan_table import Floats
+from simulator.config.overlap_sites import NONE
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import Framework
 from simulator.memory.plan_memory import Replays
@@ -55,15 +58,65 @@ class AssignedPipelines:
     left_s: float = np.inf
 
 
+class Prepared(NamedTuple):
+    """The costs of a pipeline's blocks, which plans of them are its settings, and what was accounted for of these."""
+
+    costs: CostedPlans
+    numbers: range
+    known: dict[int, Accounted]
+
+
+class KnownPipelines:
+    """What is found of pipelines once for all levels of certainty. `shared` are the blocks of `nodes`, which overlap no
+    communication: that needs more memory.
+    """
+
+    def __init__(self, framework: Framework, nodes: Nodes, shared: SharedBlocks, recomputes: Sequence[str]) -> None:
+        self._framework, self._nodes, self._shared, self._recomputes = framework, nodes, shared, recomputes
+        self._least: dict[Plan, Floats] = {}  # bytes that must be allocated and reserved
+        self._prepared: dict[Plan, Prepared] = {}
+
+    def prepared(self, screening: Screening, columns: PlanColumns) -> Iterator[tuple[int, Prepared]]:
+        """Yield the rows of pipelines that may have room, with what their stages are assigned by; AT_ONCE are prepared
+        together.
+        """
+        plans = [columns.plan(row) for row in range(len(columns))]
+        possible = (row for row, plan in enumerate(plans) if self._may_have_room(screening, plan))
+        while rows := [*islice(possible, AT_ONCE)]:
+            if new := [row for row in rows if plans[row] not in self._prepared]:
+                found = self._prepare(screening, columns.take(np.array(new)))
+                self._prepared |= zip([plans[row] for row in new], found, strict=True)
+            yield from ((row, self._prepared[plans[row]]) for row in rows)
+
+    def _may_have_room(self, screening: Screening, pipeline: Plan) -> bool:
+        """Return whether a pipeline may have room for all layers, whatever its stages hold."""
+        plan = replace(pipeline, tp_overlap=NONE)
+        freedom = stage_freedom(self._framework, plan, screening.scenario.model, self._recomputes)
+        if not freedom.any:
+            return True
+        if plan not in self._least:
+            columns = plan_columns([plan])
+            blocks = SharedBlocks(costs=self._shared.costs, which=self._shared.which[self._nodes.of(columns)])
+            costs = CostedPlans(plans=(plan,), columns=columns, shared=blocks)
+            self._least[plan] = rank_needs(screening, costs, 0, freedom, np.inf).least_room
+        return float(self._least[plan][int(screening.sure > 0)]) <= screening.limit_bytes
+
+    def _prepare(self, screening: Screening, columns: PlanColumns) -> Iterator[Prepared]:
+        settings, starts = _best_settings(screening, self._nodes, columns, self._recomputes)
+        plans = [plan_of_row(settings, row, screening.scenario.cluster) for row in range(len(settings))]
+        costs = cost_blocks(screening, plans, settings, self._recomputes)
+        yield from (Prepared(costs, range(start, stop), {}) for start, stop in pairwise(starts))
+
+
 def assign_stages(
     screening: Screening,
     framework: Framework,
-    nodes: Nodes,
     explored: Explored,
     recomputes: Sequence[str],
     *,
     top: int,
     replays: Replays,
+    known: KnownPipelines,
     deadline: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> AssignedPipelines:
@@ -83,53 +136,40 @@ def assign_stages(
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
     better, gap, solved, left_s = [], 0.0, 0, np.inf
-    prepared = _prepared(screening, nodes, columns, recomputes)
-    for row, own_grid in enumerate(grid[len(explored) :]):
-        if solved == MAX_SOLVED:
-            break
-        if row and deadline is not None and time.monotonic() > deadline:
-            left_s = explored.least_near_s
-            break
-        if progress is not None:
-            progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
-        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
-        limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
-        try:
-            asked = (screening, framework, *next(prepared), recomputes)
-            solve = partial(solve_stages, *asked, cutoff_s=limit, known={})
-            room = partial(has_room, *asked, cutoff_s=limit)
-            found, step_s = _fitting(screening, solve, room, replays)
-        except Unproved:
-            left_s = explored.least_near_s
-            break
-        solved += found.has_room
-        gap = max(gap, found.gap)
-        if found.plan is not None and step_s < limit:
-            better.append((found.plan, step_s))
-            best[own_grid] = step_s
+    try:
+        for number, (row, one) in enumerate(known.prepared(screening, columns)):
+            if number and deadline is not None and time.monotonic() > deadline:
+                left_s = explored.least_near_s
+                break
+            if progress is not None:
+                progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
+            own_grid = grid[len(explored) + row]
+            last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
+            limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
+            asked = (screening, framework, one.costs, one.numbers, recomputes)
+            solve = partial(solve_stages, *asked, cutoff_s=limit, known=one.known)
+            found, step_s = _fitting(screening, solve, least_room(*asked, cutoff_s=limit), replays)
+            one.costs.needs.clear()
+            solved += found.has_room
+            gap = max(gap, found.gap)
+            if found.plan is not None and step_s < limit:
+                better.append((found.plan, step_s))
+                best[own_grid] = step_s
+            if solved == MAX_SOLVED:
+                break
+    except Unproved:
+        left_s = explored.least_near_s
     return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap, left_s=left_s)
 
 
-def _prepared(
-    screening: Screening, nodes: Nodes, columns: PlanColumns, recomputes: Sequence[str]
-) -> Iterator[tuple[CostedPlans, range]]:
-    """Yield the costs of each pipeline's blocks and which plans of them are its settings, for AT_ONCE at a time."""
-    for first in range(0, len(columns), AT_ONCE):
-        some = columns.take(slice(first, first + AT_ONCE))
-        settings, starts = _best_settings(screening, nodes, some, recomputes)
-        plans = [plan_of_row(settings, row, screening.scenario.cluster) for row in range(len(settings))]
-        costs = cost_blocks(screening, plans, settings, recomputes)
-        yield from ((costs, range(start, stop)) for start, stop in pairwise(starts))
-
-
 def _fitting(
-    screening: Screening, solve: Callable[..., StageSolution], room: Callable[..., bool], replays: Replays
+    screening: Screening, solve: Callable[..., StageSolution], least_bytes: float, replays: Replays
 ) -> tuple[StageSolution, float]:
     """Return the best assignment found that fits by its replay, and its step in seconds.
 
     Options of ranks are judged by a bound of their memory. If the best assignment does not fit, the limit for the next
-    is its bound divided by the factor by which its replay exceeds the memory, at most LESS_ROOM of the limit before:
-    by how much is only asked where there is `room` for another one.
+    is its bound divided by the factor by which its replay exceeds the memory, at most LESS_ROOM of the limit before: a
+    replay ends where that is less than the `least_bytes` with which there is room for any.
     """
     limit_bytes = screening.limit_bytes
     for tries_left in reversed(range(MAX_ROOM_TRIES)):
@@ -141,9 +181,12 @@ def _fitting(
             return found, found.step_s + held.full_s
         if not tries_left:
             break
-        if not room(limit_bytes=limit_bytes * LESS_ROOM):
-            return replace(found, plan=None, step_s=np.inf, has_room=False), np.inf
+        none = replace(found, plan=None, step_s=np.inf, has_room=False), np.inf
+        if limit_bytes * LESS_ROOM < least_bytes:
+            return none
         bound = float(screening.least_bytes(memory_of_plans(screening.scenario, [found.plan])).max())
+        if screening.sure and not held.reserves_at_most(bound * screening.limit_bytes / least_bytes):
+            return none
         needed = held.reserved_bytes if screening.sure else held.peak_bytes
         limit_bytes = min(bound * min(1.0, screening.limit_bytes / needed), limit_bytes * LESS_ROOM)
     return replace(found, plan=None), np.inf

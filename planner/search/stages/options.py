@@ -11,7 +11,8 @@ With several stages per rank, layers are spread over them as evenly as possible,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -149,11 +150,14 @@ def _spread_layers(count: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedPlans:
-    """Plans and the costs of their blocks, computed together, since many plans take little longer than one."""
+    """Plans and the costs of their blocks, computed together, since many plans take little longer than one. `needs`
+    has what is known of their memory, by number and cutoff.
+    """
 
     plans: tuple[Plan, ...]  # without numbers of layers or recompute modes by stage
     columns: PlanColumns
     shared: SharedBlocks
+    needs: dict[tuple[int, float], RankNeeds] = field(default_factory=dict)
 
 
 def cost_blocks(screening: Screening, plans: Sequence[Plan], columns: PlanColumns, modes: Sequence[str]) -> CostedPlans:
@@ -211,6 +215,46 @@ def fitting_options(
     """Return plan `number`, the layers and modes that each rank has memory for, and the layers of its stages if the
     runtime splits them. None if all ranks together do not have enough memory for all layers.
     """
+    needs = rank_needs(screening, costs, number, freedom, cutoff_s)
+    limit_bytes, which = min(limit_bytes, screening.limit_bytes), int(screening.sure > 0)
+    if needs.least_room[which] > limit_bytes:
+        return None
+    fits = np.nonzero(needs.held[:, which] <= limit_bytes)[0]
+    return needs.single, needs.counts.take(fits), needs.modes[fits], needs.runtime_layers
+
+
+@dataclass(frozen=True)  # no slots, for the cached property
+class RankNeeds:
+    """The layers and modes that each rank of a plan could have, and what they allocate and reserve at least in bytes,
+    shape (entries, 2).
+    """
+
+    single: ScreenedPlans
+    counts: _LayerCounts
+    modes: Ints
+    runtime_layers: tuple[int, ...]
+    held: Floats
+
+    @cached_property
+    def least_room(self) -> Floats:
+        """The least limits, of allocated and of reserved bytes, with which all ranks together hold all layers."""
+        ranks, layers = self.counts.rank, self.counts.sizes.sum(axis=1)
+        own = np.where(ranks == np.arange(int(self.single.table["pp"][0]))[:, None], layers, 0)
+        found = []
+        for held in self.held.T:
+            order = np.argsort(held, kind="stable")
+            most = np.maximum.accumulate(own[:, order], axis=1)  # layers of each rank with so much memory
+            enough = (most > 0).all(axis=0) & (most.sum(axis=0) >= self.single.screening.scenario.model.layers)
+            found.append(float(held[order[enough.argmax()]]) if enough.any() else np.inf)
+        return np.array(found)
+
+
+def rank_needs(
+    screening: Screening, costs: CostedPlans, number: int, freedom: StageFreedom, cutoff_s: float
+) -> RankNeeds:
+    """Return what the ranks of plan `number` could hold if its step is to take less than `cutoff_s`."""
+    if (known := costs.needs.get((number, cutoff_s))) is not None:
+        return known
     model, plan = screening.scenario.model, costs.plans[number]
     mixes = _mode_mixes(freedom.modes, plan.virtual_stages)
     row = np.array([number])
@@ -227,12 +271,9 @@ def fitting_options(
     layout = counts.as_one_row(plan, modes, words)
     ranks = RankMemory(model, single.operators, single.context, layout, single.blocks, single.parameters)
     memory = memory_of_ranks(ranks).scaled(single.known)
-    fits = np.nonzero(screening.least_bytes(memory)[0] <= min(limit_bytes, screening.limit_bytes))[0]
-    max_layers = np.zeros(plan.pp, dtype=np.int64)
-    np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
-    if (max_layers == 0).any() or max_layers.sum() < model.layers:
-        return None
-    return single, counts.take(fits), modes[fits], runtime_layers
+    held = np.stack([memory.peak_bytes[0], memory.reserved_bytes[0]], axis=1)
+    found = costs.needs[number, cutoff_s] = RankNeeds(single, counts, modes, runtime_layers, held)
+    return found
 
 
 def _canonical(screening: Screening, word: str) -> str:

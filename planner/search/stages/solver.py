@@ -27,7 +27,7 @@ from planner.search.stages.options import (
     Pipeline,
     RankOptions,
     build_pipeline,
-    fitting_options,
+    rank_needs,
     stage_freedom,
 )
 from simulator.analytical.account import AccountInputs, account_assignments, at_clocks
@@ -100,7 +100,7 @@ def solve_stages(
     return StageSolution(plan=best, step_s=step_s, bound_s=min(step_s, bound_s))
 
 
-def has_room(
+def least_room(
     screening: Screening,
     framework: Framework,
     costs: CostedPlans,
@@ -108,13 +108,13 @@ def has_room(
     recomputes: Sequence[str],
     *,
     cutoff_s: float,
-    limit_bytes: float,
-) -> bool:
-    """Return whether any assignment may fit into `limit_bytes`, as `solve_stages` says with the same arguments."""
+) -> float:
+    """Return the least `limit_bytes` with which `solve_stages` finds that an assignment may fit."""
     freedom = stage_freedom(framework, costs.plans[numbers[0]], screening.scenario.model, recomputes)
     if not freedom.any:
-        return True
-    return any(fitting_options(screening, costs, n, freedom, cutoff_s, limit_bytes) is not None for n in numbers)
+        return 0.0
+    needs = (rank_needs(screening, costs, number, freedom, cutoff_s) for number in numbers)
+    return min(float(one.least_room[int(screening.sure > 0)]) for one in needs)
 
 
 class Accounted:

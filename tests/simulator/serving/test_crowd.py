@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from simulator.config.hf_config import load_model
-from simulator.serving import crowd
+from simulator.serving import crowd, estimate
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.estimate import estimate_serving
 from simulator.serving.latency import Latency
@@ -24,13 +24,19 @@ def seen(deployment: Deployment, clients: int) -> Latency:
 
 @pytest.mark.parametrize(
     "deployment",
-    [Deployment(pool=Pool(engines=7), prefill=Pool()), Deployment(pool=Pool(engines=1), max_num_seqs=16)],
-    ids=["one engine reads", "few answers at once"],
+    [
+        Deployment(pool=Pool(engines=7), prefill=Pool()),
+        Deployment(pool=Pool(engines=1), max_num_seqs=16),
+        Deployment(pool=Pool(engines=2), max_num_seqs=16),
+    ],
+    ids=["one engine reads", "few answers at once", "one of two engines is simulated"],
 )
 def test_a_saturated_deployment_is_continued(monkeypatch, deployment):
     whole = seen(deployment, 1024)
-    monkeypatch.setattr(crowd, "FIRST", 256)
+    monkeypatch.setattr(crowd, "FIRST", 128)
     monkeypatch.setattr(crowd, "MOST", 512)
+    monkeypatch.setattr(estimate, "MOST", 512)
+    monkeypatch.setattr(estimate, "CROWDED", 128)
 
     continued = seen(deployment, 1024)
 
