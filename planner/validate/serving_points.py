@@ -14,7 +14,16 @@ from typing import Any
 from planner.serving import sglang_of, trtllm_of, vllm_of
 from planner.validate.makers_settings import as_makers_set
 from planner.validate.offline_benchmark import as_benchmark_sets, is_benchmark, requests_sent
-from planner.validate.serving_row import ServingRow, cluster_of, model_of, read_row, side_of, unread
+from planner.validate.serving_row import (
+    FIRST_SOLD,
+    STATES_MEMORY,
+    ServingRow,
+    cluster_of,
+    model_of,
+    read_row,
+    side_of,
+    unread,
+)
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation
@@ -146,6 +155,8 @@ def read_point(row: ServingRow) -> Point:
     model = model_of(row.model)
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
+    if cluster.slowest_kind.name in FIRST_SOLD.values() and not STATES_MEMORY.search(row.hardware):
+        assumed.append(f"{cluster.slowest_kind.title}: the name alone is that of the cards sold first")
     deployment = as_makers_set(row, model, cluster, deployment, assumed)
     if row.kv_cache is None and deployment.kv_cache == "bfloat16":
         assumed.append("KV cache: 16 bits")

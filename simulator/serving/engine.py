@@ -49,6 +49,7 @@ class Engine:
     norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float
+    host_ranks_s: float
     runs_ahead: bool
     overlaps_host: bool
     hybrid_waits: bool
@@ -145,11 +146,13 @@ def engine_of(name: str) -> Engine:
     return known[name]
 
 
-def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
+def as_started(name: str, *, eager: bool, hybrid: bool, alone: bool = True) -> Engine:
     """Return the engine for a model; `hybrid` models have linear attention. An eager engine replays no graphs and
-    launches each kernel from Python.
+    launches each kernel from Python; one that is `alone` has one GPU.
     """
     engine = engine_of(name)
+    if not alone:
+        engine = replace(engine, host_step_s=engine.host_step_s + engine.host_ranks_s)
     if (
         hybrid and engine.program == "sglang"
     ):  # FlashInfer's sums are not taken for them, see all_reduce in engines.toml

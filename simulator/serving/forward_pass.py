@@ -63,7 +63,10 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.engine = as_started(
-            self.deployment.engine, eager=self.deployment.eager, hybrid=self.model.linear is not None
+            self.deployment.engine,
+            eager=self.deployment.eager,
+            hybrid=self.model.linear is not None,
+            alone=self.pool.gpus == 1,
         )
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
