@@ -345,7 +345,7 @@ def _traffic(
         return replace(base, request_rate=row.request_rate_qps, requests=500)
     if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
         batch = row.batch_size or 1
-        return replace(base, concurrency=batch, requests=batch)
+        return replace(base, concurrency=batch, requests=batch, static=True)
     clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
     if clients:
         assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))
