@@ -31,7 +31,7 @@ from simulator.serving.engine import OVERLAPS_BATCHES, engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.latency import Distribution, Latency
-from simulator.serving.traffic import Lengths, Traffic
+from simulator.serving.traffic import Lengths, Traffic, steady_requests
 from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
@@ -235,6 +235,8 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
     if (row.n_gpus or 1) > 1 and not (row.tp or row.pp or row.ep or row.dp_attention or row.replicas):
         raise NotCovered(f"how {row.n_gpus} GPUs share the model is not stated")
     tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
+    if (row.dp or 1) > 1 and row.dp_attention is None:  # in vLLM's terms: ranks share experts, or the model is copied
+        row = replace(row, dp_attention=row.dp) if ep > 1 else replace(row, replicas=row.dp * (row.replicas or 1))
     if row.dp_attention is True:  # in SGLang's terms: every rank of `tp` has its own attention
         tp, dp = 1, tp
     else:
@@ -346,6 +348,12 @@ def _traffic(
     if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
         batch = row.batch_size or 1
         return replace(base, concurrency=batch, requests=batch, static=True)
+    if "saturated" in kind and row.max_num_seqs:
+        clients = row.max_num_seqs * deployment.pool.engines * deployment.pool.dp_attention
+        return replace(base, concurrency=clients, requests=steady_requests(clients), steady=True)
+    if at_once := re.search(r"all ([0-9]{1,5}) requests at once", row.note or ""):
+        sent = int(at_once[1])
+        return replace(base, concurrency=sent, requests=sent)
     clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
     if clients:
         assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))

@@ -129,6 +129,7 @@ class ServingRow:
     ep: Degree | None = None
     moe_tp: Degree | None = None
     dp_attention: bool | Degree | None = None
+    dp: Degree | None = None
     replicas: Degree | None = None
     disagg: bool | JsonObject | None = None
     spec_decode: str | None = None
@@ -144,6 +145,7 @@ class ServingRow:
     concurrency: Requests | None = None
     batch_size: Requests | None = None
     request_rate_qps: Rate | None = None
+    note: str | None = None
     prefill_tp: Degree | None = None
     prefill_ep: Degree | None = None
     prefill_dp_attention: bool | None = None
@@ -179,7 +181,7 @@ class Side:
 
 # Fields that say where a row is from or repeat others, or figures that are not compared.
 NOTED = frozenset({
-    "source", "mode", "quality", "note", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
+    "source", "mode", "quality", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
     "prefill_gpus", "decode_gpus",
 })  # fmt: skip
 

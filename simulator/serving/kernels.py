@@ -55,6 +55,7 @@ FLOAT8_FROM = 89
 # key head and 1 MB of keys). Latent attention's kernel
 # takes 10 to 12 by itself, but its whole block as long as the two starts counted for it add up to
 # (mla_generation_module_perf.parquet of TensorRT-LLM and vLLM, B200: 46 to 52 us in 8 bits with 16 heads).
+UNPAGED = {"torch"}  # programs whose cache is one tensor, which their compiled attention reads and writes
 ANSWERED_S = {"ampere": 1.43e-5, "ada": 8.9e-6, "hopper": 1.0e-5, "blackwell": 9.6e-6}
 # Share of the datasheet's memory rate at which latent attention of answers reads the cache, by bits of the cache and by
 # query heads on a GPU: medians of kernels by themselves with more than 0.3 GB of cache (TensorRT-LLM's of SGLang 0.5.10
@@ -225,7 +226,8 @@ class Kernels:
         """
         if not latent:
             listed = self.listed_answers(cache_bits, single=heads == kv_heads)
-            return listed.fixed_s if listed else ANSWERED_S.get(self.generation, 2 * self.start_s)
+            known = {} if self.program in UNPAGED else ANSWERED_S
+            return listed.fixed_s if listed else known.get(self.generation, 2 * self.start_s)
         return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
 
     def listed_answers(self, cache_bits: int, *, single: bool = False) -> AnswerKernels | None:
