@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,28 +37,6 @@ class Latency:
 def distribution(values: np.ndarray) -> Distribution:
     p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
     return Distribution(mean=float(values.mean()), p50=p50, p95=p95, p99=p99)
-
-
-def middle_of(runs: Sequence[Latency]) -> Latency:
-    """Return the median of each figure of several runs."""
-
-    def middle(name: str, of: Sequence[Any] = runs) -> float:
-        return float(np.median([getattr(one, name) for one in of]))
-
-    def distributed(name: str) -> Distribution:
-        each = [getattr(run, name) for run in runs]
-        return Distribution(**{part.name: middle(part.name, each) for part in fields(Distribution)})
-
-    return Latency(
-        ttft_s=distributed("ttft_s"),
-        tpot_s=distributed("tpot_s"),
-        e2e_s=distributed("e2e_s"),
-        output_tokens_per_s=middle("output_tokens_per_s"),
-        requests_per_s=middle("requests_per_s"),
-        goodput=middle("goodput"),
-        preempted=round(middle("preempted")),
-        busy=middle("busy"),
-    )
 
 
 def latency(served: Served, *, ttft_s: float = 0.0, tpot_s: float = 0.0) -> Latency:

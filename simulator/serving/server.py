@@ -15,7 +15,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import simpy
 
 from simulator.collectives.cost import CollectiveModel
@@ -32,9 +31,6 @@ from topology.errors import Infeasible
 from topology.rates.groups import GroupShape
 
 Sink = Callable[[list[Answer]], None]
-# Standard deviation of a step that reads about its prediction: 4 to 7 % in each of eight loads on one H200
-# (examples/validation/serving_2xH200.md, 8B and 3.8B).
-VARIES = 0.05
 
 
 @dataclass(slots=True)
@@ -49,7 +45,6 @@ class Scheduler:
     busy_s: float = 0.0
     read_s: float = -math.inf  # when a step last read prompts
     idle: bool = False
-    chance: np.random.Generator | None = None  # by which steps that read differ from what they take in the mean
 
     def __post_init__(self) -> None:
         self.wake = self.env.event()
@@ -92,8 +87,7 @@ class Scheduler:
             self.batch.seen_s = began_s
 
     def _reading_s(self, step: Step) -> float:
-        varied = 1.0 if self.chance is None else max(0.0, float(self.chance.normal(1.0, VARIES)))
-        return varied * self.costs.seconds(
+        return self.costs.seconds(
             prompt_tokens=step.prompt_tokens,
             pairs=step.pairs,
             sequences=step.sequences,
@@ -183,12 +177,10 @@ def serve(
     traffic: Traffic,
     *,
     begun: bool = False,
-    chance: np.random.Generator | None = None,
     until_s: float = math.inf,
 ) -> Served:
     """Run all requests of `traffic`. With `begun`, as many clients of a closed loop as there is room for are somewhere
-    in their answers at the start, each at another place, as after a long time; otherwise all ask at once. With `chance`
-    steps that read take more or less than in the mean.
+    in their answers at the start, each at another place, as after a long time; otherwise all ask at once.
 
     Raises Infeasible where a request does not fit an empty cache, OutOfTime at `until_s` of `time.monotonic`.
     """
@@ -225,8 +217,6 @@ def serve(
         move = move_seconds(model, cluster, deployment)
         first = engines(deployment.prefill, lambda read: _hand_over(env, read, last, move, finished), reads_only=True)
     every = list({id(scheduler): scheduler for scheduler in (*first.schedulers, *last.schedulers)}.values())
-    for scheduler in every:
-        scheduler.chance = chance
     _refuse_what_never_fits(requests, every)
     if traffic.concurrency and not traffic.trace:
         wait_s = engine.first_wait_s(latent=model.latent is not None) if traffic.first else 0.0

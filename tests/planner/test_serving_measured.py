@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -20,7 +19,6 @@ from planner.serving.overrides import with_serving_flags
 from planner.serving.plan_file import load_serving, serving_file
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from simulator.serving.deployment import Pool
-from simulator.serving.latency import latency
 from simulator.serving.measured import MeasuredServing, MeasuredSteps, Ratio
 from simulator.serving.server import serve
 from topology import codec
@@ -54,19 +52,6 @@ def report(run, *, slower: float):
     ]
     load = {"name": "as asked", "complete": True, "answers": answers, "seconds": slower * served.seconds, "itl_s": []}
     return {"request": {**asked, "all_reduces": ["own", "nccl"]}, "steps": steps, "loads": [load]}
-
-
-def test_few_requests_in_bursts_are_predicted_as_they_are_in_the_middle() -> None:
-    """Chance moves the median of a single run; that of other runs is on both sides of what is predicted."""
-    asked = question(concurrency=None, request_rate=400.0, arrivals="gamma:3", gpus=1)
-    asked = replace(asked, traffic=replace(asked.traffic, steady=False, requests=40))
-    run = asked_run(asked, Pool())
-    others = [
-        latency(serve(asked.model, asked.cluster, run.deployment, asked.traffic, chance=np.random.default_rng(seed)))
-        for seed in range(100, 109)
-    ]
-    medians = [one.ttft_s.p50 for one in others]
-    assert min(medians) < run.seen["as asked"].ttft_s.p50 < max(medians)
 
 
 def test_errors_are_what_was_measured_is_slower_by() -> None:

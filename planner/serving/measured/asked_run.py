@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from planner.serving.question.question import ServingQuestion
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import ForwardPass
-from simulator.serving.latency import Latency, latency, middle_of
+from simulator.serving.latency import Latency, latency
 from simulator.serving.server import serve
 from simulator.serving.traffic import Traffic
 from topology import codec
@@ -22,7 +20,6 @@ ENGINE = "meshwright"  # the executor's name in engines.toml
 DECODED, CONTEXTS = (1, 4, 16, 64), (512, 2048, 4096, 16384)
 PROMPTS = (512, 2048, 8192, 16384)
 DECODE, PREFILL = "decode", "prefill"
-MOST_RUNS, SIMULATED = 15, 2000  # runs of a load, and requests that they simulate together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +135,5 @@ def _predicted_steps(question: ServingQuestion, deployment: Deployment, steps: t
 
 
 def _seen(question: ServingQuestion, deployment: Deployment, traffic: Traffic) -> Latency:
-    """Return the medians of runs whose steps vary by chance, of requests that come at a rate. Which of a burst a step
-    reads hangs on the moment at which the one before it ends, so a single run tells little of few requests.
-    """
-    runs = max(1, min(MOST_RUNS, SIMULATED // traffic.count)) if traffic.request_rate else 1
-    chances = [np.random.default_rng(seed) for seed in range(runs)] if runs > 1 else [None]
-    served = [serve(question.model, question.cluster, deployment, traffic, chance=chance) for chance in chances]
-    return middle_of([latency(one, ttft_s=question.ttft_s, tpot_s=question.tpot_s) for one in served])
+    served = serve(question.model, question.cluster, deployment, traffic)
+    return latency(served, ttft_s=question.ttft_s, tpot_s=question.tpot_s)
