@@ -235,8 +235,9 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
     if (row.n_gpus or 1) > 1 and not (row.tp or row.pp or row.ep or row.dp_attention or row.replicas):
         raise NotCovered(f"how {row.n_gpus} GPUs share the model is not stated")
     tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
-    if (row.dp or 1) > 1 and row.dp_attention is None:  # in vLLM's terms: ranks share experts, or the model is copied
-        row = replace(row, dp_attention=row.dp) if ep > 1 else replace(row, replicas=row.dp * (row.replicas or 1))
+    copies = row.dp or 1
+    if copies > 1 and row.dp_attention is None:  # in vLLM's terms: ranks share experts, or the model is copied
+        row = replace(row, dp_attention=copies) if ep > 1 else replace(row, replicas=copies * (row.replicas or 1))
     if row.dp_attention is True:  # in SGLang's terms: every rank of `tp` has its own attention
         tp, dp = 1, tp
     else:

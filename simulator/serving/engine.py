@@ -108,9 +108,10 @@ class Engine:
 
 LARGE_BYTES = 160 * GIB
 READ_GRAPH_PROMPTS = 8  # prompts of a captured step that reads
-# What the host takes to write and send the inputs of such a step, for which the GPU waits: 0.3 to 0.4 ms on one host of
-# H200s, 0.6 to 1.0 on two others (examples/validation/serving_2xH200.md).
-READ_GRAPH_S = 7e-4
+# What the host takes to write and send the inputs of a step of our executor that reads, for which the GPU waits: 0.3 to
+# 0.4 ms on one host of H200s, 0.6 to 1.0 on two others (steps replayed from graphs, which nothing else delays;
+# examples/validation/serving_2xH200.md). Other engines' hosts have it among what a step takes.
+READ_INPUTS_S = 7e-4
 COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names none
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
