@@ -98,6 +98,10 @@ class Engine:
         """
         return self.first_burst_s if latent or self.first_burst_always else 0.0
 
+    def inputs_s(self, prompt_tokens: float) -> float:
+        """Return the seconds for which a step that reads waits for the host to write its inputs."""
+        return READ_INPUTS_S if prompt_tokens and self.read_graphs else 0.0
+
     def step_s(self, device_s: float, sequences: float) -> float:
         """Return the seconds of a step whose kernels take `device_s`, for this number of answers."""
         host = self.host_step_s + self.host_sequence_s * sequences

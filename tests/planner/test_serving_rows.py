@@ -102,7 +102,14 @@ def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
 
 def test_ranks_of_data_parallel_share_experts_or_are_engines_of_their_own() -> None:
     """`dp` in vLLM's terms, of a server that is always full: as many clients as all ranks answer at a time."""
-    full = {**ROW, "tp": 1, "dp": 4, "n_gpus": 4, "max_num_seqs": 8, "metric_kind": "steady state of a saturated server"}
+    full = {
+        **ROW,
+        "tp": 1,
+        "dp": 4,
+        "n_gpus": 4,
+        "max_num_seqs": 8,
+        "metric_kind": "steady state of a saturated server",
+    }
     apart = read_point(read_row(full))
     assert (apart.deployment.pool.engines, apart.deployment.pool.dp_attention) == (4, 1)
     shared = read_point(read_row({**full, "model": "Qwen/Qwen3-30B-A3B", "ep": 4}))

@@ -11,8 +11,8 @@ import pytest
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, made_even
-from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.engine import engine_of
+from simulator.serving.forward_pass import ForwardPass
 from simulator.serving.kernel_tables import reduce_kernels
 from simulator.serving.kernels import Kernels
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
