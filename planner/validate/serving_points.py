@@ -14,7 +14,16 @@ from typing import Any
 from planner.serving import sglang_of, trtllm_of, vllm_of
 from planner.validate.makers_settings import as_makers_set
 from planner.validate.offline_benchmark import as_benchmark_sets, is_benchmark, requests_sent
-from planner.validate.serving_row import ServingRow, cluster_of, model_of, read_row, side_of, unread
+from planner.validate.serving_row import (
+    FIRST_SOLD,
+    STATES_MEMORY,
+    ServingRow,
+    cluster_of,
+    model_of,
+    read_row,
+    side_of,
+    unread,
+)
 from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool, Speculation
@@ -22,7 +31,7 @@ from simulator.serving.engine import OVERLAPS_BATCHES, engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
 from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.latency import Distribution, Latency
-from simulator.serving.traffic import Lengths, Traffic
+from simulator.serving.traffic import Lengths, Traffic, steady_requests
 from topology.cluster import Cluster
 from topology.codec import JsonObject
 from topology.errors import Infeasible, UserError
@@ -146,6 +155,8 @@ def read_point(row: ServingRow) -> Point:
     model = model_of(row.model)
     deployment = replace(_deployment(row, model, assumed), speculation=_speculation(row, model))
     cluster = cluster_of(row.hardware, deployment.gpus)
+    if cluster.slowest_kind.name in FIRST_SOLD.values() and not STATES_MEMORY.search(row.hardware):
+        assumed.append(f"{cluster.slowest_kind.title}: the name alone is that of the cards sold first")
     deployment = as_makers_set(row, model, cluster, deployment, assumed)
     if row.kv_cache is None and deployment.kv_cache == "bfloat16":
         assumed.append("KV cache: 16 bits")
@@ -224,6 +235,9 @@ def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
     if (row.n_gpus or 1) > 1 and not (row.tp or row.pp or row.ep or row.dp_attention or row.replicas):
         raise NotCovered(f"how {row.n_gpus} GPUs share the model is not stated")
     tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
+    copies = row.dp or 1
+    if copies > 1 and row.dp_attention is None:  # in vLLM's terms: ranks share experts, or the model is copied
+        row = replace(row, dp_attention=copies) if ep > 1 else replace(row, replicas=copies * (row.replicas or 1))
     if row.dp_attention is True:  # in SGLang's terms: every rank of `tp` has its own attention
         tp, dp = 1, tp
     else:
@@ -334,7 +348,13 @@ def _traffic(
         return replace(base, request_rate=row.request_rate_qps, requests=500)
     if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
         batch = row.batch_size or 1
-        return replace(base, concurrency=batch, requests=batch)
+        return replace(base, concurrency=batch, requests=batch, static=True)
+    if "saturated" in kind and row.max_num_seqs:
+        clients = row.max_num_seqs * deployment.pool.engines * deployment.pool.dp_attention
+        return replace(base, concurrency=clients, requests=steady_requests(clients), steady=True)
+    if at_once := re.search(r"all ([0-9]{1,5}) requests at once", row.note or ""):
+        sent = int(at_once[1])
+        return replace(base, concurrency=sent, requests=sent)
     clients = row.concurrency or (_clients_of_batches(row, assumed) if row.disagg else 0)
     if clients:
         assumed.append(f"requests: {EACH} a client" + ("" if row.disagg else ", the first ones to the server"))

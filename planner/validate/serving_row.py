@@ -28,6 +28,12 @@ _MODEL_NOISE = re.compile(r"[-_ ](instruct|hf|fp8|nvfp4|mxfp4|awq|chat|0528|v0\.
 T = TypeVar("T")
 _FIELD = re.compile(r"(.*) - at `\$\.([a-z_]+)")  # as msgspec says what is wrong, and where
 
+# GPUs whose plain name is that of the cards sold first, which have less and slower memory than later ones, whose name
+# says so: clouds have nvidia-tesla-a100 and nvidia-a100-80gb (Google), ND A100 v4 and NDm A100 v4 (Azure), p4d and p4de
+# (AWS). The only source here that says "A100" ran on such cards: the jobs of argonne-lcf/LLM-Inference-Bench @4211f5d4
+# vLLM/A100 mount home:eagle:grand, the file systems of Polaris, whose nodes have four A100 of 40 GB.
+FIRST_SOLD = {"a100": "a100-sxm-40gb"}
+STATES_MEMORY = re.compile(r"\d\s?GB", re.IGNORECASE)
 Degree = Annotated[int, Meta(ge=1, le=1024)]
 Tokens = Annotated[float, Meta(ge=1, le=1 << 20)]
 Requests = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -79,7 +85,9 @@ def cluster_of(hardware: str, gpus: int) -> Cluster:
     hardware = hardware[:200]
     said = re.sub(r"\([^)]{0,200}\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
     words = re.sub(r"\b(\d{1,4}\s{0,4}GB( HBM\w{0,9})?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", said, flags=re.IGNORECASE)
-    kind = _sized(said) or _gpu(" ".join(words.replace("-", " ").split()))
+    plain = " ".join(words.replace("-", " ").split())
+    first = "" if STATES_MEMORY.search(hardware) else FIRST_SOLD.get(plain.lower(), "")
+    kind = _sized(said) or first or _gpu(plain)
     rack = 72 if "NVL72" in hardware.upper() else 8
     per_node = min(gpus, rack)
     return cluster_from_case({"gpu": kind, "gpus_per_node": per_node, "nodes": -(-gpus // per_node)})[0]
@@ -121,6 +129,7 @@ class ServingRow:
     ep: Degree | None = None
     moe_tp: Degree | None = None
     dp_attention: bool | Degree | None = None
+    dp: Degree | None = None
     replicas: Degree | None = None
     disagg: bool | JsonObject | None = None
     spec_decode: str | None = None
@@ -136,6 +145,7 @@ class ServingRow:
     concurrency: Requests | None = None
     batch_size: Requests | None = None
     request_rate_qps: Rate | None = None
+    note: str | None = None
     prefill_tp: Degree | None = None
     prefill_ep: Degree | None = None
     prefill_dp_attention: bool | None = None
@@ -171,7 +181,7 @@ class Side:
 
 # Fields that say where a row is from or repeat others, or figures that are not compared.
 NOTED = frozenset({
-    "source", "mode", "quality", "note", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
+    "source", "mode", "quality", "missing_fields", "total_tok_s", "output_tok_s", "req_s", "e2e_latency_ms",
     "prefill_gpus", "decode_gpus",
 })  # fmt: skip
 

@@ -49,6 +49,7 @@ class Engine:
     norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float
+    host_ranks_s: float
     runs_ahead: bool
     overlaps_host: bool
     hybrid_waits: bool
@@ -97,6 +98,10 @@ class Engine:
         """
         return self.first_burst_s if latent or self.first_burst_always else 0.0
 
+    def inputs_s(self, prompt_tokens: float) -> float:
+        """Return the seconds for which a step that reads waits for the host to write its inputs."""
+        return READ_INPUTS_S if prompt_tokens and self.read_graphs else 0.0
+
     def step_s(self, device_s: float, sequences: float) -> float:
         """Return the seconds of a step whose kernels take `device_s`, for this number of answers."""
         host = self.host_step_s + self.host_sequence_s * sequences
@@ -107,9 +112,10 @@ class Engine:
 
 LARGE_BYTES = 160 * GIB
 READ_GRAPH_PROMPTS = 8  # prompts of a captured step that reads
-# What the host takes to write and send the inputs of such a step, for which the GPU waits: 0.3 to 0.4 ms on one host of
-# H200s, 0.6 to 1.0 on two others (examples/validation/serving_2xH200.md).
-READ_GRAPH_S = 7e-4
+# What the host takes to write and send the inputs of a step of our executor that reads, for which the GPU waits: 0.3 to
+# 0.4 ms on one host of H200s, 0.6 to 1.0 on two others (steps replayed from graphs, which nothing else delays;
+# examples/validation/serving_2xH200.md). Other engines' hosts have it among what a step takes.
+READ_INPUTS_S = 7e-4
 COMPARED = ("vllm", "sglang", "trtllm")  # engines compared if a question names none
 OVERLAPS_BATCHES = {"sglang": "--enable-two-batch-overlap", "vllm": "--enable-dbo"}  # engines with two batches per step
 RECEIVES = {"sglang": "--scheduler-recv-interval"}  # engines that can look for requests less often
@@ -145,11 +151,13 @@ def engine_of(name: str) -> Engine:
     return known[name]
 
 
-def as_started(name: str, *, eager: bool, hybrid: bool) -> Engine:
+def as_started(name: str, *, eager: bool, hybrid: bool, alone: bool = True) -> Engine:
     """Return the engine for a model; `hybrid` models have linear attention. An eager engine replays no graphs and
-    launches each kernel from Python.
+    launches each kernel from Python; one that is `alone` has one GPU.
     """
     engine = engine_of(name)
+    if not alone:
+        engine = replace(engine, host_step_s=engine.host_step_s + engine.host_ranks_s)
     if (
         hybrid and engine.program == "sglang"
     ):  # FlashInfer's sums are not taken for them, see all_reduce in engines.toml

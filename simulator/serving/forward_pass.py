@@ -16,7 +16,7 @@ from simulator.collectives.measured import MeasuredCollectives
 from simulator.columns.plan_table import Floats
 from simulator.config.model import LayerKind, MixtureOfExperts, Model
 from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool, attention_format, dense_format
-from simulator.serving.engine import READ_GRAPH_S, Engine, as_started
+from simulator.serving.engine import Engine, as_started
 from simulator.serving.expert_choice import on_fullest_rank
 from simulator.serving.expert_exchange import exchange_s
 from simulator.serving.kernels import SINGLE, Kernels, token_grid
@@ -63,7 +63,10 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.engine = as_started(
-            self.deployment.engine, eager=self.deployment.eager, hybrid=self.model.linear is not None
+            self.deployment.engine,
+            eager=self.deployment.eager,
+            hybrid=self.model.linear is not None,
+            alone=self.pool.gpus == 1,
         )
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
@@ -190,7 +193,7 @@ class ForwardPass:
         if sequences:
             time += self.attention.answers_s(sequences, keys)
         time += read_s + self._held_back_s(prompt_tokens, sequences, readers, time, read_s, rested_s)
-        time = max(time, self._issued_s(prompt_tokens, sequences, captured)) + (READ_GRAPH_S if captured else 0.0)
+        time = max(time, self._issued_s(prompt_tokens, sequences, captured)) + self.engine.inputs_s(prompt_tokens)
         return self.engine.step_s(time, sequences / ranks)  # with data-parallel attention each rank has a scheduler
 
     def _issued_s(self, prompt_tokens: float, sequences: float, captured: int) -> float:
@@ -237,7 +240,7 @@ class ForwardPass:
         found["power"] = self._held_back_s(read, sequences, readers, sum(found.values()) + answers_s, read_s, 0.0)
         found["attention"] = read_s + answers_s
         found["launches"] = max(0.0, self._issued_s(prompt_tokens, sequences, captured) - sum(found.values()))
-        found["inputs"] = READ_GRAPH_S if captured else 0.0
+        found["inputs"] = self.engine.inputs_s(prompt_tokens)
         device = sum(found.values())
         found["host"] = self.engine.step_s(device, sequences / self.pool.dp_attention) - device
         return {name: value for name, value in found.items() if value}

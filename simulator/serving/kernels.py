@@ -49,11 +49,14 @@ SERVED = {"blackwell": 0.67, "ampere": 0.87}
 FULL_CLOCKS = {"hopper": 0.88}
 FLOAT8_FROM = 89
 # Seconds of attention of an answer with hardly any keys, its write to the cache included: SGLang 0.5.14, TensorRT-LLM
-# 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200
-# (ai-dynamo/aiconfigurator 0.12 systems/data/*/attention, generation_attention_perf.parquet). Latent attention's kernel
+# 1.3.0rc20 and vLLM 0.24 take 8.5 to 11 us with a 16-bit cache on B200, 8.1 to 12 on H100 and H200, 5.8 to 12 on L40S;
+# SGLang 0.5.10 and TensorRT-LLM 1.0 14.3 on A100, vLLM 0.14 there 18 (ai-dynamo/aiconfigurator 0.12
+# systems/data/*/attention, generation_attention_perf.parquet, medians of launches of up to 64 pairs of an answer and a
+# key head and 1 MB of keys). Latent attention's kernel
 # takes 10 to 12 by itself, but its whole block as long as the two starts counted for it add up to
 # (mla_generation_module_perf.parquet of TensorRT-LLM and vLLM, B200: 46 to 52 us in 8 bits with 16 heads).
-ANSWERED_S = {"hopper": 1.0e-5, "blackwell": 9.6e-6}
+UNPAGED = {"torch"}  # programs whose cache is one tensor, which their compiled attention reads and writes
+ANSWERED_S = {"ampere": 1.43e-5, "ada": 8.9e-6, "hopper": 1.0e-5, "blackwell": 9.6e-6}
 # Share of the datasheet's memory rate at which latent attention of answers reads the cache, by bits of the cache and by
 # query heads on a GPU: medians of kernels by themselves with more than 0.3 GB of cache (TensorRT-LLM's of SGLang 0.5.10
 # and 0.5.14 and TensorRT-LLM 1.3.0rc20 on B200 and B300; FlashAttention's of SGLang and TensorRT-LLM's of 1.2 and 1.3
@@ -223,7 +226,8 @@ class Kernels:
         """
         if not latent:
             listed = self.listed_answers(cache_bits, single=heads == kv_heads)
-            return listed.fixed_s if listed else ANSWERED_S.get(self.generation, 2 * self.start_s)
+            known = {} if self.program in UNPAGED else ANSWERED_S
+            return listed.fixed_s if listed else known.get(self.generation, 2 * self.start_s)
         return 2 * self.start_s + next((seconds for most, seconds in self._slower.latent_s if heads <= most), 0.0)
 
     def listed_answers(self, cache_bits: int, *, single: bool = False) -> AnswerKernels | None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from simulator.config.model import LayerKind, Model
 from simulator.serving.deployment import Pool
 from simulator.serving.engine import Engine
-from simulator.serving.kernel_tables import reduce_kernels
 from simulator.serving.linear_attention import DELTA_KERNELS
 from simulator.serving.sparse_attention import INDEX_KERNELS
 
+# Generations on which TensorRT-LLM's kernel, which FlashInfer has as well, norms what it has summed: vLLM takes it on
+# devices of capability 9.0 and 10.0 alone (FI_ALLREDUCE_FUSION_MAX_SIZE_MB of its compilation passes).
+SUMS_WITH_NORM = {"hopper", "blackwell"}
 TO_EXPERTS = 6.0  # kernels of the way to experts and back: scores, their choice, rows there and back
 
 # Formats whose experts one kernel multiplies that chooses them as well, on Blackwell: vLLM 0.19 and 0.24 there take
@@ -81,7 +83,7 @@ class Launches:
     def _norms_in_sums(self) -> bool:
         """Whether norms are part of sums over ranks."""
         fused = self.engine.norm_in_all_reduce and self.pool.tp > 1
-        return fused and ("trtllm" not in self.engine.all_reduce or ("trtllm", self.generation) in reduce_kernels())
+        return fused and ("trtllm" not in self.engine.all_reduce or self.generation in SUMS_WITH_NORM)
 
     @property
     def casts(self) -> float:

@@ -208,7 +208,9 @@ def serve(
             if following is not None:
                 begin(following.prompt, following.output)
 
-    engines = partial(_engines, env, model, cluster, deployment, most=len(requests), length=traffic.usual)
+    engines = partial(
+        _engines, env, model, cluster, deployment, most=len(requests), length=traffic.usual, static=traffic.static
+    )
     last = engines(deployment.pool, finished)
     first = last
     if deployment.prefill is not None:
@@ -265,21 +267,23 @@ def _engines(
     *,
     most: int,
     length: int,
+    static: bool,
     reads_only: bool = False,
 ) -> EnginePool:
     """Return the engines of a pool.
 
-    Each stage of a pipeline works on a batch of its own, so an engine has as many batches as stages. A request goes to
+    Each stage of a pipeline works on a batch of its own, so an engine has as many batches as stages; a `static` one is
+    in one stage at a time. A request goes to
     the first batch with the least load, so batches beyond the `most` concurrent requests would stay empty. `length` is
     that of a typical request. Separated engines get requests in turn, as NVIDIA Dynamo's frontend routes by default
     (`--router-mode` of its arguments: round-robin).
     """
     costs = ForwardPass(model, cluster, deployment, pool)
     room = cache_capacity(model, cluster, deployment, pool, length=length)
-    lanes = pool.pp
+    lanes = 1 if static else pool.pp
     balanced = deployment.balance_every > 1 and pool.dp_attention > 1
     found = EnginePool(in_turn=deployment.prefill is not None)
-    for _ in range(min(_batches(pool), most)):
+    for _ in range(min(pool.engines * lanes, most)):
         batch = Batch(
             engine=costs.engine,
             capacity=room.tokens // lanes,

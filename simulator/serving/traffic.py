@@ -69,7 +69,7 @@ class Traffic:
     1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
     prompt that is in the prefix cache. With `first`, the server has answered no requests of this kind before those of a
     closed loop. `steady` asks for the figures of a loop that goes on for ever, rather than of `requests` that find an
-    idle server.
+    idle server. Requests that are `static` are one batch of an engine from beginning to end.
     """
 
     prompt: Lengths
@@ -82,6 +82,7 @@ class Traffic:
     trace: tuple[Request, ...] = ()
     first: bool = False
     steady: bool = False
+    static: bool = False
     seed: int = 0
 
     @property

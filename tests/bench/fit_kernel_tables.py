@@ -45,11 +45,14 @@ REDUCES = (
     ("vllm", "hopper", HOPPERS, ("vllm/0.18.0", "vllm/0.19.0", "vllm/0.24.0")),
     ("vllm", "blackwell", ("b200_sxm",), ("vllm/0.19.0", "vllm/0.24.0")),
     ("vllm013", "hopper", HOPPERS, ("vllm/0.14.0",)),
+    ("vllm013", "ampere", ("a100_sxm",), ("vllm/0.14.0",)),
     ("sglang059", "hopper", HOPPERS, ("sglang/0.5.9", "sglang/0.5.10")),
     ("sglang059", "blackwell", ("b200_sxm",), ("sglang/0.5.9", "sglang/0.5.10")),
+    ("sglang059", "ampere", ("a100_sxm",), ("sglang/0.5.9", "sglang/0.5.10")),
     ("sglang", "hopper", HOPPERS, ("sglang/0.5.14",)),
     ("sglang", "blackwell", ("b200_sxm",), ("sglang/0.5.14",)),
     ("trtllm", "hopper", HOPPERS, ("trtllm/1.3.0rc10", "trtllm/1.3.0rc20")),
+    ("trtllm", "ampere", ("a100_sxm",), ("trtllm/1.0.0",)),
     ("trtllm", "blackwell", ("b200_sxm",), ("trtllm/1.2.0rc5", "trtllm/1.3.0rc10", "trtllm/1.3.0rc20")),
 )
 

@@ -63,6 +63,8 @@ stated), medians and means of absolute errors:
 | attention over prompts and of answers as kernels take by themselves, windows, queries and results of latent attention, 16-bit products on Hopper (below) | 8.7 (14.6) to 8.6 (14.7), joint engines; first tokens 17.6 (26.7) to 17.7 (26.7); separated ones: tokens 5.6 (7.1) to 4.8 (7.1), throughput 7.5 (9.8) to 7.2 (9.5), first tokens 20.6 (29.3) to 20.3 (30.1) | gpt-oss-120b offline with TensorRT-LLM 1.x on H200 37 (31) to 29 (25) %, DeepSeek-R1 there 33 to 30, Llama 3 8B with TensorRT-LLM of 2024 on H100 10 to 9, Qwen3.5 on B300 12 to 11, Qwen3 235B with TensorRT-LLM 1.0 14 (16) to 13 (15); kernels of prompts alone 10 to 75 % short to 4 to 20; worse: throughput of joint engines 12.3 (26.0) to 12.4 (26.1), of TensorRT-LLM before 1.0 on Hopper, predicted too slow already and priced by tables of 1.3 (Llama 2 7B on H100 3 to 5, on GH200 9 to 12, Mixtral 8x7B 10 to 13, Mistral 7B on GH200 22 to 27, GPT-J 44 to 46), first tokens of separated engines on B300 8 (18) to 11 (20) |
 | 16-bit products on Hopper at the clocks that the power limit allows, full ones next to few prompts (below) | 8.6 (14.7) to 8.6 (14.8), joint engines; first tokens 17.7 (26.5) to 17.9 (26.7) | of our own server, out of sample, 3.1 to 1.5 % (`serving_2xH200.md`); DeepSeek-R1 with SGLang on H200 5.7 to 5.3 %, throughput of separated engines there 5.2 to 4.6; worse, where predictions were early before: Kimi K2.5 on H200 5 to 7 %, its first tokens 8 to 9, Llama 3.1 8B with TensorRT-LLM 1.0 10 to 11, 70B with 0.14 18 to 19 and its first tokens 18 to 23 |
 | FlashInfer's sums with multicast, which SGLang takes on Blackwell from 0.5.10 on (`reduce_kernels.toml`) | 8.6 (14.8) to 8.7 (14.8), joint engines; first tokens 17.9 (26.7) to 17.9 (26.7) | tokens of DeepSeek-R1 with SGLang on B300 13.6 (19.0) to 12.1 (19.3) %; worse: its throughput 42.9 to 44.3 in the mean, with SGLang on B200, early before, 7.8 (12.0) to 8.0 (12.5) |
+| A100 of 40 GB where a row states no memory (below) | throughput 12.1 (25.4) to 8.8 (18.3) % | throughput on A100, 406 points, 37 (51) to 16 (27) % |
+| sums and attention of answers on Ampere and Ada by tables (`reduce_kernels.toml`, `ANSWERED_S`), a static batch in one stage of a pipeline at a time, what several GPUs take the host of vLLM before 0.8 (`host_ranks_s`) | throughput 8.8 (18.3) to 7.4 (14.8) % | of TensorRT-LLM of 2024 on A100 10 (33) to 7 (15), 20 to 15 and 23 to 17 %, of vLLM there 7 to 3, 8 to 5 and 20 to 7, on H100 9.7 to 7.1, 12.6 to 8.2 and 21 to 16 in the mean; worse: TensorRT-LLM 0.17 on A100 and L40S by 0.1 to 0.5 points, LLaMA 7B on A100 17.9 to 18.6 |
 
 The largest term of what is off, by group:
 
@@ -239,10 +241,17 @@ The largest term of what is off, by group:
   being sent a token once, whose ranks pass it on. None of these figures was fitted; experts, attention's format and 16-bit products
   were priced anew from tables and checkpoints after prompts had been seen to be a third too slow.
 - **Releases**: vLLM of 2024 takes 0.1 ms of its host for each answer of a step (vllm-project/vllm issue 6913), which explains it on H100
-  and GH200. On A100 it and TensorRT-LLM are still 30 to 40 % slower than predicted: rows say "A100" without its memory, which is
-  read as 80 GB. All speaks for cards of 40 GB with three quarters of that memory's rate: read so, of 118 points by chance Llama 2 7B is 9
-  instead of 30 % off with TensorRT-LLM and 8 instead of 28 with vLLM (one answer at a time 0 to 2 %, which are 23 to 25), Llama 3 8B 22 instead
-  of 39 and 7 instead of 29.
+  and GH200. With several GPUs its driver's process sends each step's inputs to those of the others: Llama 3.1 8B on two A100 took
+  2.30 s for eight answers of 256 tokens (vllm-project/vllm pull request 9856), which is 0.8 ms a step more than kernels and the host of one GPU.
+- **A100 without a memory** is read as the card of 40 GB, with three quarters of the other's rate: so clouds call it (nvidia-tesla-a100 and
+  nvidia-a100-80gb; ND and NDm A100 v4), and the jobs of the source that says so (argonne-lcf/LLM-Inference-Bench @4211f5d4, vLLM/A100) mount the
+  file systems of a machine with such cards. One answer at a time of Llama 2 7B is then 0 to 2 % off with TensorRT-LLM. A batch of TensorRT-LLM
+  in two and four stages is still 14 to 112 % too quick: it takes as long as if parts of it passed the stages one after the other. Left
+  with TensorRT-LLM on A100: networks of few key heads, on one GPU 4 to 8 % too quick with 128 and 256 tokens, 11 to 23 with 2,048, and four GPUs
+  with one answer, 16 to 33 %; tables of kernels there (1.0) are no slower than priced, but read from the cache. DeepSpeed-MII is scheduled as vLLM.
+- **Several GPUs** cost a step of TensorRT-LLM 1.0 about 0.5 ms whether they are two, four or eight: of Llama 3.1 8B a step is 0.3 ms
+  late on one GPU and 0.8 on more (144 points, the part that is neither of prompts nor of answers). It sends new requests to all ranks
+  before each step (NVIDIA/TensorRT-LLM issue 5927, pull request 13412); how long that takes nobody states, so it is not priced.
 
 """
 

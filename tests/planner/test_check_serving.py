@@ -25,6 +25,7 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.serving.question.from_flags import ServingFlags, serving_question
 from simulator.serving.deployment import Deployment, Pool, made_even
+from simulator.serving.forward_pass import ForwardPass
 from tests.examples import examples
 from topology.errors import BadInput, PlannerError, UserError
 
@@ -86,6 +87,16 @@ def test_a_setting_that_an_engine_lacks_is_refused_and_dropped_among_others(said
     other = asked.of_engine("trtllm")
     assert (other.two_batches, other.receive_every) == (False, 1)
     assert asked.of_engine("sglang").deployment(Pool()) == asked.deployment(Pool())
+
+
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-b200"])
+def test_commands_state_the_tokens_of_a_step_that_is_predicted(machine: str) -> None:
+    """SGLang's default depends on a GPU's memory, which a command does not see."""
+    question = serving_question(ServingFlags(model="llama3-8b", cluster=machine, gpus=1, engine="sglang"))
+    plan = question.deployment(Pool())
+    words = command(question.stated(plan), Pool(), "m", longest=100)
+    predicted = ForwardPass(question.model, question.cluster, plan, Pool()).max_batched_tokens
+    assert words[words.index("--chunked-prefill-size") + 1] == str(predicted)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

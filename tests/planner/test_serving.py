@@ -361,7 +361,7 @@ def test_names_as_sources_spell_them() -> None:
         assert model_of(name).name == "deepseek-v3"
     assert model_of("Qwen/Qwen3-235B-A22B-FP8").name == "qwen3-235b-a22b"
     for name, kind in (
-        ("H200 SXM 141GB", "h200-sxm"), ("Nvidia A100 GPU", "a100-sxm-80gb"), ("Nvidia A100 40GB", "a100-sxm-40gb"),
+        ("H200 SXM 141GB", "h200-sxm"), ("Nvidia A100 GPU", "a100-sxm-40gb"), ("A100 (80GB)", "a100-sxm-80gb"),
         ("RTX 6000 Pro Blackwell Server Edition (PCIe)", "rtx-pro-6000-server"), ("NVIDIA H100-SXM-80GB", "h100-sxm"),
         ("L40S 48GB (PCIe)", "l40s"), ("GB200 NVL72", "gb200"), ("B200 180GB (DGX B200)", "b200-sxm"),
     ):  # fmt: skip

@@ -100,6 +100,36 @@ def test_batches_of_engines_that_write_say_how_many_clients_there_are() -> None:
     assert point.deployment.pool.ep == 1
 
 
+def test_ranks_of_data_parallel_share_experts_or_are_engines_of_their_own() -> None:
+    """`dp` in vLLM's terms, of a server that is always full: as many clients as all ranks answer at a time."""
+    full = {
+        **ROW,
+        "tp": 1,
+        "dp": 4,
+        "n_gpus": 4,
+        "max_num_seqs": 8,
+        "metric_kind": "steady state of a saturated server",
+    }
+    apart = read_point(read_row(full))
+    assert (apart.deployment.pool.engines, apart.deployment.pool.dp_attention) == (4, 1)
+    shared = read_point(read_row({**full, "model": "Qwen/Qwen3-30B-A3B", "ep": 4}))
+    assert (shared.deployment.pool.engines, shared.deployment.pool.dp_attention) == (1, 4)
+    assert [point.traffic.concurrency for point in (apart, shared)] == [32, 32]
+
+
+def test_a_note_says_that_all_requests_come_at_once() -> None:
+    said = read_point(read_row({**ROW, "note": "QPS=INF: all 500 requests at once"})).traffic
+    assert (said.concurrency, said.requests) == (500, 500)
+    assert "neither concurrency nor a rate" in validate_point({**ROW, "note": "a table"})["skipped"]
+
+
+def test_a_static_batch_is_in_one_stage_at_a_time() -> None:
+    """Two stages of one GPU each take as long for a whole batch as one GPU that holds all layers, and a hop."""
+    static = {**ROW, "metric_kind": "latency of one static batch", "batch_size": 8, "tp": 1, "model": "llama3-8b"}
+    one, two = (validate_point({**static, "pp": stages, "n_gpus": stages})["predicted"] for stages in (1, 2))
+    assert one["tpot_s"] <= two["tpot_s"] < 1.05 * one["tpot_s"]
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

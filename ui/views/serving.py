@@ -239,7 +239,7 @@ def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan:
     files = {"plan.json": codec.to_json(serving_file(asked, plan.deployment)) + "\n"}
     try:
         files |= serving_files(
-            plan.deployment,
+            asked.stated(plan.deployment),
             hub_name(asked.model.name),
             longest=asked.longest,
             gpus_per_node=asked.cluster.gpus_per_node,

@@ -67,7 +67,7 @@ class SuggestedDeployments:
             codec.write_text(out, saved)
             return
         files = serving_files(
-            best,
+            question.stated(best),
             hub_name(question.model.name),
             longest=question.longest,
             gpus_per_node=question.cluster.gpus_per_node,

@@ -61,7 +61,7 @@ def files_of(content: ServingFile, name: str | None) -> dict[str, str]:
     question = content.question
     model = name or hub_name(question.model.name)
     node = question.cluster.gpus_per_node
-    return serving_files(content.deployment, model, longest=question.longest, gpus_per_node=node)
+    return serving_files(question.stated(content.deployment), model, longest=question.longest, gpus_per_node=node)
 
 
 def _file(content: ServingFile, to: str) -> str:

@@ -53,7 +53,8 @@ def _compared(answer: answers.ComparedDeployments, asked: Suggest) -> None:
 
 def _start(result: ServingResult) -> str:
     """Return the command of one engine of the best plan, or why there is none."""
-    best, question = result.plans[0].deployment, result.question
+    question = result.question
+    best = question.stated(result.plans[0].deployment)
     try:
         return shlex.join(command(best, best.pool, hub_name(question.model.name), longest=question.longest))
     except Infeasible as problem:

@@ -78,6 +78,15 @@ class ServingQuestion(EngineSettings):
         """Tokens of the longest request, prompt and answer."""
         return self.traffic.longest
 
+    def stated(self, deployment: Deployment) -> Deployment:
+        """Return a deployment of the question with the tokens of a step that its engine takes on these GPUs by default:
+        a command has no other way to know them.
+        """
+        engine, memory = engine_of(deployment.engine), self.cluster.slowest_kind.memory_bytes
+        return replace(
+            deployment, max_num_batched_tokens=deployment.max_num_batched_tokens or engine.batched_tokens(memory)
+        )
+
     def deployment(self, pool: Pool, prefill: Pool | None = None) -> Deployment:
         """Return a deployment under the question's engine, formats and limits."""
         return Deployment(pool=pool, prefill=prefill, **self.settings())
