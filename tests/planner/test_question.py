@@ -6,9 +6,10 @@ import pytest
 
 from planner.export.schema import schema
 from planner.question.cases import case_from_flags, case_of_plan_file, load_case
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_search
 from planner.question.plan_file import plan_file, save_plan
 from planner.question.question import Question, question_of
+from planner.requests.training import Suggest
 from planner.search.answer import search_question
 from simulator.analytical.estimates import estimate_plans
 from simulator.config.hf_config import load_model
@@ -63,21 +64,20 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
     assert saved.question.estimate([saved.plan]).estimate(0) == estimate
 
 
-def test_the_explorer_asks_what_its_command_line_asks() -> None:
+@pytest.mark.parametrize(("cluster", "name"), [("dgx-h100", "megatron-lm"), ("4xT4", None)])
+def test_the_explorer_asks_what_its_command_line_asks(cluster, name) -> None:
+    """With a framework and without: T4 have no bfloat16, so that what runs there is not the usual framework."""
     pytest.importorskip("streamlit", reason="the explorer is not installed")
-    from ui.question.state import Inputs
+    from ui.question.state import of_link
 
-    inputs = Inputs(model="llama3.2-1b", cluster="dgx-h100", gpus=16, seq_len=2048, framework="megatron-lm")
-    flags = Flags(
-        model="llama3.2-1b",
-        cluster="dgx-h100",
-        gpus=(16,),
-        seq_len=2048,
-        runtime={"compile": None, "param_dtype": None},
+    inputs = of_link(
+        {"model": "llama3.2-1b", "cluster": cluster, "seq": "2048"} | ({"framework": name} if name else {})
     )
+    typed = Suggest(model="llama3.2-1b", cluster=cluster, seq_len=2048, framework=name)
 
-    asked, typed = (search_question(one, "megatron-lm") for one in (inputs.flags(), flags))
-    assert asked == typed
+    assert search_question(inputs.flags(), inputs.framework) == search_question(flags_of_search(typed), name)
+    assert ("--framework" in inputs.command()) == (name is not None)
+    assert search_question(inputs.flags(), inputs.framework)[0].framework.name == "megatron-lm"
 
 
 def test_a_question_answers_as_the_rules_the_closed_form_and_the_simulation_do(llama8b, measured) -> None:
