@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.io.inputs import refuse_empty
+from planner.question.case_fields import type_of
 from planner.question.case_runtime import graphs_stated
 from planner.question.learned_runtime import is_learned
 from planner.requests.machines import Calibrate
@@ -98,8 +99,8 @@ def flags_of_question(
         document_len=trained.document_len if trained else None,
         runtime={
             "compile": asked.compile_model,
-            "param_dtype": asked.param_dtype,
-            "compute_dtype": asked.compute_dtype,
+            "param_dtype": type_of(asked.param_dtype),
+            "compute_dtype": type_of(asked.compute_dtype),
             "adapter": adapter_stated(trained) if trained else None,
             "optimizer": trained.optimizer if trained else None,
             "moe_dispatcher": trained.moe_dispatcher if trained else None,

@@ -50,7 +50,7 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
             "cluster": "dgx-h100",
             "workload": {"seq_len": 4096, "global_batch_size": 32},
             "plan": PLAN,
-            "runtime": {"name": "torchtitan"},
+            "runtime": {"name": "torchtitan", "param_dtype": "fp32", "compute_dtype": "BF16"},
         }
     )
     estimate = by_flags.question.estimate([by_flags.plan]).estimate(0)
@@ -58,6 +58,7 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
     saved = case_of_plan_file(tmp_path / "plan.json")
     searched, _ = search_question(flags, "torchtitan")
 
+    assert flags_of_search(Suggest(compute_dtype="bf16")).runtime["compute_dtype"] == "bfloat16"
     assert by_flags.plan == by_case.plan == saved.plan
     assert parts(by_flags.question) == parts(by_case.question) == parts(saved.question) == parts(searched)
     assert by_flags.question.count == by_case.question.count == saved.question.count == searched.count == 8
