@@ -190,7 +190,9 @@ class Suggest(Request):
         help="Draw cost against days for the numbers of GPUs tried into this file; serving, --objective pareto: tokens"
         " of users and of GPUs.",
     )
-    top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
+    top: int = option(
+        5, "--top", least=1, most=100, help="How many plans to list; the simplest of those that tie comes first."
+    )
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()
