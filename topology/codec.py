@@ -316,9 +316,7 @@ def require_schema(document: Any, newest: int, *, where: str, remedy: str = "upd
     """
     found = document.get("schema_version", newest) if isinstance(document, dict) else newest
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise BadInput(
-            f"{where} has no readable schema_version", why=f"found {found!r}", remedy="make the file again"
-        )
+        raise BadInput(f"{where} has no readable schema_version", why=f"found {found!r}", remedy="make the file again")
     if found > newest:
         by = document.get("tool_version")
         made = f"was made by meshwright {by[:40]}," if isinstance(by, str) else "is"

@@ -6,6 +6,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from planner.io.output import warn
 from simulator.fitting.calibrations import Calibrations
 from topology import codec
 from topology.catalog.cluster_file import load_cluster

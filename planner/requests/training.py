@@ -127,7 +127,8 @@ class Suggest(Request):
     framework: str | None = option(
         None,
         "--framework",
-        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any.",
+        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch; any: the rules that all"
+        " share, costed as pytorch.",
     )
     objective: Objective = option(
         Objective.TIME,
