@@ -62,7 +62,9 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
+        raise BadInput(
+            f"{path} is not UTF-8 text", why=str(error), remedy="check that it is the file you meant"
+        ) from error
 
 
 def read_path_or_stdin(name: str | Path) -> tuple[str, str]:

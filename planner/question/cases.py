@@ -36,7 +36,7 @@ from planner.question.case_runtime import (
     runtime_section,
 )
 from planner.question.case_words import PLAN_KEYS, in_sections
-from planner.question.flags import Flags, refuse_experts, refuse_unused
+from planner.question.flags import Flags, refuse_absent, refuse_unused
 from planner.question.notes import card_memory_noted, case_workload, noted_workload, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
@@ -240,7 +240,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
     network = load_model(model)
-    refuse_experts(flags, network)
+    refuse_absent(flags, network)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
     named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
     named |= described_runtime(named, stated_plan, assumed)

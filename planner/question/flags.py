@@ -13,6 +13,7 @@ from planner.question.learned_runtime import is_learned
 from planner.requests.machines import Calibrate
 from planner.requests.runs import Tune
 from planner.requests.training import Explain, OnePlan, Suggest, Trained
+from simulator.config.adapter import FROZEN, frozen_parts
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.plan import Plan
@@ -56,7 +57,7 @@ def adapter_stated(trained: Trained) -> JsonObject | None:
         head, colon, rest = text.partition(":")
         names = [word.strip() for word in (text if name == "freeze" else rest).split(",") if word.strip()]
         if name == "freeze":
-            return {"kind": "frozen", "target_modules": names}
+            return {"kind": FROZEN, "target_modules": names}
         if not (head.isascii() and head.isdigit()) or (colon and not names):
             raise UserError(f"--{name} {text[:60]!r} is no rank", remedy=f"--{name} 16, or --{name} 16:q_proj,v_proj")
         return {"kind": name, "rank": int(head[:9]), **({"target_modules": names} if names else {})}
@@ -163,8 +164,11 @@ def refuse_unused(flags: Flags, plan: Plan) -> None:
             )
 
 
-def refuse_experts(flags: Flags, model: Model) -> None:
-    """Raise UserError if a flag states how experts run, and the model has none."""
+def refuse_absent(flags: Flags, model: Model) -> None:
+    """Raise UserError if a flag is about experts or modules that the model does not have."""
+    adapter = flags.runtime.get("adapter")
+    if adapter and adapter.get("kind") == FROZEN:
+        frozen_parts(adapter["target_modules"], model)
     said = {**flags.runtime, "routing": flags.routing}
     for name in ("moe_dispatcher", "expert_products", "routing"):
         if said.get(name) and model.moe is None:

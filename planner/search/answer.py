@@ -12,7 +12,7 @@ from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
-from planner.question.flags import Flags, refuse_experts
+from planner.question.flags import Flags, refuse_absent
 from planner.question.question import Question, question_of
 from planner.question.recipes import recipe_settings
 from planner.search.deadline import deadline_of, left_s, over
@@ -140,7 +140,7 @@ def search_question(
 ) -> tuple[Question, list[str]]:
     """Return the question on the largest GPU count that `flags` name, and its assumptions."""
     network = load_model(flags.model or DEFAULT_MODEL)
-    refuse_experts(flags, network)
+    refuse_absent(flags, network)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
     framework, from_gpus = (framework, []) if framework else _usual_framework(machine, flags)
     rules, version = framework_named(framework), called(framework)[1] or None

@@ -21,7 +21,7 @@ from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import ROOT
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.gpus import gpu_kinds
-from topology.errors import UserError
+from topology.errors import BadPlan, UserError
 from topology.profile.profile import Profile, read_profile
 
 PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
@@ -134,6 +134,13 @@ def test_where_no_framework_is_named_it_is_one_that_runs_on_the_gpus(gpus, adapt
     assert question.framework.name == framework
     assert any(line.startswith("framework") for line in assumed) == (framework != "torchtitan")
     assert question.legal(Plan(dp_replicate=8, zero_stage=0))
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "deepspeed"])
+def test_a_module_that_the_model_lacks_is_named_before_any_framework_refuses_it(framework) -> None:
+    frozen = {"adapter": {"kind": "frozen", "target_modules": ["embed_tokens", "nothing"]}}
+    with pytest.raises(BadPlan, match="'nothing' matches no module"):
+        search_question(Flags(model="llama3.2-1b", runtime=frozen), framework)
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "pytorch"])
