@@ -109,7 +109,7 @@ class Suggest(Request):
     The search bounds every legal plan of the framework and costs those that could be best. The answer is therefore
     optimal within the cost model, unless --time-limit ended the search early; then the remaining gap is printed.
     Defaults that were used are listed as assumed: the framework is torchtitan, or one with float16 for GPUs without
-    bfloat16.
+    bfloat16. --framework any has the rules that all of them share, and the costs of pytorch.
     """
 
     model: str = common.model("llama3-8b")
@@ -127,8 +127,7 @@ class Suggest(Request):
     framework: str | None = option(
         None,
         "--framework",
-        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch; any: the rules that all"
-        " share, costed as pytorch.",
+        help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any.",
     )
     objective: Objective = option(
         Objective.TIME,
