@@ -62,7 +62,9 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
+        raise BadInput(
+            f"{path} is not UTF-8 text", why=str(error), remedy="check that it is the file you meant"
+        ) from error
 
 
 def read_path_or_stdin(name: str | Path) -> tuple[str, str]:
@@ -110,7 +112,10 @@ def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
     try:
         value = msgspec.convert(data, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
+        what = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+        raise BadInput(
+            f"{where} is not a valid {what}", why=str(error), remedy="correct it there, or make the file again"
+        ) from error
     kept = msgspec.to_builtins(value)
     unknown = [] if others else list(_dropped(data, kept, "$"))
     if unknown:
@@ -313,7 +318,7 @@ def require_schema(document: Any, newest: int, *, where: str, remedy: str = "upd
     """
     found = document.get("schema_version", newest) if isinstance(document, dict) else newest
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise BadInput(f"{where} has no readable schema_version", why=f"found {found!r}")
+        raise BadInput(f"{where} has no readable schema_version", why=f"found {found!r}", remedy="make the file again")
     if found > newest:
         by = document.get("tool_version")
         made = f"was made by meshwright {by[:40]}," if isinstance(by, str) else "is"

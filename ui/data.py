@@ -29,7 +29,7 @@ from planner.search.fixes import find_savings
 from planner.search.result import PRELIMINARY
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
-from simulator.legality.frameworks import framework_named
+from simulator.legality.frameworks import Framework
 from topology import codec
 from topology.codec import JsonObject
 from topology.errors import UserError
@@ -78,11 +78,13 @@ def health(_cluster: Cluster, key: str) -> Health:
     return diagnose(_cluster)
 
 
-def what_if(inputs: Inputs, plan: Mapping[str, Any], *, gpus: int) -> PlanAnswer:
-    """Return what `planner estimate` answers for a plan, stated as a case states it. Raises PlannerError."""
-    name = framework_named(inputs.framework).runtime_name
+def what_if(inputs: Inputs, plan: Mapping[str, Any], framework: Framework, *, gpus: int) -> PlanAnswer:
+    """Return what `planner estimate` answers for a plan of a framework, stated as a case states it. Raises
+    PlannerError.
+    """
     flags = inputs.flags()
-    case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
+    runtime = {"name": framework.runtime_name, **flags.runtime}
+    case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime=runtime))
     return answer_plan(case, with_fixes=False)
 
 
@@ -256,16 +258,15 @@ def published() -> tuple[JsonObject, ...]:
 
 def nearest_published(question: Inputs) -> panels.Near | None:
     """Return the published run nearest to a question and the error of its prediction. Raises PlannerError."""
-    machine, trained = cluster(question.cluster, question.gpus, question.gpu), model(question.model)
-    kind = machine.slowest_kind if plannable(machine) else None
-    if kind is None:
+    if not plannable(cluster(question.cluster, question.gpus, question.gpu)):
         return None
+    asked, _ = search_question(question.flags(), question.framework)
     found = nearest(
         published(),
-        parameters=trained.parameters,
-        gpu=kind.name,
-        gpus=question.gpus or machine.gpu_count,
-        framework=question.framework,
+        parameters=asked.model.parameters,
+        gpu=asked.cluster.slowest_kind.name,
+        gpus=asked.count,
+        framework=asked.framework.name,
     )
     return None if found is None else panels.Near(off=step_off(found), sentence=sentence(found))
 

@@ -8,7 +8,6 @@ from click.exceptions import Exit
 
 from planner.answers import check as answers
 from planner.configs.answer import Checked
-from planner.configs.asked import OPEN_LENGTH
 from planner.configs.folder import CheckedFolder
 from planner.configs.formats.configuration import did_you_mean
 from planner.configs.stated_rate import Against, Side
@@ -54,8 +53,9 @@ def _print(checked: Checked, name: str) -> None:
     configuration = checked.configuration
     version = f" {configuration.version}" if configuration.version else ""
     print(printable(f"file      {name}: {configuration.framework}{version}"))
-    for open_length in (line for line in checked.assumed if line.startswith(OPEN_LENGTH)):
-        print(f"judged    at {open_length.replace(')', '; --seq-len with yours)')}")
+    if checked.open_length is not None:
+        length = f"sequence length {checked.open_length:,} tokens"
+        print(f"judged    at {length} (the file does not say it; --seq-len with yours)")
     if checked.found is not None:
         print_estimate(checked.found)
     else:

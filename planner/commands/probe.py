@@ -12,8 +12,7 @@ from planner.pictures.topology import topology
 from planner.question.plan_file import refuse_overwrite
 from planner.requests.machines import ClusterFormat, Probe
 from topology import codec
-from topology.catalog.cluster_file import save_cluster
-from topology.catalog.clusters import is_catalog_name
+from topology.catalog.cluster_file import is_said, save_cluster
 from topology.cluster import Cluster
 from topology.codec import read_path_or_stdin
 from topology.errors import BadCluster, UserError
@@ -86,7 +85,7 @@ def probe_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
 
 
 def _named(source: str) -> bool:
-    return is_catalog_name(source) and not Path(source).exists()
+    return is_said(source) and not Path(source).exists()
 
 
 def _print(cluster: Cluster, *, explain: bool) -> None:

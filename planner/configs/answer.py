@@ -77,11 +77,13 @@ class Change:
 class Checked:
     """The result for a configuration. `found` is None if it contradicts itself (`problems`) or leaves something open
     (`questions`). If only the model is open, `stated` has the rest, checked by the rules that need no model.
+    `open_length` is the tokens of a sequence that it is judged at, where the file does not say them.
     """
 
     configuration: Configuration
     problems: tuple[Problem, ...]
     assumed: tuple[str, ...]
+    open_length: int | None = None
     questions: tuple[Open, ...] = ()
     found: PlanAnswer | None = None
     stated: Stated | None = None
@@ -124,6 +126,7 @@ def check_text(
         configuration=asked.configuration,
         problems=asked.problems if stated is None else stated.problems(),
         assumed=asked.assumed,
+        open_length=asked.open_length,
         questions=asked.questions,
         stated=stated,
     )

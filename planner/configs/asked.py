@@ -37,9 +37,6 @@ OURS = frozenset({"ep-overlap-sharding", "ep-overlap-reshard"})
 LAUNCHERS = frozenset({"accelerate", "transformers", "megatron-bridge"})
 
 
-OPEN_LENGTH = "sequence length "  # begins what is assumed of sequences whose length a file leaves open
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
     """Something that a configuration leaves open and that an answer needs; `remedy` says how to state it."""
@@ -69,6 +66,7 @@ class Stated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """The question that a configuration asks: `facts` are the facts of its plan, `given` the inputs of its reader.
+    `open_length` is the tokens of a sequence that it is judged at, where it does not say them.
 
     `case` is None if it contradicts itself (`problems`) or leaves something open (`questions`). If only the model is
     open, `stated` has the rest.
@@ -78,6 +76,7 @@ class Asked:
     assumed: tuple[str, ...]
     given: Facts = field(default_factory=dict)
     facts: Facts = field(default_factory=dict)
+    open_length: int | None = None
     case: Case | None = None
     stated: Stated | None = None
     problems: tuple[Problem, ...] = ()
@@ -122,7 +121,12 @@ def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UN
     try:
         given, facts, machine = _facts(configuration, flags, model, machine, assumed)
         assumed += facts.pop("unused", ())
-        _complete(facts, model, assumed)
+        if facts.get("seq_len") is None:
+            facts["seq_len"] = default_length(model) if model else SEQ_LEN
+            assumed.append(f"sequence length {facts['seq_len']:,} tokens (the file does not say it)")
+            found = replace(found, open_length=facts["seq_len"])
+        if facts.get("global_batch_size") is None:
+            facts |= _open_batch(facts, assumed)
         stated, defaults = _stated(configuration, facts, machine.cluster, where)
         case = None
         if model is not None:
@@ -280,15 +284,6 @@ def _agree(facts: Facts, flags: CheckFlags) -> None:
                 f"--{name.replace('_', '-')} {asked}, but the configuration says {facts[fact]}",
                 remedy="leave the flag out, or write its value into the configuration",
             )
-
-
-def _complete(facts: Facts, model: Model | None, assumed: list[str]) -> None:
-    """Fill in the sequence length and the batch where a configuration leaves them open."""
-    if facts.get("seq_len") is None:
-        facts["seq_len"] = default_length(model) if model else SEQ_LEN
-        assumed.append(f"{OPEN_LENGTH}{facts['seq_len']:,} tokens (the file does not say it)")
-    if facts.get("global_batch_size") is None:
-        facts |= _open_batch(facts, assumed)
 
 
 def _open_batch(facts: Facts, assumed: list[str]) -> Facts:

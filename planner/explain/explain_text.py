@@ -262,10 +262,10 @@ def traffic_rows(first: Traffic, second: Traffic) -> Iterator[tuple[str, ...]]:
         sent = [link.mean_bytes if link else 0.0 for link in (one, other)]
         busy = [link.busy_share if link else 0.0 for link in (one, other)]
         cells = [f"{_gigabytes(nbytes)} GB" for nbytes in sent]
-        yield (f"sent, {TITLES[name]}", *cells, f"{(sent[1] - sent[0]) / 1e9:+.3g} GB")
+        yield (f"sent, {TITLES[name]}", *cells, f"{_gigabytes(sent[1] - sent[0], '+')} GB")
         yield (f"{TITLES[name]} busy", *(f"{share:.1%}" for share in busy), f"{100 * (busy[1] - busy[0]):+.1f} points")
 
 
-def _gigabytes(nbytes: float) -> str:
+def _gigabytes(nbytes: float, sign: str = "") -> str:
     value = nbytes / 1e9
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.3g}"

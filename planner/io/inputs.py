@@ -10,6 +10,7 @@ from planner.io.output import warn
 from simulator.fitting.calibrations import Calibrations
 from topology import codec
 from topology.catalog.cluster_file import load_cluster
+from topology.catalog.gpus import gpu_kind, gpu_variants
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import UserError
@@ -22,19 +23,33 @@ def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) 
 
     `name` is a catalogue name, a cluster file, a capture (`nvidia-smi topo -m` or NCCL XML; `gpu` names the GPU where
     the text does not), or `local` for this machine. A node with irregular links is not cut, since the placement decides
-    which GPUs to use. Raises BadCluster when the cluster does not come in that size.
+    which GPUs to use. Raises BadCluster when the cluster does not come in that size, UserError where it states other
+    GPUs than `gpu`.
     """
     # The reader of captures takes longer to import than a search for a known machine takes.
     written = name.lstrip().startswith(("{", "["))  # JSON as the argument itself
     captured = not written and (name == "local" or codec.is_file(name))
     found = import_module("planner.io.captures").read_capture(name, gpu) if captured else None
     if found is None:
-        if gpu is not None:
-            warn(f"warning: --gpu {gpu} is for captures; {name} states its own GPUs")
         found = load_cluster(name)
+        if gpu is not None:
+            _require_gpu(gpu, found, name)
     if gpus is None or (gpus <= found.gpus_per_node and irregular(found)):
         return found
     return take_gpus(found, gpus) if captured else load_cluster(name, gpus=gpus)
+
+
+def _require_gpu(gpu: str, cluster: Cluster, name: str) -> None:
+    """Raise UserError if a GPU model is said that a cluster, which states its own, does not have."""
+    if gpu.strip().isdigit():
+        raise UserError(f"--gpu {gpu.strip()} is no GPU model", remedy=f"--gpus {gpu.strip()} for that many GPUs")
+    said, has = {gpu_kind(gpu).name, *gpu_variants(gpu)}, [kind.name for kind in cluster.gpu_kinds]
+    if not said & {*has}:
+        raise UserError(
+            f"--gpu {gpu}, but {name} has {', '.join(has)}",
+            why="--gpu names the GPUs of a captured text that does not say them",
+            remedy="leave --gpu out, or name another --cluster",
+        )
 
 
 def refuse_empty(**said: str | None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from simulator.config.adapter import TYPES_BY_WORD
 from simulator.config.overlap_sites import canonical
 from simulator.config.plan_schema import MAX_COUNT, Kind, PlanField
 from simulator.legality.frameworks import Framework
@@ -72,6 +73,11 @@ def word_of(value: Any, where: str, *, longest: int = 64) -> str:
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise BadPlan(f"{where} is {shown(value)}", why="it must be one short word")
     return value
+
+
+def type_of(word: str | None) -> str | None:
+    """Return the type of numbers that a word means: `bf16` is bfloat16. What is no short name stays as it is."""
+    return None if word is None else TYPES_BY_WORD.get(word.strip().lower(), word)
 
 
 def words_of(value: Any, where: str) -> tuple[str, ...]:

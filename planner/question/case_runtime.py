@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
-from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, unsaid, word_of, words_of
+from planner.question.case_fields import flag, kind_of, refuse_unknown, section_of, type_of, unsaid, word_of, words_of
 from planner.question.case_words import RUNTIME_KEYS
 from planner.question.notes import (
     bf16_moments_noted,
@@ -87,7 +87,9 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> J
         elif key in {"compile", "cuda_graph", "reentrant", "logs_each_step"}:
             flag(value, f"case {name}: runtime.{key}")
         else:
-            word_of(value, f"case {name}: runtime.{key}")
+            stated[key] = word_of(value, f"case {name}: runtime.{key}")
+            if key.endswith("_dtype"):
+                stated[key] = type_of(value)
     fused = () if unsaid(stated.get("fused")) else stated["fused"]
     if others := {*fused} - {part for parts in FUSED_KERNELS.values() for part in parts}:
         raise BadPlan(f"case {name}: runtime.fused has {shown(min(others))}", remedy="runtime.kernels, in words")

@@ -36,18 +36,23 @@ from planner.question.case_runtime import (
     runtime_section,
 )
 from planner.question.case_words import PLAN_KEYS, in_sections
-from planner.question.flags import Flags, refuse_experts, refuse_unused
+from planner.question.flags import Flags, refuse_absent, refuse_unused
 from planner.question.notes import card_memory_noted, case_workload, noted_workload, watts_noted
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question, question_of
-from planner.question.recipes import default_batch, default_length, published_recompute, recipe_settings
+from planner.question.recipes import (
+    default_batch,
+    default_length,
+    published_recompute,
+    recipe_settings,
+    usual_framework,
+)
 from simulator.calibration.calibration import overlap_assumed
 from simulator.calibration.distance import distance_text
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.plan import PLAN_FIELDS, Plan, default_schedule
-from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
@@ -240,12 +245,15 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     assumed += [] if flags.model else [f"model {model}"]
     assumed += [] if flags.cluster else [f"cluster {cluster}"]
     network = load_model(model)
-    refuse_experts(flags, network)
+    refuse_absent(flags, network)
     stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
-    named = {**flags.runtime, "name": flags.runtime.get("name") or DEFAULT_RUNTIME}
+    whole = read_cluster(cluster, gpu=flags.gpu)
+    named = dict(flags.runtime)
+    if not named.get("name"):
+        named["name"], why = usual_framework(whole, named)
+        assumed += why
     named |= described_runtime(named, stated_plan, assumed)
     framework = framework_of_runtime(named["name"])
-    whole = read_cluster(cluster, gpu=flags.gpu)
     count = max(flags.gpus) if flags.gpus else gpus_of(stated_plan, whole.gpu_count)
     machine = read_cluster(cluster, count, gpu=flags.gpu)
     if not flags.gpus and count != whole.gpu_count:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.io.inputs import refuse_empty
+from planner.question.case_fields import type_of
 from planner.question.case_runtime import graphs_stated
 from planner.question.learned_runtime import is_learned
 from planner.requests.machines import Calibrate
 from planner.requests.runs import Tune
 from planner.requests.training import Explain, OnePlan, Suggest, Trained
+from simulator.config.adapter import FROZEN, frozen_parts
 from simulator.config.model import Model
 from simulator.config.overlap_sites import USERBUFFERS
 from simulator.config.plan import Plan
@@ -55,7 +57,7 @@ def adapter_stated(trained: Trained) -> JsonObject | None:
         head, colon, rest = text.partition(":")
         names = [word.strip() for word in (text if name == "freeze" else rest).split(",") if word.strip()]
         if name == "freeze":
-            return {"kind": "frozen", "target_modules": names}
+            return {"kind": FROZEN, "target_modules": names}
         if not (head.isascii() and head.isdigit()) or (colon and not names):
             raise UserError(f"--{name} {text[:60]!r} is no rank", remedy=f"--{name} 16, or --{name} 16:q_proj,v_proj")
         return {"kind": name, "rank": int(head[:9]), **({"target_modules": names} if names else {})}
@@ -98,8 +100,8 @@ def flags_of_question(
         document_len=trained.document_len if trained else None,
         runtime={
             "compile": asked.compile_model,
-            "param_dtype": asked.param_dtype,
-            "compute_dtype": asked.compute_dtype,
+            "param_dtype": type_of(asked.param_dtype),
+            "compute_dtype": type_of(asked.compute_dtype),
             "adapter": adapter_stated(trained) if trained else None,
             "optimizer": trained.optimizer if trained else None,
             "moe_dispatcher": trained.moe_dispatcher if trained else None,
@@ -162,8 +164,11 @@ def refuse_unused(flags: Flags, plan: Plan) -> None:
             )
 
 
-def refuse_experts(flags: Flags, model: Model) -> None:
-    """Raise UserError if a flag states how experts run, and the model has none."""
+def refuse_absent(flags: Flags, model: Model) -> None:
+    """Raise UserError if a flag is about experts or modules that the model does not have."""
+    adapter = flags.runtime.get("adapter")
+    if adapter and adapter.get("kind") == FROZEN:
+        frozen_parts(adapter["target_modules"], model)
     said = {**flags.runtime, "routing": flags.routing}
     for name in ("moe_dispatcher", "expert_products", "routing"):
         if said.get(name) and model.moe is None:

@@ -14,7 +14,7 @@ from typing import Any
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import Case, all_assumed, complete_plan
-from planner.question.flags import Flags, refuse_experts, refuse_unused
+from planner.question.flags import Flags, refuse_absent, refuse_unused
 from planner.question.plan_file import require_fresh
 from planner.question.question import Question
 from simulator.config.adapter import Adapter
@@ -53,7 +53,7 @@ def with_flags(case: Case, flags: Flags, measured: Calibrations = UNMEASURED) ->
     )
     runtime = _runtime(question.runtime, flags)
     plan = _plan(case.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)
-    refuse_experts(flags, model)
+    refuse_absent(flags, model)
     refuse_unused(flags, plan)
     refuse_compile(flags.runtime, runtime.name)
     changed = [

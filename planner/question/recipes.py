@@ -11,9 +11,10 @@ from typing import Any
 
 from planner.question.case_fields import unsaid
 from simulator.config.model import Model
-from simulator.config.runtime import LOW_PRECISION
+from simulator.config.runtime import DEFAULT_RUNTIME, LOW_PRECISION
 from simulator.config.workload import Workload
 from simulator.kernels.low_precision import has_no_bfloat16
+from simulator.legality.frameworks import DEEPSPEED, MEGATRON, framework_named
 from simulator.runtimes.library import is_described, runtime_spec
 from simulator.runtimes.parts import RecipeSpec, RuntimeDefaults
 from topology.cluster import Cluster, GpuKind
@@ -116,6 +117,18 @@ def published_recompute(word: Any, runtime: str, assumed: list[str]) -> JsonObje
         return {}
     assumed.append(f"recompute {means[word]} (what {runtime}'s configurations of networks set for {word})")
     return {"recompute": means[word]}
+
+
+def usual_framework(machine: Cluster, runtime: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the framework where none is named, and why if it is another one than usual: one that has float16, on GPUs
+    without bfloat16, and the adapters that are asked for.
+    """
+    gpu, asked = machine.slowest_kind, runtime.get("adapter")
+    if runtime.get("compute_dtype") or not has_no_bfloat16(gpu):
+        return DEFAULT_RUNTIME, []
+    able = MEGATRON if asked is None or asked["kind"] in MEGATRON.adapters else DEEPSPEED
+    usual = framework_named(DEFAULT_RUNTIME).title
+    return able.name, [f"framework {able.name}: {usual} has no float16, and {gpu.name} no bfloat16"]
 
 
 def _types_of_the_gpus(

@@ -40,7 +40,7 @@ class Probe(Request):
     sources: list[str] | None = option(
         None,
         "--from",
-        help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; may be repeated; - for stdin.",
+        help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a cluster (8xH100); repeatable; - for stdin.",
     )
     gpu: str | None = option(None, "--gpu", help="GPU model, such as h100-sxm, if the text does not name it.")
     out: Path | None = option(None, "--out", help="Save the cluster to this file.")

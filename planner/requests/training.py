@@ -109,7 +109,7 @@ class Suggest(Request):
     The search bounds every legal plan of the framework and costs those that could be best. The answer is therefore
     optimal within the cost model, unless --time-limit ended the search early; then the remaining gap is printed.
     Defaults that were used are listed as assumed: the framework is torchtitan, or one with float16 for GPUs without
-    bfloat16.
+    bfloat16. --framework any has the rules that all of them share, and the costs of pytorch.
     """
 
     model: str = common.model("llama3-8b")
@@ -190,7 +190,9 @@ class Suggest(Request):
         help="Draw cost against days for the numbers of GPUs tried into this file; serving, --objective pareto: tokens"
         " of users and of GPUs.",
     )
-    top: int = option(5, "--top", least=1, most=100, help="How many plans to list.")
+    top: int = option(
+        5, "--top", least=1, most=100, help="How many plans to list; the simplest of those that tie comes first."
+    )
     all_variants: bool = option(False, "--all", help="List all variants of each grid, not only the best one.")
     compile_model: bool | None = common.compiled()
     param_dtype: str | None = common.param_dtype()

@@ -12,9 +12,9 @@ from planner.io.figures import gpus_text
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import refuse_compile, resolve_runtime
 from planner.question.cases import DEFAULT_CLUSTER, DEFAULT_MODEL, all_assumed, stated_workload
-from planner.question.flags import Flags, refuse_experts
+from planner.question.flags import Flags, refuse_absent
 from planner.question.question import Question, question_of
-from planner.question.recipes import recipe_settings
+from planner.question.recipes import recipe_settings, usual_framework
 from planner.search.deadline import deadline_of, left_s, over
 from planner.search.gpu_counts import best_gpu_count, fewest_gpus, with_or_without_off_fabric
 from planner.search.infeasible import minimal_gpus
@@ -24,10 +24,8 @@ from planner.search.search import SearchOptions, explained, suggest
 from planner.search.sizes import MAX_GPUS, MAX_NODES_TRIED, gpu_counts, most_gpus
 from simulator.config.estimate import SURE, chance
 from simulator.config.hf_config import load_model
-from simulator.config.runtime import DEFAULT_RUNTIME
 from simulator.fitting.calibrations import UNMEASURED, Calibrations
-from simulator.kernels.low_precision import has_no_bfloat16
-from simulator.legality.frameworks import DEEPSPEED, MEGATRON, framework_named
+from simulator.legality.frameworks import framework_named
 from simulator.runtimes.called import called
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -140,9 +138,9 @@ def search_question(
 ) -> tuple[Question, list[str]]:
     """Return the question on the largest GPU count that `flags` name, and its assumptions."""
     network = load_model(flags.model or DEFAULT_MODEL)
-    refuse_experts(flags, network)
+    refuse_absent(flags, network)
     machine = read_cluster(flags.cluster or DEFAULT_CLUSTER, max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
-    framework, from_gpus = (framework, []) if framework else _usual_framework(machine, flags)
+    framework, from_gpus = (framework, []) if framework else usual_framework(machine, flags.runtime)
     rules, version = framework_named(framework), called(framework)[1] or None
     # The batch is fixed before the GPU count is chosen, since it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
@@ -156,15 +154,3 @@ def search_question(
     )
     said = [*from_gpus, *network.assumed, *from_recipes, *from_runtime]
     return question, [*all_assumed(said, (), question, measured), *whose]
-
-
-def _usual_framework(machine: Cluster, flags: Flags) -> tuple[str, list[str]]:
-    """Return the framework where none is named, and why if it is another one than usual: one that has float16, on GPUs
-    without bfloat16, and the adapters that are asked for.
-    """
-    gpu, asked = machine.slowest_kind, flags.runtime.get("adapter")
-    if flags.runtime.get("compute_dtype") or not has_no_bfloat16(gpu):
-        return DEFAULT_RUNTIME, []
-    able = MEGATRON if asked is None or asked["kind"] in MEGATRON.adapters else DEEPSPEED
-    usual = framework_named(DEFAULT_RUNTIME).title
-    return able.name, [f"framework {able.name}: {usual} has no float16, and {gpu.name} no bfloat16"]

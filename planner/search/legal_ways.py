@@ -120,11 +120,11 @@ def contradiction(
     if not stated:
         return None
     plan, broken = _nearest(question, stated)
-    limits = ", ".join(found.pruned) or "no rule of one plan"
     reasons = [problem.message for problem in broken]
     if plan.pp == 1 and plan.schedule:
         reasons.append(f"schedule {plan.schedule} orders the stages of a pipeline, and pp is 1")
-    why = "; ".join(reasons) or f"left out by the search: {limits}"
+    left_out = f"left out by the search: {', '.join(found.pruned)}" if found.pruned else ""
+    why = "; ".join(reasons) or left_out or "the search tries no such plan; planner estimate predicts a single one"
     ways = [
         f"{PLAN_FIELDS[name].flag} {values}" for name in stated if (values := _legal_values(question, bounds, name))
     ]

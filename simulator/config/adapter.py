@@ -41,7 +41,9 @@ PACKED = ("float8", "nf4", "int4", "gptq")  # formats that products cannot read 
 UNPACKING_LAUNCHES = {"float8": 1.0, "nf4": 3.0, "int4": 1.0, "gptq": 1.0}
 
 _KINDS_BY_WORD = {"qlora": (LORA, "nf4"), "gptq-lora": (LORA, "gptq"), "qdora": (DORA, "nf4")}
-_BASES_BY_WORD = {"gptq-4bit": "gptq", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8"}
+# Short names that tools have for types of numbers.
+TYPES_BY_WORD = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8", "fp4": "float4"}
+_BASES_BY_WORD = {"gptq-4bit": "gptq", **TYPES_BY_WORD}
 
 # Matrices of a layer that can have adapters, by our names, and the modules of frameworks that consist of one or several
 # of them. A fused module has one adapter: `qkv` and `gate_up` are that.

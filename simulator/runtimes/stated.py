@@ -83,6 +83,7 @@ def resolve(stated: JsonObject) -> tuple[Runtime, tuple[str, ...]]:
             raise BadPlan(
                 f"runtime.{key} {value!r} is unknown",
                 why=f"known: {', '.join({**DTYPE_BYTES, **dict.fromkeys(COMPUTE_ONLY, 0)})}",
+                remedy="bfloat16, as most runs have it",
             )
         chosen[key] = value
     if chosen["compute_dtype"] in LOW_PRECISION:

@@ -246,6 +246,21 @@ def test_a_flag_with_two_values_says_which_is_used(planner, flags, said):
     assert said or not answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("gpu", "cluster", "said"),
+    [
+        ("h200-sxm", "dgx-h100", "dgx-h100 has h100-sxm"),
+        ("16", "dgx-h100", "--gpus 16"),
+        ("h101", "dgx-h100", "unknown GPU 'h101'"),
+        ("a100", "8xA100-40GB", ""),
+    ],
+)
+def test_a_gpu_that_the_cluster_contradicts_is_refused_instead_of_ignored(planner, gpu, cluster, said):
+    answer = planner("estimate", *SMALL, "--cluster", cluster, "--gpu", gpu, "--micro-batch", "1")
+
+    assert (answer.returncode, said in answer.stderr) == (2 if said else 0, True)
+
+
 @pytest.mark.parametrize("value", ["x", "0", "4-2", "2,,4", "-3", "1.5", "9999999999", "", "2-"])
 def test_parts_that_are_no_numbers_are_refused(planner, value):
     done = planner("suggest", *SMALL, f"--tp={value}")

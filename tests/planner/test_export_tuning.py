@@ -9,7 +9,7 @@ import pytest
 from planner.configs.asked import CheckFlags
 from planner.configs.formats.kinds import read_configuration
 from planner.export.frameworks.tuning import TUNING
-from planner.export.mapping import read
+from planner.export.mapping import NotModelled, read
 from planner.export.targets.registry import export, find_target
 from simulator.config.adapter import Adapter
 from simulator.config.optimizers import canonical_optimizer
@@ -19,6 +19,7 @@ from topology.catalog.clusters import cluster
 from topology.errors import Infeasible
 
 PLAN = Plan(dp_shard=8, recompute="full", micro_batch_size=4, reshard_after_forward=True)
+CONTEXTS = Plan(cp=8, recompute="full", micro_batch_size=4, reshard_after_forward=True)
 REPLICAS = Plan(dp_replicate=8, recompute="full", micro_batch_size=4)
 LORA = Adapter(kind="lora", rank=16, target_modules=("q_proj", "v_proj"), dropout=0.05)
 EVERY = Adapter(kind="dora", rank=8, target_modules=("all-linear",), base_weights="nf4")
@@ -62,15 +63,25 @@ def test_a_file_says_its_plan_to_the_readers(target, adapter, optimizer) -> None
 NAMED = {"param_dtype": "parameters in", "reduce_dtype": "gradients reduced in", "tp_overlap": "overlap async"}
 
 
-@pytest.mark.parametrize("target", TUNING, ids=lambda target: target.name)
-@pytest.mark.parametrize("plan", [PLAN.with_(tp_overlap="async"), REPLICAS], ids=["shards", "replicas"])
+@pytest.mark.parametrize(
+    ("target", "plan"),
+    [
+        *((target, plan) for target in TUNING for plan in (PLAN.with_(tp_overlap="async"), REPLICAS)),
+        *((find_target(name), CONTEXTS) for name in ("axolotl", "automodel")),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
 @pytest.mark.parametrize("param", ["bfloat16", "float32"])
 @pytest.mark.parametrize("reduced", ["bfloat16", "float32"])
 def test_types_and_overlaps_that_a_file_does_not_say_are_named(target, plan, param, reduced) -> None:
     done = export(asked(plan, param_dtype=param, reduce_dtype=reduced), target)
     back = read_back(done, given={})
 
-    assert (back.get("dp_replicate", 1), back["dp_shard"]) == (plan.dp_replicate, plan.dp_shard)
+    assert (back.get("dp_replicate", 1), back["dp_shard"], back.get("cp", 1)) == (
+        plan.dp_replicate,
+        plan.dp_shard,
+        plan.cp,
+    )
     asked_for = {"param_dtype": param, "reduce_dtype": reduced, "tp_overlap": plan.tp_overlap}
     differ = {fact for fact, value in asked_for.items() if back.get(fact, "none") != value}
     assert differ == {fact for fact in NAMED if any(line.startswith(NAMED[fact]) for line in done.not_expressed)}
@@ -121,7 +132,7 @@ def test_every_key_is_one_of_the_tools_own_schema(target) -> None:
         # utils/schemas/validation.py: bitsandbytes' AdamW in 8 bits stops under FSDP2, contexts ask for flash-attn.
         ("axolotl", PLAN, {"optimizer": "adamw8bit"}, {"optimizer": "adamw_torch_8bit"}),
         ("torchtune", PLAN, {"optimizer": "adamw8bit"}, {"optimizer._component_": "torchao.optim.AdamW8bit"}),
-        ("axolotl", PLANS[4], {}, {"attn_implementation": "flash_attention_2"}),
+        ("axolotl", CONTEXTS, {}, {"attn_implementation": "flash_attention_2", "fsdp_version": 2}),
         # transformers reads `offload` of `fsdp`, and fsdp_config.offload_params nowhere.
         ("llama-factory", PLANS[1], {}, {"fsdp": "full_shard auto_wrap offload"}),
         ("llama-factory", PLAN, {}, {"use_reentrant_gc": False}),
@@ -179,6 +190,12 @@ def test_checkpoints_of_files_that_say_little_are_the_tools_own(text, recompute,
     back = read(found.table, found.settings, facts)
 
     assert (back["recompute"], back["reentrant"]) == (recompute, reentrant)
+
+
+def test_whole_parameters_on_each_rank_of_a_sequence_are_not_taken_for_sharded_ones() -> None:
+    found = read_configuration(AXOLOTL + "context_parallel_size: 8\n", "run.yaml", CheckFlags())
+    with pytest.raises(NotModelled, match="without FSDP"):
+        read(found.table, found.settings, {"gpus": 8, "gpus_per_node": 8})
 
 
 @pytest.mark.parametrize("tool", ["axolotl", "automodel"])

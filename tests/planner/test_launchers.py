@@ -103,8 +103,9 @@ def test_agents_that_nobody_starts_must_be_told_where_to_meet() -> None:
 
 
 def test_a_scheduler_that_is_absent_or_refuses_is_told() -> None:
-    with pytest.raises(PlannerError, match="could not be run"):
-        submit(["no-such-scheduler", "x"])
+    with pytest.raises(PlannerError, match="there is no no-such-scheduler here") as absent:
+        submit(["no-such-scheduler", "a job"])
+    assert absent.value.remedy == "there: no-such-scheduler 'a job'"
     with pytest.raises(PlannerError, match="refused the job"):
         submit(["false"])
     assert submit(["echo", "Submitted batch job 7"]) == "Submitted batch job 7"

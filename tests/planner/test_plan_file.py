@@ -98,7 +98,7 @@ def edited(content, tmp_path, change):
         (lambda d: d["estimate"].update(mfu=0.99), "edited"),
         (lambda d: d.update(framework="megatron-lm"), "edited"),
         (lambda d: d["fingerprints"].pop("plan"), "edited"),
-        (lambda d: d["plan"].update(tp="8"), "not a valid PlanFile"),
+        (lambda d: d["plan"].update(tp="8"), "not a valid plan file"),
         (lambda d: d["plan"].update(colour=1), "an unknown key"),
         (lambda d: d.pop("plan"), "not a plan file"),
     ],

@@ -6,9 +6,10 @@ import pytest
 
 from planner.export.schema import schema
 from planner.question.cases import case_from_flags, case_of_plan_file, load_case
-from planner.question.flags import Flags
+from planner.question.flags import Flags, flags_of_search
 from planner.question.plan_file import plan_file, save_plan
 from planner.question.question import Question, question_of
+from planner.requests.training import Suggest
 from planner.search.answer import search_question
 from simulator.analytical.estimates import estimate_plans
 from simulator.config.hf_config import load_model
@@ -20,7 +21,7 @@ from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import ROOT
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.gpus import gpu_kinds
-from topology.errors import UserError
+from topology.errors import BadPlan, UserError
 from topology.profile.profile import Profile, read_profile
 
 PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
@@ -49,7 +50,7 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
             "cluster": "dgx-h100",
             "workload": {"seq_len": 4096, "global_batch_size": 32},
             "plan": PLAN,
-            "runtime": {"name": "torchtitan"},
+            "runtime": {"name": "torchtitan", "param_dtype": "fp32", "compute_dtype": "BF16"},
         }
     )
     estimate = by_flags.question.estimate([by_flags.plan]).estimate(0)
@@ -57,27 +58,27 @@ def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
     saved = case_of_plan_file(tmp_path / "plan.json")
     searched, _ = search_question(flags, "torchtitan")
 
+    assert flags_of_search(Suggest(compute_dtype="bf16")).runtime["compute_dtype"] == "bfloat16"
     assert by_flags.plan == by_case.plan == saved.plan
     assert parts(by_flags.question) == parts(by_case.question) == parts(saved.question) == parts(searched)
     assert by_flags.question.count == by_case.question.count == saved.question.count == searched.count == 8
     assert saved.question.estimate([saved.plan]).estimate(0) == estimate
 
 
-def test_the_explorer_asks_what_its_command_line_asks() -> None:
+@pytest.mark.parametrize(("cluster", "name"), [("dgx-h100", "megatron-lm"), ("4xT4", None)])
+def test_the_explorer_asks_what_its_command_line_asks(cluster, name) -> None:
+    """With a framework and without: T4 have no bfloat16, so that what runs there is not the usual framework."""
     pytest.importorskip("streamlit", reason="the explorer is not installed")
-    from ui.question.state import Inputs
+    from ui.question.state import of_link
 
-    inputs = Inputs(model="llama3.2-1b", cluster="dgx-h100", gpus=16, seq_len=2048, framework="megatron-lm")
-    flags = Flags(
-        model="llama3.2-1b",
-        cluster="dgx-h100",
-        gpus=(16,),
-        seq_len=2048,
-        runtime={"compile": None, "param_dtype": None},
+    inputs = of_link(
+        {"model": "llama3.2-1b", "cluster": cluster, "seq": "2048"} | ({"framework": name} if name else {})
     )
+    typed = Suggest(model="llama3.2-1b", cluster=cluster, seq_len=2048, framework=name)
 
-    asked, typed = (search_question(one, "megatron-lm") for one in (inputs.flags(), flags))
-    assert asked == typed
+    assert search_question(inputs.flags(), inputs.framework) == search_question(flags_of_search(typed), name)
+    assert ("--framework" in inputs.command()) == (name is not None)
+    assert search_question(inputs.flags(), inputs.framework)[0].framework.name == "megatron-lm"
 
 
 def test_a_question_answers_as_the_rules_the_closed_form_and_the_simulation_do(llama8b, measured) -> None:
@@ -130,9 +131,16 @@ def test_where_no_framework_is_named_it_is_one_that_runs_on_the_gpus(gpus, adapt
     flags = Flags(model="llama3.2-1b", cluster=gpus, seq_len=1024, global_batch=8, runtime={"adapter": adapter})
     question, assumed = search_question(flags, None)
 
-    assert question.framework.name == framework
+    assert question.framework.name == case_from_flags(flags).question.framework.name == framework
     assert any(line.startswith("framework") for line in assumed) == (framework != "torchtitan")
     assert question.legal(Plan(dp_replicate=8, zero_stage=0))
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "deepspeed"])
+def test_a_module_that_the_model_lacks_is_named_before_any_framework_refuses_it(framework) -> None:
+    frozen = {"adapter": {"kind": "frozen", "target_modules": ["embed_tokens", "nothing"]}}
+    with pytest.raises(BadPlan, match="'nothing' matches no module"):
+        search_question(Flags(model="llama3.2-1b", runtime=frozen), framework)
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "pytorch"])

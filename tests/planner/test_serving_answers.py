@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -16,12 +17,13 @@ from planner.serving.answer import answer_deployment
 from planner.serving.crossings import break_even, over_clients
 from planner.serving.explain import compare_answers
 from planner.serving.question.from_flags import ServingFlags, serving_question
+from planner.serving.question.trace_file import read_trace
 from planner.serving.search import TIE, search_serving
 from planner.serving.stated import pool_word, problems_of, read_pool, stated_deployment
 from simulator.serving.deployment import Pool
 from tests.planner.conftest import Finished
 from topology import codec
-from topology.errors import BadPlan
+from topology.errors import BadInput, BadPlan
 
 
 def test_requests_that_pile_up_are_said_to(planner: Callable[..., Finished]) -> None:
@@ -206,13 +208,23 @@ def test_requests_of_a_file_are_those_that_are_served(planner: Callable[..., Fin
     assert "exclude each other" in both.output
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"arrival_s": 0, "prompt": 0, "output": 1}', "[1]", ('{"arrival_s": '
-'1e999, "prompt": 1, "output": 1}'), '{"arrival_s": 0, "prompt": true, "output": 1}'])  # fmt: skip
-def test_a_file_without_requests_is_refused(planner: Callable[..., Finished], tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no requests"),
+        ("{}", "no arrival_s and no prompt and no output"),
+        ('{"at": 0, "prompt": 9, "output": 1}', "no arrival_s\n  why: it has at, prompt, output"),
+        ('{"arrival_s": 0, "prompt": 0, "output": 1}', "prompt is 0"),
+        ("[1]", "not an object"),
+        ('{"arrival_s": 1e999, "prompt": 1, "output": 1}', "line 1"),
+        ('{"arrival_s": 0, "prompt": true, "output": 1}', "prompt is True"),
+    ],
+)
+def test_a_file_without_requests_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(text)
-    done = planner("estimate", "--task", "serve", "--requests", str(path))
-    assert done.returncode == 2
+    with pytest.raises(BadInput, match=re.escape(said)):
+        read_trace(str(path))
 
 
 DEGREES = st.sampled_from([1, 2, 3, 4, 8, 16])

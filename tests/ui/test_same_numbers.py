@@ -132,19 +132,20 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     from ui.question.state import Inputs
     from ui.rows import changed_flags, degrees_of
 
+    rules = framework_named(framework)
     asked = Inputs(model="llama3.2-1b", gpus=4, seq_len=2048, global_batch=8, framework=framework)
     found = suggest(
         question_of(
             load_model("llama3.2-1b"),
             read_cluster("dgx-h100", 4),
             Workload(seq_len=2048, global_batch_size=8),
-            framework=framework_named(framework),
+            framework=rules,
         ),
         SearchOptions(top=4),
     )
     for ranked in found.plans:
         plan = ranked.plan
-        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=4)
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), rules, gpus=4)
 
         assert again.case.plan == plan
         assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)

@@ -186,7 +186,8 @@ _FORMS = 'give {"gpu": …, "gpus_per_node": …, "nodes": …}, or a file writt
 
 
 def _looks_like_path(text: str) -> bool:
-    return any(mark in text for mark in ("/", "\\", ".json")) or is_file(text)
+    words = re.sub(r"(\d\s*gb(?:it)?)/s(?=$|[\s+])", r"\1", text, flags=re.IGNORECASE)  # 8xH100@400Gb/s
+    return any(mark in words for mark in ("/", "\\", ".json")) or is_file(text)
 
 
 def _full(document: JsonObject, where: str) -> Cluster:

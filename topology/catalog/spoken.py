@@ -142,6 +142,8 @@ def _with_network(platform: Platform, said: str, assumed: list[str]) -> Platform
         )
     ports = int(match["ports"] or 1)
     gbit = _INFINIBAND_GBIT[match["word"].lower()] if match["word"] else float(match["rate"])
+    if said.strip().endswith(("GB/s", "GBps")):  # bytes
+        gbit *= 8
     ethernet, over = bool(match["ethernet"]) or gbit < _ROCE_GBIT, (match["over"] or "").lower()
     unknown = "tcp" if gbit < _ROCE_GBIT or (platform.fabric == "ethernet" and not platform.rdma) else "roce"
     tcp = ethernet and (over or unknown) == "tcp"

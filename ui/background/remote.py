@@ -81,7 +81,7 @@ def search_request(question: Inputs, *, top: int, flags: Flags | None = None, pr
     return {key: value for key, value in said.items() if value is not None}
 
 
-def read_search(document: JsonObject, flags: Flags, framework: str) -> SearchResult:
+def read_search(document: JsonObject, flags: Flags, framework: str | None) -> SearchResult:
     """Return the result of a service's answer for `flags`. Raises BadInput, and ServiceError for an answer of another
     version.
     """

@@ -86,7 +86,7 @@ class ServingAnswers:
     out: WayOut
 
 
-def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
+def search(progress: Progress, flags: Flags, framework: str | None, options: SearchOptions) -> SearchResult:
     """Return the result of `planner suggest`, and before it that of the analytical model."""
     return answer(flags, framework, options, progress=progress, early=getattr(progress, "early", None))
 
@@ -145,7 +145,7 @@ def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> JsonOb
     return check_configuration(text, name, Check(file=name), flags, progress).to_dict()
 
 
-def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
+def numbers(progress: Progress, flags: Flags, framework: str | None, options: SearchOptions) -> SearchResult:
     """Return what `planner suggest --gpus 8,16,32` answers, with the same batch on all numbers of GPUs."""
     if flags.global_batch is None:
         asked, _ = search_question(flags, framework)

@@ -34,6 +34,7 @@ from ui.question import typed, uploads
 OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
 FROM_FILE = "as in the file"
+USUAL = "usual for the GPUs"  # the framework that the command line takes where none is named
 AS_STORED = "as stored"  # weights in the format of the checkpoint
 MAX_GPUS = 1 << 17  # more than the largest machines have
 MAX_SEQ = 1 << 22
@@ -54,7 +55,7 @@ class Inputs:
     model: str = "llama3-8b"
     seq_len: int = 8192
     global_batch: int | None = None
-    framework: str = "torchtitan"
+    framework: str | None = None
     objective: str = "time"
     compile: bool = False
     param_dtype: str | None = None
@@ -188,7 +189,7 @@ _GPU = "A topology matrix does not always name its GPUs, and predictions need th
 _BATCH = "Sequences in an optimizer step; left open: a published recipe's."
 _AIMS = "Least step time, least memory, or the Pareto front of both."
 _SERVED = "Output tokens a GPU, whole answers, or their price."
-_RULES = "Its rules for legal plans, and its kernels."
+_RULES = "Its rules for legal plans, and its kernels; usual: torchtitan, or one with float16 for GPUs without bfloat16."
 _WEIGHTS = "Their format; as stored: the checkpoint's."
 _LOOP = "A closed loop: each asks again when answered."
 _RATE = "Poisson arrivals, instead of clients."
@@ -200,7 +201,7 @@ FIELDS = {
     "model": _chosen("model", "Model", models, _DEFAULT.model, _MODEL, is_known),
     "seq": _counted("sequence length", "Sequence", MAX_SEQ, "", _LENGTH),
     "batch": _counted("global batch", "Global batch", MAX_BATCH, "a recipe's", _BATCH),
-    "framework": _chosen("framework", "Framework", lambda: list(FRAMEWORKS), _DEFAULT.framework, _RULES),
+    "framework": _chosen("framework", "Framework", lambda: [USUAL, *FRAMEWORKS], USUAL, _RULES),
     "objective": _chosen("objective", "Objective", lambda: list(OBJECTIVES), _DEFAULT.objective, _AIMS),
     "compile": Field(label="torch.compile", default=False, read=lambda word: True if word == "true" else None),
     "plan": Field(label="plan", read=str),
@@ -348,14 +349,14 @@ def of_link(words: Mapping[str, str]) -> Inputs | None:
     found = {key: FIELDS[key].read(words[key]) if key in words else FIELDS[key].default for key in _ASKED}
     if any(key in words and value is None for key, value in found.items()):
         return None
-    found["gpu"] = None if found["gpu"] == FROM_FILE else found["gpu"]
+    found |= {key: None for key, left_open in (("gpu", FROM_FILE), ("framework", USUAL)) if found[key] == left_open}
     found["seq"] = found["seq"] or _length_of(str(found["model"]))
     return Inputs(**{_ASKED[key]: value for key, value in found.items()})
 
 
-def _compiles(framework: str) -> bool:
-    """Whether the command line takes --compile of a framework."""
-    return framework_named(framework).tools.compiles
+def _compiles(framework: str | None) -> bool:
+    """Whether the command line takes --compile of a framework, or of the usual one."""
+    return framework in {None, USUAL} or framework_named(str(framework)).tools.compiles
 
 
 def _length_of(choice: str) -> int:

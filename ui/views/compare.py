@@ -9,7 +9,6 @@ import streamlit as st
 
 from planner.explain.waterfall import difference
 from planner.io import plan_words
-from simulator.legality.frameworks import FRAMEWORKS
 from topology.units import GIB
 from ui import data, differences, panels
 from ui.charts import detail as charts
@@ -106,7 +105,7 @@ def _other_question(question: state.Inputs, result: SearchResult) -> state.Input
     """Draw the second question and return it; it starts as the first."""
     first, second, third = st.columns([3, 2, 3], vertical_alignment="bottom")
     fourth, fifth = st.columns([3, 5], vertical_alignment="bottom")
-    frameworks, precisions = list(FRAMEWORKS), list(PRECISIONS)
+    precisions = list(PRECISIONS)
     with first:
         cluster = state.chosen("cluster", question.cluster, title="Machine", key="b_cluster", bind="query-params")
         state.require_known("cluster", cluster)
@@ -119,9 +118,9 @@ def _other_question(question: state.Inputs, result: SearchResult) -> state.Input
         key="b_gpus",
         bind="query-params",
     )
-    framework = third.selectbox(
-        "Its framework", frameworks, index=frameworks.index(question.framework), key="b_framework", bind="query-params"
-    )
+    with third:
+        usual = question.framework or state.USUAL
+        framework = state.chosen("framework", usual, title="Its framework", key="b_framework", bind="query-params")
     precision = fourth.selectbox("Precision", precisions, key="b_precision", bind="query-params")
     compiled = fifth.toggle("Compiled", value=question.compile, key="b_compile", bind="query-params")
     return replace(
@@ -129,7 +128,7 @@ def _other_question(question: state.Inputs, result: SearchResult) -> state.Input
         cluster=cluster,
         gpu=question.gpu if cluster == question.cluster else None,
         gpus=None if gpus is None else int(gpus),
-        framework=str(framework),
+        framework=None if framework == state.USUAL else framework,
         compile=bool(compiled),
         param_dtype=PRECISIONS[str(precision)],
         global_batch=result.question.workload.global_batch_size,
@@ -142,8 +141,8 @@ def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, f
     st.markdown(f"**{panels.plain(_sentence(faster, first, second))}**")
     panels.side_by_side(
         _answer_rows(first, second),
-        _question_title(question),
-        _question_title(other),
+        _question_title(question, result),
+        _question_title(other, found),
         alt="The answers of both questions",
     )
     panels.section("Time, term by term", "The other question's best plan minus this one's.")
@@ -154,9 +153,10 @@ def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, f
     )
 
 
-def _question_title(question: state.Inputs) -> str:
+def _question_title(question: state.Inputs, answer: SearchResult) -> str:
     """Return the distinguishing properties of a question: machine, GPUs, framework, precision."""
-    parts = [question.cluster, f"{question.gpus} GPUs" if question.gpus else "", question.framework]
+    parts = [question.cluster, f"{question.gpus} GPUs" if question.gpus else ""]
+    parts += [answer.question.framework.name]
     parts += ["compiled" if question.compile else "", question.param_dtype or ""]
     return " · ".join(part for part in parts if part)
 

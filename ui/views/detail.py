@@ -251,7 +251,7 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
-        found = data.what_if(question, flags, gpus=plan.gpus)
+        found = data.what_if(question, flags, framework, gpus=plan.gpus)
     except PlannerError as error:
         panels.failure(error)
         return

@@ -73,11 +73,11 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
     word = str(settings.get(_TYPE) or "bfloat16").rpartition(".")[2]
     stored = {"bf16": "bfloat16", "fp32": "float32"}.get(word, word)
     # FSDP2 has a policy of its own; DDP reduces gradients as they are stored.
-    return types(stored, "bfloat16", "float32" if facts["dp_shard"] > 1 else stored)
+    return types(stored, "bfloat16", "float32" if facts["dp_shard"] * facts["cp"] > 1 else stored)
 
 
 def _read_reshard(settings: Settings, facts: Facts) -> Facts:
-    if facts["dp_shard"] == 1 or settings.get(_RESHARD) is None:
+    if facts["dp_shard"] * facts["cp"] == 1 or settings.get(_RESHARD) is None:
         return {"reshard_after_forward": None}
     return {"reshard_after_forward": truth(settings, _RESHARD)}
 

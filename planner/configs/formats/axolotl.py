@@ -27,7 +27,7 @@ from planner.configs.formats.yaml_format import (
     on,
     types,
 )
-from planner.export.mapping import Entry, Facts, NotStated, Settings, Table, truth, whole
+from planner.export.mapping import Entry, Facts, NotModelled, NotStated, Settings, Table, truth, whole
 
 _OFFLOAD = ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params")
 _RESHARD = ("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward")
@@ -67,6 +67,12 @@ def _read_mesh(settings: Settings, facts: Facts) -> Facts:
         )
     rest = facts["gpus"] // (facts["tp"] * facts["cp"])
     if not _shards(settings):
+        if facts["cp"] > 1:
+            raise NotModelled(
+                "context parallelism without FSDP is not modelled",
+                why="each rank of a sequence then holds all parameters",
+                remedy="fsdp_version: 2 and fsdp_config in the file have a prediction",
+            )
         return {"dp_replicate": max(1, rest), "dp_shard": 1, "reshard_after_forward": None}
     replicas = whole(settings, _SIZES[1], 1)
     strategy = str(next((settings[key] for key in _STRATEGY if settings.get(key)), "FULL_SHARD")).upper()
@@ -86,7 +92,8 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
     half = on(settings, "fp16")
     low = not half and settings.get("bf16") in {"auto", "full", True}
     compute = "float16" if half else "bfloat16" if low else "float32"
-    stored = "float32" if facts["dp_shard"] > 1 or half else compute
+    sharded = _shards(settings) and facts["dp_shard"] * facts["cp"] > 1
+    stored = "float32" if sharded or half else compute
     return types(stored, compute, compute)
 
 

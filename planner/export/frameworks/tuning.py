@@ -109,7 +109,7 @@ def _written(job: ExportJob, title: str, axes: tuple[str, ...], savers: tuple[st
     left_out = [*notes]
     if recompute != plan.recompute:
         left_out.append(f"recompute {plan.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
-    if plan.offload == "optimizer" or (plan.offload != "none" and plan.dp_shard == 1):
+    if plan.offload == "optimizer" or (plan.offload != "none" and not _sharded(plan)):
         raise Infeasible(f"{title} moves sharded parameters to host memory with the optimizer, or nothing")
     for what, word in (("tensor-parallel products", plan.tp_overlap), ("experts' all-to-all", plan.ep_overlap)):
         if word != "none":
@@ -134,8 +134,13 @@ def _torch_words(plan: Plan) -> dict[str, str]:
 
 def _reduction(plan: Plan, runtime: Runtime, title: str, word: str) -> list[str]:
     """Return what is left out of a plan whose gradients are reduced in another type than the tool's."""
-    differs = plan.data_parallel > 1 and runtime.reduce_dtype != word
+    differs = plan.data_parallel * plan.cp > 1 and runtime.reduce_dtype != word
     return [f"gradients reduced in {runtime.reduce_dtype}: {title} reduces them in {word} then"] if differs else []
+
+
+def _sharded(plan: Plan) -> bool:
+    """Return whether FSDP2 shards parameters: it does so over the ranks of a sequence, too."""
+    return plan.dp_shard * plan.cp > 1
 
 
 def _replicas_alone(plan: Plan, title: str) -> bool:
@@ -235,14 +240,14 @@ def write_axolotl(job: ExportJob) -> Draft:
     job, left_out = _written(job, title, axes, (LINEAR_LOSS, *away))
     plan, runtime = job.plan, job.question.runtime
     _replicas_alone(plan, title)
-    held = "float32" if plan.dp_shard > 1 else runtime.compute_dtype
+    held = "float32" if _sharded(plan) else runtime.compute_dtype
     if runtime.param_dtype != held and adapter is None:
         left_out.append(f"parameters in {runtime.param_dtype}: {title} holds them in {held} then")
     left_out += _reduction(plan, runtime, title, runtime.compute_dtype)
     words = {**HUGGING_FACE}
     if plan.tp > 1:
         words = {name: word for name, word in words.items() if not word.endswith("8bit")}
-    elif plan.dp_shard > 1:  # bitsandbytes' optimizer does not run on DTensors; torchao's does
+    elif _sharded(plan):  # bitsandbytes' optimizer does not run on DTensors; torchao's does
         words["adamw8bit"] = "adamw_torch_8bit"
     settings: Settings = {
         "base_model": hub_name(job.question.model.name),
@@ -260,7 +265,7 @@ def write_axolotl(job: ExportJob) -> Draft:
         left_out.append("sequence parallelism: transformers' plan of each model says where it is used")
     if plan.cp > 1:  # requires flash-attn's own kernels
         settings |= {"context_parallel_size": plan.cp, "attn_implementation": "flash_attention_2"}
-    if plan.dp_shard > 1:
+    if _sharded(plan):
         settings |= {
             "fsdp_version": 2,
             "dp_shard_size": plan.dp_shard,
@@ -342,7 +347,7 @@ def write_automodel(job: ExportJob) -> Draft:
     title, adapter = "NeMo AutoModel", job.question.runtime.adapter
     job, left_out = _written(job, title, ("dp_replicate", "dp_shard", "tp", "cp"), ())
     plan, runtime = job.plan, job.question.runtime
-    left_out += _reduction(plan, runtime, title, "float32" if plan.dp_shard > 1 else runtime.param_dtype)
+    left_out += _reduction(plan, runtime, title, "float32" if _sharded(plan) else runtime.param_dtype)
     replicas = _replicas_alone(plan, title)
     settings: Settings = {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
@@ -364,7 +369,7 @@ def write_automodel(job: ExportJob) -> Draft:
             "distributed.dp_replicate_size": plan.dp_replicate,
             "distributed.sequence_parallel": bool(plan.sequence_parallel) and plan.tp > 1,
         }
-    if plan.dp_shard > 1:
+    if _sharded(plan):
         settings |= {"distributed.reshard_after_forward": plan.reshard_after_forward is not False}
     if plan.offload == "parameters":
         settings |= {"distributed.offload_policy._target_": "torch.distributed.fsdp.CPUOffloadPolicy"}

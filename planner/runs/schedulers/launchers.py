@@ -309,6 +309,12 @@ def submit(command: Sequence[str]) -> str:
     """Run the scheduler's submit command and return its output. Raises PlannerError when it is missing or fails."""
     try:
         done = subprocess.run(list(command), capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError as error:
+        raise PlannerError(
+            f"there is no {command[0]} here",
+            why="jobs are submitted where the scheduler's commands are, such as a login node",
+            remedy=f"there: {shlex.join(command)}",
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PlannerError(f"{command[0]} could not be run", why=str(error), remedy=shlex.join(command)) from error
     if done.returncode:

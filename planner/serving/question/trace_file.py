@@ -59,6 +59,12 @@ def _json_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 def read_request(row: Mapping[str, Any], where: str) -> Request:
     """Return a request by its FIELDS. Raises BadInput for a field that is missing or not a number in its range."""
+    if missing := [name for name in FIELDS if name not in row]:
+        raise BadInput(
+            f"{where}: there is no {' and no '.join(missing)}",
+            why=f"it has {', '.join(map(str, row))}"[:200] if row else "it is empty",
+            remedy=f"a request has {', '.join(FIELDS)}: seconds, tokens, tokens",
+        )
     values = [row.get(name) for name in FIELDS]
     most = (MAX_SECONDS, MAX_TOKENS, MAX_TOKENS)
     for name, value, limit in zip(FIELDS, values, most, strict=True):
