@@ -14,7 +14,7 @@ numbers or columns of a plan table, so the same description costs one plan or te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -100,10 +100,9 @@ class OperatorSpec:
     again: bool = False
 
     @property
-    def weight(self) -> list[str]:
+    def weight(self) -> tuple[str, ...]:
         """The axes of the matrix that it multiplies with; none for a product of activations, or no product."""
-        right = parse_matmul(self.matmul)[1] if self.matmul else []
-        return [] if TOKEN_AXES & set(right) else right
+        return _weight_axes(self.matmul) if self.matmul else ()
 
 
 def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
@@ -171,7 +170,13 @@ def _factor(axis: str) -> tuple[float, str]:
     return float(factor) if factor else 1.0, name
 
 
-def product(axes: list[str], sizes: Mapping[str, Floats]) -> Floats:
+@lru_cache(maxsize=1 << 10)
+def _weight_axes(matmul: str) -> tuple[str, ...]:
+    right = parse_matmul(matmul)[1]
+    return () if TOKEN_AXES & set(right) else tuple(right)
+
+
+def product(axes: Sequence[str], sizes: Mapping[str, Floats]) -> Floats:
     total = sizes["one"]
     for axis in axes:
         factor, name = _factor(axis)

@@ -300,7 +300,7 @@ class BlockTensors:
             found += [round(one)] * int(times) if whole else [round(one * times)]
         return [nbytes for nbytes in found if nbytes]
 
-    def _elements(self, axes: list[str]) -> float:
+    def _elements(self, axes: Sequence[str]) -> float:
         return float(np.asarray(product(axes, self.context.sizes)).flat[0])
 
     def _weight(self, operator: OperatorSpec) -> float:
