@@ -321,7 +321,7 @@ def test_grouped_kernels_take_what_they_took_in_steps() -> None:
     middle of all products in the profiles of four runs (fresh.jsonl).
     """
     roofline, one = Roofline(gpu=gpu_kind("h200")), efficiency("hopper").grouped
-    # (experts, rows of each, hidden, width): microseconds, and how far clocks were between the highest (0) and the lowest
+    # (experts, rows of each, hidden, width): microseconds, and where clocks were from the highest (0) to the lowest (1)
     measured = {
         (8, 320, 5632, 11264): (664, 0.6),
         (8, 7104, 5888, 17408): (17470, 1.0),
