@@ -125,6 +125,11 @@ def test_options_of_serving_are_refused_for_training(planner: Callable[..., Fini
     assert "--isl: an option of serving" in done.output
 
 
+@pytest.mark.parametrize(("clients", "said"), [(4096, False), (8192, True)])
+def test_figures_of_a_crowd_are_said_to_follow_from_fewer_clients(clients: int, *, said: bool) -> None:
+    assert any("8,192 clients waits for one more answer" in one for one in asked(concurrency=clients).assumed) == said
+
+
 def test_requests_beyond_the_positions_of_a_model_are_refused_with_what_is_not(tmp_path: Path) -> None:
     long = ServingFlags(model="qwen3-8b", gpus=1, isl=50_000, osl=100)
     with pytest.raises(UserError, match="40,960 positions") as refused:

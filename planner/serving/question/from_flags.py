@@ -21,6 +21,7 @@ from simulator.config.model import Model
 from simulator.config.stored_weights import stored_weights
 from simulator.fitting.calibrations import same_gpu
 from simulator.kernels.low_precision import has_no_bfloat16
+from simulator.serving.crowd import MOST
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Speculation
 from simulator.serving.engine import OVERLAPS_BATCHES, RECEIVES, engine_of
 from simulator.serving.fit_steps import fit_serving
@@ -262,6 +263,8 @@ def _traffic(flags: ServingFlags, gpus: int, positions: int, assumed: list[str])
     if concurrency is None and flags.request_rate is None:
         concurrency = CLIENTS_PER_GPU * gpus
         assumed.append(f"{concurrency:,} clients ({CLIENTS_PER_GPU} per GPU), each asking again when it is answered")
+    if (concurrency or 0) >= MOST:
+        assumed.append(f"once all engines are full, each of {concurrency:,} clients waits for one more answer")
     vary = VARY if flags.vary is None else flags.vary
     short = min(1.0, 0.8 * positions / (PROMPT + ANSWER)) if positions else 1.0  # the longest are a fifth longer
     prompt, answer = (
