@@ -105,7 +105,7 @@ def test_a_time_limit_that_ends_while_a_file_is_read_or_written_says_nothing_of_
 
     text, flags = f"{SHAPE} --seq-length 512 --micro-batch-size 1\n", CheckFlags(gpus=8)
     with monkeypatch.context() as reading:
-        reading.setattr("planner.configs.asked._complete", over)
+        reading.setattr("planner.configs.asked._facts", over)
         with pytest.raises(Unproved):
             ask(text, "a.sh", flags)
     monkeypatch.setattr("planner.configs.written_back.read", over)
