@@ -13,7 +13,8 @@ from simulator.analytical.layer_cost import BlockCost, PassCost
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
-from simulator.kernels.roofline import Packing, efficiency
+from simulator.kernels.efficiency import efficiency
+from simulator.kernels.roofline import Packing
 from simulator.overlap.combined import DELAY_WGRAD, LayerParts, hidden_lost_and_stalled_s
 from simulator.step.context import CostContext
 from simulator.step.fsdp_copies import TAKEN

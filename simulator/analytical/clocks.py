@@ -14,8 +14,8 @@ import numpy as np
 from simulator.analytical.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.power_draw import ATTENDING, IDLE, MOVING, POWER_WINDOW_S, SENDING, drawn
-from simulator.kernels.roofline import efficiency
 from simulator.runtimes.model_operators import WIDE, layer_code
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters

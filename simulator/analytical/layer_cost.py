@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from simulator.analytical.clock_advance import NEVER, ClockAdvance, Waits, launching
 from simulator.columns.plan_table import Floats
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind
-from simulator.kernels.roofline import FITTED, MEASURED, efficiency
+from simulator.kernels.roofline import FITTED, MEASURED
 from simulator.passes.block import block_passes
 from simulator.passes.steps import EXCHANGED_OVER, Kernel, Pair, Ring, Rows, Step, Transfer, Wait
 from simulator.runtimes.model_operators import ModelOperators

@@ -18,9 +18,10 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.config.overlap_sites import modes_in
 from simulator.config.runtime import TF32, Runtime
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work, WorkKind
-from simulator.kernels.roofline import DATASHEET, Packing, Roofline, efficiency
+from simulator.kernels.roofline import DATASHEET, Packing, Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
 from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
 from simulator.runtimes.parts import HostSpec

@@ -32,7 +32,8 @@ from simulator.fitting.overlap_fit import fit_rates, mean_error
 from simulator.fitting.overlap_samples import rates_as_numbers, site_rates, timed_modes
 from simulator.fitting.runtime_fit import fit_runtimes
 from simulator.fitting.step_samples import StandaloneTimes
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.efficiency import efficiency
+from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import EXECUTED
 from simulator.overlap.site_costs import SiteRates
 from topology import codec

@@ -15,8 +15,9 @@ from simulator.calibration.operator_curves import MatmulCurve, MoveCurve
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.fitting.operator_fit import by_key, fit_attention, fit_matmul, fit_move
 from simulator.fitting.step_samples import StandaloneTimes, exact_key, standalone_from_steps
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
-from simulator.kernels.roofline import GATHER_PACK, PACKING, Roofline, efficiency
+from simulator.kernels.roofline import GATHER_PACK, PACKING, Roofline
 from simulator.runtimes.library import RuntimeSpec, runtime_names, runtime_spec
 from simulator.step.update import ADAM_BYTES, CLIP_BYTES
 from topology.cluster import GpuKind

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.efficiency import efficiency
+from simulator.kernels.roofline import Roofline
 
 # Power that other work of a step draws, as shares of the reference GPU's power limit, which matrix products alone
 # reach: kernels that move memory, attention, collectives that nothing runs next to, and idle time. Source: fitted to

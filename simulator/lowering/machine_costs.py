@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
 from simulator.collectives.traffic import bottleneck_of, bottleneck_rates, port_share
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.efficiency import efficiency
 from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks

@@ -13,8 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.kernels.efficiency import AttentionEfficiency, efficiency
 from simulator.kernels.low_precision import low_peak_flops
-from simulator.kernels.roofline import FULL_GRID, TILES, AttentionEfficiency, Roofline, efficiency, matmul_utilization
+from simulator.kernels.roofline import FULL_GRID, TILES, Roofline, matmul_utilization
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.engine import SlowerKernels
 from simulator.serving.expert_choice import popularity

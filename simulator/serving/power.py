@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.power_draw import ATTENDING, IDLE, MOVING, POWER_WINDOW_S, drawn
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.roofline import Roofline
 from topology.cluster import GpuKind
 
 # Power of steps that read weights and caches at the full rate of memory, as `MOVING` of power_draw.py: eight answers

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares, lsq_linear, minimize
 
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.efficiency import efficiency
 from simulator.serving.deployment import WEIGHT_BYTES
 from simulator.serving.kernel_tables import ReduceKernels
 from topology.catalog.gpus import gpu_kind

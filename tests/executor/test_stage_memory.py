@@ -125,7 +125,7 @@ def test_the_replay_does_so_too():
     )
     plan = Plan(dp_shard=2, pp=2, virtual_stages=2, schedule="Interleaved1F1B")
     tensors, memory = MemoryReplay(question, plan).tensors, Logged()
-    replay = RankReplay(tensors, 0, memory, micro_batches=4)
+    replay = RankReplay(tensors, 0, memory)
     replay.begin()
     memory.seen.clear()
     replay.step()

@@ -20,8 +20,9 @@ from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from simulator.fitting.kernel_fit import layer_elements
 from simulator.fitting.runtime_fit import fit_runtimes, run_of
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind
-from simulator.kernels.roofline import Roofline, efficiency
+from simulator.kernels.roofline import Roofline
 from simulator.lowering.simulation import simulate_plan
 from simulator.overlap.site_costs import SiteRates
 from simulator.runtimes.library import RuntimeSpec, runtime_spec

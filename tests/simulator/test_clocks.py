@@ -13,7 +13,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.efficiency import efficiency
 from topology.catalog.clusters import cluster
 
 TENSORS = {"tp": 4, "sequence_parallel": True, "micro_batch_size": 8}  # longer on the device than on the host

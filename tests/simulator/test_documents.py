@@ -12,7 +12,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.efficiency import efficiency
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import attention_kernel, recompute_stops_early
 from simulator.runtimes.stated import resolve

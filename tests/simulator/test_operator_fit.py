@@ -7,7 +7,8 @@ from simulator.calibration.operator_curves import FITTED_TILES, attention_flops
 from simulator.fitting.calibration_fit import fit_collective, fit_contention, left_out_errors
 from simulator.fitting.kernel_fit import layer_elements, measured_operators
 from simulator.fitting.operator_fit import fit_attention, fit_matmul, fit_move, left_out
-from simulator.kernels.roofline import efficiency, matmul_utilization
+from simulator.kernels.efficiency import efficiency
+from simulator.kernels.roofline import matmul_utilization
 from topology.catalog.gpus import gpu_kind
 from topology.profile.samples import ContentionSample, OperatorSample
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.config.runtime import Runtime
+from simulator.kernels.efficiency import efficiency
 from simulator.kernels.low_precision import has_no_bfloat16, recipe_of, recipes
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.kernels.roofline import (
@@ -16,7 +17,6 @@ from simulator.kernels.roofline import (
     REDUCE_PACK,
     Packing,
     Roofline,
-    efficiency,
     grouped_tile_factor,
 )
 from simulator.runtimes.library import attention_kernel, generations_back, runtime_spec, spec_for
