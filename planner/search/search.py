@@ -267,17 +267,8 @@ def _explore(
         if deadline is not None and screening.sure and not len(explored):  # there may be plans that are less sure
             end = time.monotonic() + LEVEL * (deadline - time.monotonic())
         try:
-            assigned = assign_stages(
-                screening,
-                framework,
-                explored,
-                recomputes,
-                top=keep,
-                replays=replays,
-                known=known,
-                deadline=end,
-                progress=progress,
-            )
+            asked = (screening, framework, explored, recomputes)
+            assigned = assign_stages(*asked, top=keep, replays=replays, known=known, deadline=end, progress=progress)
         except Unproved:
             assigned = AssignedPipelines(left_s=explored.least_near_s)
         return explored, assigned
