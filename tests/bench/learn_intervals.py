@@ -64,7 +64,7 @@ MANY = 8  # sources from which their rows, each source's as one, say more of a r
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
 SLOWER, SLOW = 1.5, 2.0  # factors of a host's time: runs that would not wait with the second say nothing of hosts
 BY_HOST = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, SLOWER, 1.7, SLOW, 2.5, 3.0)
-SLICED = "2026-12-01T16:30"  # until then the executor multiplied float32 experts by slices, three times as long
+SLICED = "2026-12-01T16:30"  # until then the executor multiplied float32 experts by slices of tensors
 GAPS = 0.02  # of a step, that a GPU idles between kernels without a wait for the host
 # Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the
 # last ran on another host.
